@@ -1,0 +1,260 @@
+"""The real machine behind the loop: an engine on a mesh, a reward pool, and the journal between them and the clock.
+
+Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.events`). While samples
+are still decoding, finished ones are being scored in other processes; their verdicts are handed to the round in the order
+in which the samples completed, however late they arrive (design §3, logical time).
+
+What a clock decides here is a scorer's time-out or crash: it is journalled before the round hears of it, and a step that
+runs again after a crash hears the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from jaxrl.journal import Journal
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.events import Abort, Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.plan import Request
+from jaxrl.scheduling.progress import Counters
+from jaxrl.timeline import Timeline
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+
+POLL_S = 0.5  # how long to wait for a verdict before looking round again
+
+
+class Worker(Protocol):
+    """What the backend asks of an executor beyond running plans (`jaxrl.rollout.executor.MeshExecutor` has it)."""
+
+    num_groups: int
+    num_slots: int
+    recompiles: int
+    host_s: float
+
+    def sync_weights(self, train_params: Any, policy_version: int, /) -> None: ...
+
+    def allocate(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Scoring(Protocol):
+    """A reward pool (`jaxrl.rewards.pool`)."""
+
+    def submit(self, prompt: Prompt, sample: Sample, /) -> None: ...
+
+    def completed(self) -> list[Verdict]: ...
+
+    def wait(self, timeout_s: float, /) -> list[Verdict]: ...
+
+
+class TextDecoder(Protocol):
+    def decode(self, ids: Any, /) -> str: ...
+
+
+class RolloutBackend:
+    """Implements `jaxrl.loop.Backend`.
+
+    Args:
+      engine, worker: the engine and the executor under it.
+      rewards: scores finished samples beside the rollout.
+      tokenizer: decodes responses for scorers and people.
+      journal: where decisions of the clock go.
+      timeline: rows busy and scoring times are drawn there.
+      weights: gives the trainer's current weights, on the devices.
+      on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        worker: Worker,
+        rewards: Scoring,
+        tokenizer: TextDecoder,
+        journal: Journal,
+        timeline: Timeline,
+        weights: Callable[[], Any],
+        on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
+    ) -> None:
+        self.engine = engine
+        self.worker = worker
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._journal = journal
+        self._timeline = timeline
+        self._weights = weights
+        self._on_progress = on_progress
+        self._request_ids = itertools.count()
+        self._ready = False
+        self._step = 0
+        self._params = SamplingParams()
+        self._events: deque[Event] = deque()
+        self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
+        self._arrived: dict[SampleKey, Verdict] = {}
+        self._requests: dict[SampleKey, int] = {}
+        self._num_launched = self._num_finished = 0
+        self._before = Counters()
+        self._recompiles = 0
+        self._reward_s = 0.0
+        self._failures = {"error": 0, "timeout": 0, "crash": 0}
+
+    # -- memory phases -----------------------------------------------------------------------------------------------
+
+    def enter_rollout(self, policy_version: int) -> None:
+        """Weights from the trainer to the rollout layout, on the devices; then the KV pool in what is left."""
+        self.worker.sync_weights(self._weights(), policy_version)
+        if not self._ready:
+            self.worker.allocate()
+            self._ready = True
+
+    def leave_rollout(self) -> None:
+        """Gives the KV pool's memory to the update."""
+        if self._ready:
+            self.worker.release()
+            self._ready = False
+
+    # -- one round ---------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, params: SamplingParams) -> None:
+        """A round of training step `step` starts; its responses are drawn with `params`."""
+        assert self.engine.is_idle, "a round begins while requests of another are running"
+        assert self._ready, "a round begins before enter_rollout"
+        self._step, self._params = step, params
+        self._events.append(RoundStarted(time.monotonic()))
+        self._num_launched = self._num_finished = 0
+        self._before = replace(self.engine.counters)
+        self._recompiles = self.worker.recompiles
+        self._reward_s = 0.0
+        self._failures = dict.fromkeys(self._failures, 0)
+
+    @property
+    def generating(self) -> bool:
+        """Whether samples are still being drawn, or their ends have not been told yet."""
+        return not self.engine.is_idle or any(not isinstance(event, Verdict) for event in self._events)
+
+    def wait(self) -> Event:
+        """The next event; blocks on the engine while it runs, then on the reward pool."""
+        while not self._events:
+            self._take(self._rewards.completed())
+            if self._events:
+                break
+            if not self.engine.is_idle:
+                self._run_plan()
+            elif self._due:
+                self._take(self._rewards.wait(POLL_S))
+            else:
+                raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
+        return self._events.popleft()
+
+    def apply(self, command: Command) -> None:
+        match command:
+            case Launch(prompt=prompt, keys=keys):
+                for key in keys:
+                    self._launch(prompt, key)
+            case Score(prompt=prompt, sample=sample):
+                self._score(prompt, sample)
+            case Abort(keys=keys):
+                self.engine.abort([self._requests.pop(key) for key in keys])
+
+    def cancel(self) -> None:
+        """Drops the round: nothing of it will be heard again."""
+        self.engine.abort(self.engine.unfinished())
+        self.engine.drain()
+        while self._due:
+            self._take(self._rewards.wait(POLL_S))
+            self._events.clear()
+        self._requests.clear()
+        self._events.clear()
+
+    def end(self) -> dict[str, float]:
+        """The round is over; its metrics."""
+        assert self.engine.is_idle and not self._due, "a round ends while something of it is running"
+        self._requests.clear()
+        now, before = self.engine.counters, self._before
+        offered = now.offered_row_steps - before.offered_row_steps
+        busy = now.busy_row_steps - before.busy_row_steps
+        return {
+            "rollout/preemptions": now.preemptions - before.preemptions,
+            "rollout/bubble_ratio": 1 - busy / offered if offered else 0.0,
+            "rollout/recompiles": self.worker.recompiles - self._recompiles,
+            "rollout/decode_steps": now.steps - before.steps,
+            "rollout/prefill_tokens": now.prefill_tokens - before.prefill_tokens,
+            "rollout/shared_tokens": now.shared_tokens - before.shared_tokens,
+            "reward/scoring_s": self._reward_s,
+            **{f"reward/{status}s": count for status, count in self._failures.items()},
+        }
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _launch(self, prompt: Prompt, key: SampleKey) -> None:
+        request_id = next(self._request_ids)
+        self._requests[key] = request_id
+        self._num_launched += 1
+        self.engine.add(Request(request_id, key, prompt.token_ids, self._params, share=prompt.key))
+
+    def _run_plan(self) -> None:
+        with self._timeline.span("engine", "plan", index=self.engine.counters.plans):
+            finished = self.engine.step()
+        now = time.monotonic()
+        for one in finished:
+            sample = replace(one.sample, text=self._tokenizer.decode(one.sample.token_ids.tolist()))
+            self._events.append(SampleFinished(now, sample, one.dispatch))
+            self._requests.pop(sample.key)
+        self._num_finished += len(finished)
+        busy, rows = self.engine.batcher.num_running, self.worker.num_groups * self.worker.num_slots
+        tokens = self.engine.counters.busy_row_steps - self._before.busy_row_steps
+        self._timeline.counter("rows", busy=busy)
+        self._on_progress(busy, rows, tokens, self._num_finished, self._num_launched)
+
+    def _score(self, prompt: Prompt, sample: Sample) -> None:
+        key = sample.key
+        self._due.append(key)
+        earlier = self._journal.find(self._step, "verdict", _numbers(key))
+        if earlier is None:
+            self._rewards.submit(prompt, sample)
+        else:
+            verdict = Verdict(time.monotonic(), key, 0.0, earlier["status"], {"error": earlier["error"]})
+            self._take([verdict], journalled=True)
+
+    def _take(self, verdicts: list[Verdict], *, journalled: bool = False) -> None:
+        """Notes verdicts as they arrive and releases those that are due."""
+        for verdict in verdicts:
+            self._reward_s += verdict.duration_s
+            if verdict.status != "ok":
+                self._failures[verdict.status] += 1
+            if verdict.status in ("timeout", "crash") and not journalled:
+                decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
+                self._journal.append(self._step, "verdict", _numbers(verdict.key), decision)
+            self._arrived[verdict.key] = verdict
+        while self._due and self._due[0] in self._arrived:
+            self._events.append(self._arrived.pop(self._due.popleft()))
+
+
+def _numbers(key: SampleKey) -> tuple[int, int, int, int]:
+    return (key.epoch, key.prompt_index, key.sample_index, key.attempt)
+
+
+def stop_string_check(tokenizer: TextDecoder) -> Callable[[Request, Any], int | None]:
+    """The engine's `stop_check`: how many response tokens to keep once their text holds a stop string."""
+
+    def check(request: Request, token_ids: Any) -> int | None:
+        ids = list(token_ids)
+
+        def holds(count: int) -> bool:
+            text = tokenizer.decode(ids[:count])
+            return any(stop in text for stop in request.params.stop_strings)
+
+        if not holds(len(ids)):
+            return None
+        low, high = 1, len(ids)  # the first prefix that holds one: text only grows with tokens
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds(middle) else (middle + 1, high)
+        return low
+
+    return check

@@ -1,0 +1,396 @@
+"""The whole configuration, typed. Every option is declared once, here, with its unit in its comment.
+
+Options follow verl's names where verl has one. A YAML file, command-line overrides (`a.b=c`) and a gin file all arrive
+here as one nested mapping, so that they give the identical resolved `Config`. An unknown key, a wrong type, or sizes that
+do not fit together raise `ConfigError` with one sentence: which option, what was found, what is allowed.
+
+Counts: an option that counts *prompts*, *samples* or *tokens* says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    path: str = ""  # folder in Hugging Face form, a .gguf file, or `package:file.gguf` inside an installed package
+    random_init: bool = False  # start from random weights; `path` then needs only config.json (and a tokenizer)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    train_files: list[str] = field(default_factory=list)  # .jsonl, .jsonl.gz or .parquet
+    val_files: list[str] = field(default_factory=list)
+    task: str = ""  # a reasoning-gym task instead of files
+    task_config: dict[str, Any] = field(default_factory=dict)  # that task's own options
+    task_size: int = 10_000  # problems in the procedural training set (prompts)
+    val_size: int = 100  # evaluation prompts of a procedural task, or the first ones of val_files; 0 = all of val_files
+    prompt_key: str = "question"  # column of the problem's text ...
+    messages_key: str = ""  # ... or of chat messages (a list, or a JSON string)
+    answer_key: str = "answer"  # column of the reference answer; GSM8K's text before `####` is dropped
+    source_key: str = ""  # column that names the data source; default: the file's name
+    system_prompt: str = ""
+    prompt_template: str = "{question}"  # what is asked, around the problem's text
+    apply_chat_template: bool = True
+    max_prompt_length: int = 256  # tokens
+    max_response_length: int = 128  # tokens
+    filter_overlong_prompts: bool = True  # drop longer prompts at loading (counted); false: they are an error
+    train_batch_size: int = 8  # prompts per step
+    shuffle: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ValSampling:
+    n: int = 1  # samples per evaluation prompt
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    n: int = 8  # samples per prompt (the group size)
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: list[str] = field(default_factory=list)  # stop strings
+    tensor_model_parallel_size: int = 1  # tp; dp is devices / tp
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    block_size: int = 16  # tokens per KV block
+    max_num_seqs: int = 32  # rows that decode at once, per dp group (samples)
+    max_num_batched_tokens: int = 512  # prefill tokens per plan, per dp group
+    decode_steps: int = 16  # decode steps per plan
+    num_blocks: int = 0  # KV blocks per dp group; 0: what the memory leaves, at most what max_num_seqs can use
+    memory_fraction: float = 0.85  # of a device's memory, for weights and KV pool together
+    warmup: bool = True  # compile every shape before the first step
+    val_kwargs: ValSampling = field(default_factory=ValSampling)
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    lr: float = 1e-6
+    lr_warmup_steps: int = 0  # optimizer updates
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    min_lr_ratio: float = 0.0  # where cosine and linear end, as a share of lr
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class ActorSection:
+    optim: OptimSection = field(default_factory=OptimSection)
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of the forward and backward pass
+    param_dtype: Literal["float32", "float64"] = "float32"  # of master weights, optimizer state and gradients
+    ppo_mini_batch_size: int = 0  # prompts per optimizer update; 0: the whole batch
+    ppo_epochs: int = 1
+    ppo_max_token_len_per_gpu: int = 2048  # tokens per microbatch and device, padding included
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 0.0  # dual clip; 0: off
+    grad_clip: float = 1.0  # global norm; 0: off
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl"] = "low_var_kl"
+    entropy_coeff: float = 0.0
+    ratio_level: Literal["token", "sequence"] = "token"  # sequence: GSPO
+    old_logprobs: Literal["rollout", "recompute"] = "recompute"  # the denominator of the ratio
+    remat: Literal["none", "dots", "full"] = "full"
+    logprob_chunk_tokens: int = 1024  # tokens whose logits exist at once, per device
+    offload_optimizer: bool = False  # keep the optimizer state in host memory outside the update
+
+
+@dataclass(frozen=True)
+class AlgorithmSection:
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    use_kl_in_reward: bool = False
+    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
+    kl_coef: float = 0.001
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    kind: Literal["auto", "math", "task", "custom"] = "auto"  # auto: the task's own scorer, or math for files
+    path: str = ""  # custom: a Python file ...
+    name: str = "compute_score"  # ... and a function in it: (data_source, solution_str, ground_truth, extra_info)
+    extract: Literal["auto", "none", "last_number", "boxed", "answer_tag"] = "auto"
+    timeout_s: float = 10.0  # per sample
+    num_workers: int = 1  # processes
+    pool: Literal["process", "ray"] = "process"
+
+
+@dataclass(frozen=True)
+class TrainerSection:
+    run_dir: str = ""  # everything the run writes; an existing one is resumed
+    total_training_steps: int = 0  # steps; 0: total_epochs decides
+    total_epochs: int = 1
+    save_freq: int = 10  # steps between checkpoints; 0: only at the end
+    max_ckpt_to_keep: int = 2
+    test_freq: int = 0  # steps between evaluations; 0: none
+    val_before_train: bool = False
+    seed: int = 0
+    num_devices: int = 0  # 0: all
+    init_from: str = ""  # a run directory or checkpoint folder whose parameters (only) to start from
+    logger: list[Literal["console", "wandb", "tensorboard"]] = field(default_factory=lambda: ["console"])
+    project_name: str = "jaxrl"
+    experiment_name: str = ""
+    compilation_cache_dir: str = "~/.cache/jaxrl/xla"  # empty: no persistent compilation cache
+    hang_timeout_s: float = 1800.0  # the watchdog reports a phase that takes longer; 0: off
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    actor: ActorSection = field(default_factory=ActorSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        """Prompts per optimizer update."""
+        return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether a frozen reference model is kept."""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def max_model_length(self) -> int:
+        """Tokens of the longest sequence: prompt and response."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+
+def from_mapping(values: Mapping[str, Any]) -> Config:
+    """Builds and checks a `Config` from nested mappings (a parsed YAML file); raises `ConfigError`."""
+    config = _build(Config, values, "")
+    _check(config)
+    return config
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The resolved config as nested plain values; `from_mapping` of it gives an equal config."""
+    return dataclasses.asdict(config)
+
+
+def apply_override(values: dict[str, Any], text: str) -> None:
+    """Puts `a.b=c` into nested mappings; `c` is read as YAML."""
+    import yaml
+
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {text!r} must have the form section.option=value")
+    node = values
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {text!r}: {key!r} is an option, not a section")
+        node = child
+    try:
+        node[keys[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}: the value is not valid YAML ({error.__class__.__name__})") from error
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """One line per option whose value differs: `a.b: old -> new`."""
+    a, b = flatten(to_mapping(old)), flatten(to_mapping(new))
+    return [f"{key}: {a[key]!r} -> {b[key]!r}" for key in a if a[key] != b.get(key)]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as `a.b` keys; `data.task_config` is an option, not a section, and stays whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        path = prefix + key
+        if isinstance(value, Mapping) and path != "data.task_config":
+            flat |= flatten(value, path + ".")
+        else:
+            flat[path] = value
+    return flat
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path or 'the config'} must be a section with options, found {values!r}")
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(_unknown(path, str(key), list(hints)))
+    kwargs = {key: _convert(hints[key], value, f"{path}.{key}" if path else key) for key, value in values.items()}
+    return cls(**kwargs)
+
+
+def _unknown(path: str, key: str, known: list[str]) -> str:
+    full = f"{path}.{key}" if path else key
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    everywhere = {option.rsplit(".", 1)[-1]: option for option in flatten(to_mapping(Config()))}
+    if near:
+        hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
+    elif key in everywhere:
+        hint = f"did you mean {everywhere[key]}?"
+    else:
+        hint = f"known here: {', '.join(known)}"
+    return f"unknown option {full}: {hint}"
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), {} if value is None else value, path)
+    if origin is Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), allowed, n=1)
+            hint_text = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{path} must be one of {', '.join(map(str, allowed))}, found {value!r}{hint_text}")
+        return value
+    if origin in (list, types.GenericAlias):
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{path} must be a list, found {value!r}")
+        (item,) = typing.get_args(hint)
+        return [_convert(item, element, f"{path}[{i}]") for i, element in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be a mapping, found {value!r}")
+        return dict(value)
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads `1e-6` as text
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{path} must be {hint.__name__}, found {value!r} ({type(value).__name__})")
+    return value
+
+
+def _check(c: Config) -> None:
+    for path, low in _AT_LEAST.items():
+        value = flatten(to_mapping(c))[path]
+        if not value >= low:
+            raise ConfigError(f"{path} must be at least {low}, found {value!r}")
+    for path in _UNIT:
+        value = flatten(to_mapping(c))[path]
+        if not 0 < value <= 1:
+            raise ConfigError(f"{path} must be in (0, 1], found {value!r}")
+    if not c.model.path:
+        raise ConfigError("model.path is missing: give a Hugging Face folder or a .gguf file")
+    _check_data(c)
+    _check_batch(c)
+    _check_tokens(c)
+
+
+def _check_data(c: Config) -> None:
+    if c.data.task and c.data.train_files:
+        raise ConfigError("data.task and data.train_files exclude each other: problems come from a task or from files")
+    if "{question}" not in c.data.prompt_template:
+        raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
+    if c.reward.kind == "custom" and not c.reward.path:
+        raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
+    if c.reward.kind == "task" and not c.data.task:
+        raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
+
+
+def _check_batch(c: Config) -> None:
+    batch, mini = c.data.train_batch_size, c.mini_batch_prompts
+    if batch % mini:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size ({mini} prompts) must divide data.train_batch_size ({batch} prompts)"
+        )
+    if c.algorithm.adv_estimator in ("grpo", "dr_grpo", "rloo") and c.rollout.n < 2:
+        raise ConfigError(
+            f"rollout.n ({c.rollout.n}) must be at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}: "
+            "its advantage compares the samples of a prompt with each other"
+        )
+    if c.algorithm.use_kl_in_reward and c.actor.use_kl_loss:
+        raise ConfigError("algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once")
+    if c.actor.clip_ratio_c and c.actor.clip_ratio_c <= 1:
+        raise ConfigError(f"actor.clip_ratio_c must be above 1, or 0 for off, found {c.actor.clip_ratio_c!r}")
+    if c.actor.param_dtype == "float64" and c.actor.dtype != "float64":
+        raise ConfigError(f"actor.dtype must be float64 where actor.param_dtype is, found {c.actor.dtype}")
+
+
+def _check_tokens(c: Config) -> None:
+    longest, budget = c.max_model_length, c.actor.ppo_max_token_len_per_gpu
+    if budget < longest:
+        raise ConfigError(
+            f"actor.ppo_max_token_len_per_gpu ({budget} tokens) must hold the longest sequence: "
+            f"data.max_prompt_length ({c.data.max_prompt_length}) + data.max_response_length "
+            f"({c.data.max_response_length}) = {longest} tokens"
+        )
+    if c.rollout.num_blocks:
+        need = -(-longest // c.rollout.block_size)
+        if c.rollout.num_blocks - 1 < need:
+            raise ConfigError(
+                f"rollout.num_blocks ({c.rollout.num_blocks}, one of them reserved) must hold one request of "
+                f"{longest} tokens: at least {need + 1} blocks of {c.rollout.block_size} tokens"
+            )
+    devices, tp = c.trainer.num_devices, c.rollout.tensor_model_parallel_size
+    if devices and devices % tp:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices (trainer.num_devices: {devices})"
+        )
+
+
+_AT_LEAST: dict[str, float] = {
+    "data.task_size": 1,
+    "data.val_size": 0,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "data.train_batch_size": 1,
+    "rollout.n": 1,
+    "rollout.temperature": 0,
+    "rollout.top_k": -1,
+    "rollout.min_p": 0,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.block_size": 1,
+    "rollout.max_num_seqs": 1,
+    "rollout.max_num_batched_tokens": 1,
+    "rollout.decode_steps": 1,
+    "rollout.num_blocks": 0,
+    "rollout.val_kwargs.n": 1,
+    "rollout.val_kwargs.temperature": 0,
+    "actor.optim.lr": 0,
+    "actor.optim.lr_warmup_steps": 0,
+    "actor.ppo_mini_batch_size": 0,
+    "actor.ppo_epochs": 1,
+    "actor.ppo_max_token_len_per_gpu": 1,
+    "actor.clip_ratio_low": 0,
+    "actor.clip_ratio_high": 0,
+    "actor.grad_clip": 0,
+    "actor.logprob_chunk_tokens": 1,
+    "reward.timeout_s": 0,
+    "reward.num_workers": 1,
+    "trainer.total_training_steps": 0,
+    "trainer.total_epochs": 1,
+    "trainer.save_freq": 0,
+    "trainer.max_ckpt_to_keep": 1,
+    "trainer.test_freq": 0,
+    "trainer.seed": 0,
+    "trainer.num_devices": 0,
+    "trainer.hang_timeout_s": 0,
+}
+_UNIT = ("rollout.top_p", "rollout.memory_fraction", "rollout.val_kwargs.top_p")

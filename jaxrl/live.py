@@ -1,0 +1,253 @@
+"""The live view of a run: what happens now, and one line per finished step.
+
+Purpose: on a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
+per second, reward, time to go. Where the output is no terminal (a file, a pipe, TERM=dumb): the same lines and nothing
+else, in plain characters, so that logs stay readable.
+
+The view only shows: a metric that is missing is left out, and an output that has gone away (a closed pipe) silences the
+view instead of ending the run, whose numbers are in `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_RECENT_STEPS = 10  # that the time to go is estimated from
+# terminal sequences whole (colours, cursor, window titles), then what control characters are left
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "save")
+
+
+class LiveView:
+    """Shows a run on `stream`.
+
+    Args:
+      total_steps: the run's last step; 0 where it is not known (then there is no time to go).
+      stream: where to.
+
+    Example::
+
+        with LiveView(total_steps=100) as view:
+            view.phase("gen")
+            view.rollout(rows_busy=7, rows_total=32, tokens_per_s=812.0, finished=57, total=64)
+            view.step(1, {"critic/rewards/mean": 0.25, "timing_s/step": 12.5})
+            view.final_table([("reward", "0.25"), ("steps", 1)])
+    """
+
+    def __init__(self, total_steps: int, stream: TextIO = sys.stdout) -> None:
+        self._total, self._stream = total_steps, stream
+        self._lock = threading.RLock()
+        self._phase_name, self._phase_since = "starting", time.monotonic()
+        self._rollout: tuple[int, int, float, int, int] | None = None
+        self._last_step = 0
+        self._last_metrics: Mapping[str, float] = {}
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._last_step_at: float | None = None
+        self._muted = False
+        self._live: Live | None = None
+        self._console: Console | None = None
+        if _is_terminal(stream):
+            self._console = Console(file=stream, highlight=False)
+            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def phase(self, name: str) -> None:
+        """What the run does from now on; forgets the rollout's figures."""
+        with self._lock:
+            self._phase_name, self._phase_since, self._rollout = name, time.monotonic(), None
+
+    def rollout(self, rows_busy: int, rows_total: int, tokens_per_s: float, finished: int, total: int) -> None:
+        """How generation stands: rows that decode, tokens per second, samples finished of all."""
+        with self._lock:
+            self._rollout = (rows_busy, rows_total, tokens_per_s, finished, total)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is over: prints its line."""
+        with self._lock:
+            now = time.monotonic()
+            seconds = metrics.get("timing_s/step")
+            if seconds is None and self._last_step_at is not None:
+                seconds = now - self._last_step_at
+            if _is_number(seconds):
+                self._step_seconds.append(float(seconds))  # pyright: ignore[reportArgumentType]
+            self._last_step, self._last_metrics, self._last_step_at = step, metrics, now
+            self._print(_step_line(step, self._total, metrics, self._seconds_to_go()))
+
+    def message(self, text: str) -> None:
+        """A line of its own among the steps."""
+        with self._lock:
+            self._print(text)
+
+    def final_table(self, rows: Sequence[tuple[str, Any]] | Mapping[str, Any]) -> None:
+        """The summary at the end: a name and a value per row."""
+        pairs = [(_clean(str(k)), _value(v)) for k, v in (rows.items() if isinstance(rows, Mapping) else rows)]
+        self._stop()
+        if self._console is None:
+            width = max((len(name) for name, _ in pairs), default=0)
+            for name, value in pairs:
+                self._print(f"{name:<{width}}  {value}")
+            return
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for name, value in pairs:
+            table.add_row(Text(name, style="dim"), Text(value))
+        self._print(table)
+
+    def close(self) -> None:
+        """Gives the terminal back; may be called twice."""
+        self._stop()
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                live.stop()
+            except (OSError, ValueError):  # the terminal has gone away
+                self._muted = True
+
+    def _print(self, what: str | Table) -> None:
+        if self._muted:
+            return
+        try:
+            if self._console is not None:
+                self._console.print(Text(_clean(what)) if isinstance(what, str) else what)
+            else:
+                encoding = getattr(self._stream, "encoding", None) or "utf-8"
+                # a log in ASCII must not end the run over a letter
+                text = _clean(str(what)).encode(encoding, "replace").decode(encoding)
+                self._stream.write(text + "\n")
+                self._stream.flush()
+        except (OSError, ValueError):  # a closed pipe or file: the run goes on without a view
+            self._muted = True
+
+    def _seconds_to_go(self) -> float | None:
+        if not self._total or not self._step_seconds:
+            return None
+        return (self._total - self._last_step) * sum(self._step_seconds) / len(self._step_seconds)
+
+    def _panel(self) -> Group:
+        """What stands under the lines; called by rich's thread."""
+        with self._lock:
+            step = min(self._last_step + 1, self._total) if self._total else self._last_step + 1
+            waited = time.monotonic() - self._phase_since
+            head = Text.assemble(
+                ("step ", "dim"),
+                (f"{step}/{self._total}" if self._total else f"{step}", "bold"),
+                ("   phase ", "dim"),
+                (self._phase_name, "bold cyan"),
+                (f" {duration(waited)}", "dim"),
+            )
+            reward = self._last_metrics.get("critic/rewards/mean")
+            if _is_number(reward):
+                head.append("   reward ", "dim").append(_value(reward), "bold green")
+            if (to_go := self._seconds_to_go()) is not None:
+                head.append("   eta ", "dim").append(duration(max(to_go - waited, 0)))
+            lines: list[Any] = [head]
+            if self._rollout is not None:
+                lines.append(self._rollout_line(*self._rollout))
+            if self._total:
+                lines.append(ProgressBar(total=self._total, completed=self._last_step, width=48))
+            return Group(*lines)
+
+    def _rollout_line(self, busy: int, rows: int, tokens_per_s: float, finished: int, total: int) -> Text:
+        cells = 16
+        filled = round(cells * busy / rows) if rows > 0 else 0
+        return Text.assemble(
+            ("rows ", "dim"),
+            ("█" * filled, "cyan"),
+            ("░" * (cells - filled), "dim"),
+            (f" {busy}/{rows}   ", ""),
+            ("tokens/s ", "dim"),
+            (_value(float(tokens_per_s)), ""),
+            ("   finished ", "dim"),
+            (f"{finished}/{total}", ""),
+        )
+
+
+def duration(seconds: float) -> str:
+    """`7s`, `3m05s`, `2h10m`, `3d04h`: two units at most."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _step_line(step: int, total: int, metrics: Mapping[str, float], to_go: float | None) -> str:
+    """`step  3/10  reward 0.42  length 118 (max 256)  12.3s: gen 8.1, update_actor 3.4  812 tokens/s  eta 1m26s`."""
+    parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
+
+    def add(text: str, *names: str) -> None:
+        values = [metrics.get(name) for name in names]
+        if all(value is not None for value in values):
+            parts.append(text.format(*(_value(value) for value in values)))
+
+    add("reward {}", "critic/rewards/mean")
+    add("length {} (max {})", "response_length/mean", "response_length/max")
+    phases = [(name, metrics.get(f"timing_s/{name}")) for name in _PHASES]
+    shown = ", ".join(f"{name} {_value(s)}" for name, s in phases if _is_number(s) and float(s) >= 0.05)  # pyright: ignore[reportArgumentType]
+    if _is_number(metrics.get("timing_s/step")):
+        parts.append(f"{_value(metrics['timing_s/step'])}s" + (f": {shown}" if shown else ""))
+    add("{} tokens/s/device", "perf/throughput")
+    for name, value in metrics.items():
+        if name.startswith("val") and _is_number(value):
+            parts.append(f"{name} {_value(value)}")
+    if to_go is not None and to_go > 0:
+        parts.append(f"eta {duration(to_go)}")
+    return "  ".join(parts)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))
+
+
+def _value(value: object) -> str:
+    """A number with three or four digits that count; text without control characters."""
+    if isinstance(value, bool) or not _is_number(value):
+        return _clean(str(value))
+    number = float(value)  # pyright: ignore[reportArgumentType]
+    if not math.isfinite(number):
+        return str(number)
+    if number == int(number) and abs(number) < 1e15:
+        return str(int(number))
+    size = abs(number)
+    if size >= 100:
+        return f"{number:.0f}"
+    if size >= 1:
+        return f"{number:.4g}" if size < 10 else f"{number:.1f}"
+    return f"{number:.3f}" if size >= 0.01 else f"{number:.1e}"
+
+
+def _clean(text: str) -> str:
+    return _CONTROL.sub("", text.expandtabs(4).replace("\r\n", "\n"))
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    except (AttributeError, ValueError):  # not a file, or closed already
+        return False

@@ -1,0 +1,318 @@
+"""THE loop: collect -> score -> advantages -> pack -> gradients -> update -> sync weights -> save.
+
+Purpose: one file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer and
+the store come in as protocols. Decisions of a round are `jaxrl.scheduling.round`'s.
+
+A step starts and ends at a *boundary*: everything that decides the future is then in the trainer's state and in
+`Loop.host_state`, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again.
+
+`policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jaxrl import metrics as numbers
+from jaxrl.config import Config
+from jaxrl.scheduling.events import Command, Event
+from jaxrl.scheduling.round import Departures, Round
+from jaxrl.train import advantages
+from jaxrl.types import Group, Prompt, SamplingParams, TrainBatch
+
+STATE_SCHEMA = 1
+
+
+class Backend(Protocol):
+    """Rollout and rewards: `jaxrl.backend.RolloutBackend`, or a simulation."""
+
+    @property
+    def generating(self) -> bool: ...
+
+    def enter_rollout(self, policy_version: int) -> None: ...
+
+    def leave_rollout(self) -> None: ...
+
+    def begin(self, step: int, params: SamplingParams) -> None: ...
+
+    def wait(self) -> Event: ...
+
+    def apply(self, command: Command) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def end(self) -> dict[str, float]: ...
+
+
+class Trainer(Protocol):
+    """`jaxrl.train.step.Trainer`, or a simulation."""
+
+    def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]: ...
+
+    def accumulate(self, batch: TrainBatch) -> None: ...
+
+    def apply(self) -> dict[str, float]: ...
+
+
+class Prompts(Protocol):
+    """`jaxrl.data.PromptSource`."""
+
+    def next(self, num_prompts: int) -> list[Prompt]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Phases(Protocol):
+    """`jaxrl.timeline.Timeline`."""
+
+    def phase(self, name: str, **args: Any) -> AbstractContextManager[None]: ...
+
+    def take_phases(self) -> dict[str, float]: ...
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What the loop tells the outside.
+
+    on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's. save: write a checkpoint
+    of (step, host state). stop: whether to stop at the next chance.
+    """
+
+    on_phase: Callable[[int, str], None]
+    on_step: Callable[[int, dict[str, float], Sequence[Group]], None]
+    on_eval: Callable[[int, dict[str, float], Sequence[Group]], None]
+    save: Callable[[int, dict[str, Any]], None]
+    stop: Callable[[], bool]
+
+
+class Stopped(Exception):
+    """The round was dropped because a stop was asked for."""
+
+
+class Loop:
+    """One run from `step` to `total_steps`."""
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Prompts,
+        validation: Sequence[Prompt],
+        backend: Backend,
+        trainer: Trainer,
+        phases: Phases,
+        hooks: Hooks,
+        *,
+        stop_token_ids: tuple[int, ...],
+        total_steps: int,
+        num_devices: int,
+    ) -> None:
+        self.config = config
+        self.step = 0
+        self.total_steps = total_steps
+        self.departures = Departures()
+        self._prompts = prompts
+        self._validation = validation
+        self._backend = backend
+        self._trainer = trainer
+        self._phases = phases
+        self._hooks = hooks
+        self._stop_token_ids = stop_token_ids
+        self._num_devices = num_devices
+        self._saved_step: int | None = None
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def host_state(self) -> dict[str, Any]:
+        """Everything outside the trainer that decides the future, at a step boundary. JSON values and arrays."""
+        return {
+            "schema": STATE_SCHEMA,
+            "step": self.step,
+            "seed": self.config.trainer.seed,
+            "data": self._prompts.state(),
+            "departures": self.departures.state_dict(),
+        }
+
+    def load_host_state(self, state: Mapping[str, Any]) -> None:
+        if state["schema"] != STATE_SCHEMA:
+            raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
+        self.step = self._saved_step = int(state["step"])
+        self._prompts.load_state(state["data"])
+        self.departures.load_state_dict(state["departures"])
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Trains to the last step; returns False if it stopped before because it was asked to."""
+        self._backend.enter_rollout(self.step)
+        if self.config.trainer.val_before_train and self.step == 0 and self._validation:
+            self._evaluate()
+        while self.step < self.total_steps:
+            boundary = self.host_state()
+            try:
+                self._run_step()
+            except Stopped:
+                # the trainer has not moved since the boundary: the step will run again as if it had never begun
+                if self._saved_step != boundary["step"]:
+                    self._hooks.save(boundary["step"], boundary)
+                return False
+            if self._hooks.stop():
+                self._save()
+                return self.step >= self.total_steps
+        self._save()
+        return True
+
+    def _run_step(self) -> None:
+        step = self.step + 1
+        trainer = self.config.trainer
+        evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
+        with self._phases.phase("step", step=step):
+            groups, measured = self._collect(self._prompts.next(self.config.data.train_batch_size), step)
+            self._backend.leave_rollout()
+            batch, more = self._learn_from(groups, step)
+            measured |= more
+            for group in groups:
+                self.departures.leave(group.prompt.key, "trained")
+            self.step = step
+            with self._phase("sync"):
+                self._backend.enter_rollout(step)
+            if evaluating:
+                self._evaluate()
+            if trainer.save_freq and step % trainer.save_freq == 0:
+                self._save()
+        measured |= self._phases.take_phases()
+        self._hooks.on_step(step, measured | self._throughput(batch, measured), groups)
+
+    def _collect(self, prompts: list[Prompt], step: int) -> tuple[list[Group], dict[str, float]]:
+        """One round: every prompt's samples, scored."""
+        rollout = self.config.rollout
+        params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+        current = Round(prompts, rollout.n)
+        self._backend.begin(step, params)
+        with self._phase("gen"):
+            while not current.done and self._backend.generating:
+                self._handle(current)
+        with self._phase("reward"):
+            while not current.done:
+                self._handle(current)
+        groups = current.groups()
+        samples = [sample for group in groups for sample in group.samples]
+        lengths = [len(sample) for sample in samples]
+        measured = numbers.spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
+        measured |= numbers.length_metrics(lengths, self.config.data.max_response_length)
+        measured |= numbers.spread("prompt_length", [len(group.prompt.token_ids) for group in groups])
+        measured["critic/solved_groups"] = float(np.mean([len({s.reward for s in g.samples}) > 1 for g in groups]))
+        staleness = np.concatenate([step - 1 - sample.versions for sample in samples])
+        measured["training/off_policy/share"] = float(np.mean(staleness > 0))
+        measured["training/off_policy/max_staleness"] = float(np.max(staleness))
+        return groups, measured | self._backend.end()
+
+    def _handle(self, current: Round) -> None:
+        for command in current.handle(self._backend.wait()):
+            self._backend.apply(command)
+        if self._hooks.stop():
+            self._backend.cancel()
+            raise Stopped
+
+    def _learn_from(self, groups: list[Group], step: int) -> tuple[TrainBatch, dict[str, float]]:
+        """Log-probabilities, advantages, gradients, updates."""
+        actor, algorithm = self.config.actor, self.config.algorithm
+        samples = [sample for group in groups for sample in group.samples]
+        batch = TrainBatch(
+            prompts=[group.prompt for group in groups for _ in group.samples],
+            samples=samples,
+            advantages=[np.zeros(len(sample), np.float32) for sample in samples],
+        )
+        with self._phase("old_log_prob"):
+            if actor.old_logprobs == "recompute":
+                batch.old_logprobs = self._trainer.token_logprobs(batch, "actor")
+        with self._phase("ref"):
+            if self.config.needs_ref:
+                batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
+        with self._phase("adv"):
+            policy = batch.old_logprobs or [sample.rollout_logprobs for sample in samples]
+            batch.advantages = advantages.compute(
+                groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs
+            )
+        with self._phase("update_actor"):
+            measured = self._update(groups, batch)
+        values = np.concatenate(batch.advantages)
+        return batch, measured | numbers.spread("critic/advantages", values)
+
+    def _update(self, groups: list[Group], batch: TrainBatch) -> dict[str, float]:
+        """`ppo_epochs` passes of minibatches of whole groups; the mean of the updates' metrics."""
+        sizes = [len(group.samples) for group in groups]
+        ends = np.cumsum(sizes)
+        updates: list[dict[str, float]] = []
+        for _ in range(self.config.actor.ppo_epochs):
+            for first in range(0, len(groups), self.config.mini_batch_prompts):
+                last = min(first + self.config.mini_batch_prompts, len(groups))
+                indices = range(int(ends[first] - sizes[first]), int(ends[last - 1]))
+                self._trainer.accumulate(batch.select(list(indices)))
+                updates.append(self._trainer.apply())
+        return {name: float(np.mean([update[name] for update in updates])) for name in updates[-1]}
+
+    # -- evaluation, saving, numbers -------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        """Samples the held-out prompts; `val/accuracy` is the mean reward over prompts and samples.
+
+        A stop that is asked for meanwhile ends it without numbers.
+        """
+        val = self.config.rollout.val_kwargs
+        params = self._sampling(val.temperature, val.top_k, val.top_p, 0.0)
+        with self._phase("testing"):
+            current = Round(self._validation, val.n)
+            self._backend.begin(self.step, params)
+            try:
+                while not current.done:
+                    self._handle(current)
+            except Stopped:
+                return  # the step's update stands; only these numbers are missing
+            self._backend.end()
+        groups = current.groups()
+        rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
+        lengths = [len(sample) for group in groups for sample in group.samples]
+        measured = {
+            "val/accuracy": float(rewards.mean()),
+            f"val/best@{val.n}": float(rewards.max(axis=1).mean()),
+            "val/num_prompts": len(groups),
+        }
+        measured |= numbers.length_metrics(lengths, self.config.data.max_response_length, "val/response_length")
+        self._hooks.on_eval(self.step, measured, groups)
+
+    def _save(self) -> None:
+        if self._saved_step != self.step:
+            with self._phase("save"):
+                self._hooks.save(self.step, self.host_state())
+            self._saved_step = self.step
+
+    def _sampling(self, temperature: float, top_k: int, top_p: float, min_p: float) -> SamplingParams:
+        return SamplingParams(
+            temperature=temperature,
+            top_k=max(top_k, 0),
+            top_p=top_p,
+            min_p=min_p,
+            max_tokens=self.config.data.max_response_length,
+            stop_token_ids=self._stop_token_ids,
+            stop_strings=tuple(self.config.rollout.stop),
+        )
+
+    def _throughput(self, batch: TrainBatch, measured: Mapping[str, float]) -> dict[str, float]:
+        total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
+        drawn = sum(len(sample) for sample in batch.samples)
+        return {
+            "perf/total_num_tokens": total,
+            "perf/throughput": total / measured["timing_s/step"] / self._num_devices,
+            "perf/gen_throughput": drawn / measured["timing_s/gen"] / self._num_devices,
+        }
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        self._hooks.on_phase(self.step + 1, name)
+        return self._phases.phase(name)

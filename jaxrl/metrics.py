@@ -1,0 +1,250 @@
+"""Numbers of a run: one JSON line per step in `metrics.jsonl`, and optional sinks.
+
+Purpose: `MetricsWriter` appends `{"step": .., "time": .., "<metric>": ..}` per step; `read_metrics` reads them back;
+helpers give the figures that verl's users know (`response_length/mean` ...). No jax, and no clock but the wall time of
+a line.
+
+Source: metric names follow verl (design §4). Departures: `response_length/{p50,p95}` are added, because means hide the
+tail that this project is about.
+
+A line is complete when it ends in a newline. A line without one was cut off by a crash: the reader skips it, the next
+writer removes it. Non-finite numbers are written as the strings "nan", "inf" and "-inf" (JSON has no others) and read
+back as floats.
+
+Example::
+
+    writer = MetricsWriter("runs/a", config.trainer.logger, resume_step=checkpoint.step)
+    writer.write(1, spread("critic/rewards", rewards) | length_metrics(lengths, limit=128))
+    writer.close()
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, SupportsFloat
+
+import numpy as np
+
+FILE_NAME = "metrics.jsonl"
+_RESERVED = ("step", "time")
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Sink(Protocol):
+    """Somewhere else that a step's metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends one line per step to `run_dir/metrics.jsonl`, and hands the same numbers to the sinks.
+
+    Args:
+      run_dir: the run's folder; made if it is missing.
+      sinks: names from `trainer.logger`: "tensorboard" and "wandb" open those; "console" is the live view's business.
+      resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
+        runs again does not appear twice. -1 removes all; None keeps all.
+      project, experiment, config: what wandb shows.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        sinks: Sequence[str] = (),
+        *,
+        resume_step: int | None = None,
+        project: str = "jaxrl",
+        experiment: str = "",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        # before the file is touched: a missing extra must not cost anything
+        self._sinks = [
+            _open_sink(name, folder, resume_step, project, experiment or folder.name, config)
+            for name in sinks
+            if name != "console"
+        ]
+        self._path = folder / FILE_NAME
+        self._last_step = _repair(self._path, resume_step)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the file; -1 where there is none."""
+        return self._last_step
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Writes a step's numbers; steps must rise (step 0 is the evaluation before training)."""
+        assert step > self._last_step, f"step {step} after step {self._last_step} in {self._path}"
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        line = json.dumps({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
+        # One write of one line: a crash leaves either all of it or a tail without a newline.
+        self._file.write(line.encode() + b"\n")
+        os.fsync(self._file.fileno())
+        self._last_step = step
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
+    """The steps of a run in order, each with "step", "time" and its metrics; empty where no step has been written."""
+    path = Path(run_dir) / FILE_NAME
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is a line cut off
+    return [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """`name/{mean,max,min}` of some values; nothing where there are none."""
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        return {}
+    return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
+
+
+def percentiles(name: str, values: Sequence[float] | np.ndarray, at: Sequence[int] = (50, 95)) -> dict[str, float]:
+    """`name/p50`, `name/p95`, ...: values that occur, not interpolated ones; nothing where there are none."""
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        return {}
+    return {f"{name}/p{q}": float(np.percentile(array, q, method="inverted_cdf")) for q in at}
+
+
+def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = "response_length") -> dict[str, float]:
+    """`response_length/{mean,max,min,clip_ratio,p50,p95}` in tokens; clip_ratio: the share that reached the limit."""
+    array = np.asarray(lengths, np.int64)
+    if not array.size:
+        return {}
+    return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles(name, array)
+
+
+def _repair(path: Path, resume_step: int | None) -> int:
+    """Removes a half-written last line and the lines after `resume_step`; returns the last step that stays."""
+    if not path.exists():
+        return -1
+    content = path.read_bytes()
+    keep, last = 0, -1
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        step = int(_parse(line, path, number)["step"]) if line.strip() else last
+        if resume_step is not None and step > resume_step:
+            break
+        keep, last = keep + len(line), step
+    if keep < len(content):
+        os.truncate(path, keep)
+    return last
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, float]:
+    try:
+        values = json.loads(line)
+        return {name: _NON_FINITE[value] if isinstance(value, str) else value for name, value in values.items()} | {
+            "step": int(values["step"])
+        }
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number}: not a line of metrics ({error.__class__.__name__}: {error})"
+        ) from None
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    if name in _RESERVED:
+        raise ValueError(f"metric {name!r}: the names {' and '.join(_RESERVED)} belong to the line itself")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"metric {name} must be a number, found {value!r}") from None
+
+
+def _to_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _open_sink(
+    name: str,
+    folder: Path,
+    resume_step: int | None,
+    project: str,
+    experiment: str,
+    config: Mapping[str, Any] | None,
+) -> Sink:
+    match name:
+        case "tensorboard":
+            return _TensorBoard(folder / "tensorboard", resume_step)
+        case "wandb":
+            return _Wandb(folder, project, experiment, config)
+        case _:
+            raise ValueError(f"trainer.logger: {name!r} must be one of console, tensorboard, wandb")
+
+
+def _need(module: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # it is there, and something that it needs is not
+            raise
+        raise ValueError(
+            f"trainer.logger: {extra} needs the package {module}, which is not installed: "
+            f"pip install 'jaxrl[{extra}]', or leave {extra} out of trainer.logger"
+        ) from None
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        purge = None if resume_step is None else resume_step + 1
+        self._writer: Any = _need("tensorboardX", "tensorboard").SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """wandb has no way back to an earlier step: a step that runs again after a crash shows as a second point."""
+
+    def __init__(self, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None) -> None:
+        wandb: Any = _need("wandb", "wandb")
+        id_file = folder / "wandb_id.txt"  # a resumed run goes on in the same wandb run
+        run_id = id_file.read_text().strip() if id_file.exists() else None
+        self._run = wandb.init(
+            project=project, name=experiment, dir=str(folder), id=run_id, resume="allow", config=dict(config or {})
+        )
+        id_file.write_text(f"{self._run.id}\n")
+        # its own step counter refuses to go back, so the step is a value and the axis of the others
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,262 @@
+"""The decoder behind Llama, Qwen2 and Qwen3: one forward pass over plain pytrees.
+
+Training and rollout share `layer`; what differs is the attention that it is handed and the form of the parameters:
+
+- *training form*: `{"embed": [V,E], "layers": {"q": [L,E,H,D], ...}, "final_norm": [E], "lm_head": [E,V]}`, layers
+  stacked on a leading dim and scanned (fast compiles);
+- *rollout form*: the same, but `layers` is a list of dicts without that dim, and the forward pass is unrolled: a
+  scanned stack makes XLA copy each layer's weights before every product, which is what decoding spends its time on.
+
+Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
+head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
+
+Numbers: matrix products run in the given dtype; norms, rotary embeddings and logits in at least float32. With float64
+everything is float64.
+
+Letters in comments and einsums: e embed, h query heads, k key/value heads, d head_dim, f mlp, v vocab.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import Weight, weights
+
+__all__ = [
+    "Weight",
+    "embed",
+    "final_norm",
+    "forward_layers",
+    "forward_scan",
+    "init",
+    "layer",
+    "logits",
+    "rope_tables",
+    "unstack",
+    "weights",
+]
+
+Params = dict[str, Any]
+Remat = Literal["none", "full", "dots"]
+INIT_STD = 0.02
+
+
+def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Random weights in training form. A weight's values depend on its path and the key, not on the other weights."""
+
+    def one(path: Any, weight: Weight) -> jax.Array:
+        if weight.init != "normal":
+            return jnp.full(weight.shape, 1 if weight.init == "ones" else 0, dtype)
+        own_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return (INIT_STD * jax.random.normal(own_key, weight.shape, _at_least_float32(dtype))).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(one, weights(config), is_leaf=lambda x: isinstance(x, Weight))
+
+
+def unstack(params: Params) -> Params:
+    """Training form to rollout form, values unchanged."""
+    layers = params["layers"]
+    num_layers = layers["attn_norm"].shape[0]
+    return params | {"layers": [{name: w[i] for name, w in layers.items()} for i in range(num_layers)]}
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angle per position of each rotated pair: float64 [head_dim / 2], scaling applied."""
+    scaling, dim = config.rope_scaling, config.head_dim
+    frequency = config.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+    match scaling.kind:
+        case "none":
+            return frequency
+        case "linear":
+            return frequency / scaling.factor
+        case "llama3":
+            # Turns within the original context: few -> interpolate, many -> keep, in between -> blend linearly.
+            turns = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            keep = np.clip((turns - scaling.low_freq_factor) / span, 0, 1)
+            return frequency * (keep + (1 - keep) / scaling.factor)
+        case "yarn":
+            keep = 1 - _yarn_ramp(config)
+            return frequency * (keep + (1 - keep) / scaling.factor)
+
+
+def _yarn_ramp(config: ModelConfig) -> np.ndarray:
+    """0 for pairs that turn fast enough to be kept, 1 for those to interpolate (arXiv:2309.00071, section 3.2)."""
+    scaling, dim = config.rope_scaling, config.head_dim
+
+    def pair_with(turns: float) -> float:
+        ratio = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    # A ramp of no width would divide by zero; transformers widens it by the same amount.
+    width = high - low if high != low else 0.001
+    return np.clip((np.arange(dim // 2) - low) / width, 0, 1)
+
+
+def rope_tables(positions: jax.Array, config: ModelConfig, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each [..., head_dim / 2], for positions [...]; in at least float32 whatever `dtype` is."""
+    dtype = _at_least_float32(dtype)
+    angles = positions[..., None].astype(dtype) * jnp.asarray(rope_frequencies(config), dtype)
+    factor = config.rope_scaling.attention_factor
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of [..., heads, D]: the first half of a head pairs with the second."""
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(_at_least_float32(x.dtype))
+    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(wide.dtype)).astype(x.dtype)
+
+
+def _at_least_float32(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def layer(
+    lp: Params,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    config: ModelConfig,
+) -> tuple[jax.Array, Any]:
+    """One decoder layer on x [..., E]. Computes in x's dtype, to which the weights are cast.
+
+    Args:
+      lp: the layer's weights, without the leading dim.
+      x: the residual stream; any leading dims.
+      cos, sin: [..., D / 2] from `rope_tables`.
+      attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
+        key/value head h // (H // K). Scaling by 1/sqrt(D) is attend's.
+      config: only constants are taken from it (eps).
+
+    Returns:
+      (x, extra).
+    """
+
+    def weight(name: str) -> jax.Array:
+        return lp[name].astype(x.dtype)
+
+    h = _rms_norm(x, lp["attn_norm"], config.rms_norm_eps)
+    q, k, v = (jnp.einsum("...e,ehd->...hd", h, weight(name)) for name in ("q", "k", "v"))
+    if "q_bias" in lp:
+        q, k, v = q + weight("q_bias"), k + weight("k_bias"), v + weight("v_bias")
+    if "q_norm" in lp:
+        q, k = _rms_norm(q, lp["q_norm"], config.rms_norm_eps), _rms_norm(k, lp["k_norm"], config.rms_norm_eps)
+    out, extra = attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+    x = x + jnp.einsum("...hd,hde->...e", out.astype(x.dtype), weight("o"))
+
+    h = _rms_norm(x, lp["mlp_norm"], config.rms_norm_eps)
+    h = jax.nn.silu(h @ weight("gate")) * (h @ weight("up"))
+    return x + h @ weight("down"), extra
+
+
+def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of the embedding, [..., E]. Token ids must lie in the vocabulary (padding: any id that does)."""
+    # "clip" spares the select of out-of-range rows, which the default mode would add.
+    return jnp.take(params["embed"], tokens, axis=0, mode="clip").astype(dtype)
+
+
+def final_norm(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """The norm before the vocabulary head."""
+    return _rms_norm(x, params["final_norm"], config.rms_norm_eps)
+
+
+def logits(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary."""
+    wide = _at_least_float32(x.dtype)
+    if "lm_head" in params:
+        out = jnp.einsum("...e,ev->...v", x, params["lm_head"].astype(x.dtype), preferred_element_type=wide)
+    else:
+        out = jnp.einsum("...e,ve->...v", x, params["embed"].astype(x.dtype), preferred_element_type=wide)
+    if out.shape[-1] > config.vocab_size:
+        out = jnp.where(jnp.arange(out.shape[-1]) < config.vocab_size, out, -jnp.inf)
+    return out
+
+
+def forward_scan(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    config: ModelConfig,
+    *,
+    dtype: Any,
+    remat: Remat = "none",
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+    gather: Callable[[Params], Params] = lambda layer_params: layer_params,
+) -> jax.Array:
+    """Training form: final-normed hidden states [..., E] of tokens [...]. Callers chunk the logits.
+
+    Args:
+      attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes).
+      dtype: of activations and products.
+      remat: what the backward pass recomputes: `none`, `full` (each layer from its input) or `dots` (all but the
+        products with weights).
+      constrain: applied to the residual stream after the embedding and after each layer (a sharding constraint).
+      gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
+    """
+
+    def body(x: jax.Array, lp: Params) -> tuple[jax.Array, None]:
+        x, _ = layer(gather(lp), x, cos, sin, lambda q, k, v: (attend(q, k, v), None), config)
+        return constrain(x), None
+
+    cos, sin = rope_tables(positions, config, dtype)
+    x = constrain(embed(params, tokens, dtype))
+    x, _ = lax.scan(_rematerialised(body, remat), x, params["layers"])
+    return final_norm(params, x, config)
+
+
+def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    # Inside a scan the loop itself keeps XLA from merging the two passes, so prevent_cse only costs.
+    match remat:
+        case "none":
+            return body
+        case "full":
+            return jax.checkpoint(body, prevent_cse=False)
+        case "dots":
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            return jax.checkpoint(body, prevent_cse=False, policy=policy)
+        case _:
+            raise ValueError(f"remat ({remat!r}) must be 'none', 'full' or 'dots'")
+
+
+def forward_layers(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attends: Callable[[int, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    config: ModelConfig,
+    *,
+    dtype: Any,
+) -> tuple[jax.Array, list[Any]]:
+    """Rollout form, unrolled: (final-normed hidden states [..., E], each layer's cache).
+
+    `attends(layer_index, q, k, v) -> (out, cache_of_layer)`.
+    """
+    cos, sin = rope_tables(positions, config, dtype)
+    x = embed(params, tokens, dtype)
+    caches = []
+    for i, lp in enumerate(params["layers"]):
+        x, cache = layer(lp, x, cos, sin, lambda q, k, v, i=i: attends(i, q, k, v), config)
+        caches.append(cache)
+    return final_norm(params, x, config), caches

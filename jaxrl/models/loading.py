@@ -1,0 +1,44 @@
+"""One way in for weights: a Hugging Face folder, a GGUF file, or random ones of a folder's config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import init
+from jaxrl.models.gguf import load_gguf
+from jaxrl.models.safetensors import load_hf
+from jaxrl.sharding import rules
+
+RANDOM = "random:"
+
+
+def load_model(
+    path: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32, *, random_init_seed: int | None = None
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """(config, params in training form), with the mesh's train shardings; on the first device without a mesh.
+
+    Args:
+      path: a Hugging Face folder, a .gguf file, or `random:<folder with config.json>` for random weights.
+      dtype: of the parameters.
+      random_init_seed: random weights in place of the folder's, from this seed (`random:` alone means seed 0).
+    """
+    text = str(path)
+    if text.startswith(RANDOM) or random_init_seed is not None:
+        return _random(Path(text.removeprefix(RANDOM)), mesh, dtype, random_init_seed or 0)
+    if Path(path).is_dir():
+        return load_hf(path, mesh, dtype)
+    if Path(path).suffix == ".gguf":
+        return load_gguf(path, mesh, dtype)
+    raise ValueError(f"{path}: model.path must be a Hugging Face folder, a .gguf file or '{RANDOM}<folder>'")
+
+
+def _random(folder: Path, mesh: Mesh | None, dtype: Any, seed: int) -> tuple[ModelConfig, dict[str, Any]]:
+    config = ModelConfig.from_hf(folder)
+    shardings = None if mesh is None else rules.train_shardings(config, mesh)
+    return config, jax.jit(lambda key: init(config, key, dtype), out_shardings=shardings)(jax.random.key(seed))

@@ -1,0 +1,1 @@
+"""Rewards: scorers and the pool of processes that runs them beside the rollout."""

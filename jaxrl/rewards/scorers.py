@@ -1,0 +1,289 @@
+"""From the configuration to a scorer: a small picklable object that names what to do, resolved where it runs.
+
+A scorer is built, and everything the user can get wrong is refused, in the process that trains; it travels to the
+reward pool's worker processes as a few strings, and imports what it needs there (`load`). Nothing here imports jax.
+
+Kinds (`reward.kind`):
+
+- `math`: the final answer, compared with the reference (`jaxrl.rewards.math`).
+- `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers pay in part for a long text
+  that contains the right answer, which a policy learns to exploit; a marked answer is judged alone. Without a mark, a
+  task whose answers are numbers takes the response's last number, any other task the whole response.
+- `custom`: the user's function, with the signature that verl users have written theirs for.
+- `auto`: `task` for a prompt that comes from a task, `math` for one from a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl.config import Config
+from jaxrl.rewards import math
+from jaxrl.scheduling.events import VerdictStatus
+from jaxrl.types import Prompt, Sample
+
+Scored = tuple[VerdictStatus, float, dict[str, Any], float]
+"""What scoring one request came to: status, reward, info, duration_s."""
+
+_CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """What a scorer gets to see of a sample: the same few values for every kind, cheap to send to a process.
+
+    Attributes:
+      source: the prompt's data set or task.
+      response: the decoded response.
+      answer: the reference answer, if there is one.
+      extra: the prompt's own columns, and of ours `prompt`, `epoch`, `index`, `finish_reason` and `response_length`
+        (tokens), where the data has no columns of these names.
+    """
+
+    source: str
+    response: str
+    answer: str | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, prompt: Prompt, sample: Sample) -> ScoreRequest:
+        ours = {
+            "prompt": prompt.text,
+            "epoch": prompt.epoch,
+            "index": prompt.index,
+            "finish_reason": sample.finish_reason,
+            "response_length": len(sample),
+        }
+        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra))
+
+
+class Scorer(Protocol):
+    """Maps a request to (reward, what to record beside it). Must survive pickling; may raise."""
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing once, before worker processes are forked off."""
+        ...
+
+    def load(self) -> None:
+        """Imports whatever scoring needs, so that the first score pays for scoring only."""
+        ...
+
+    def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MathScorer:
+    extract: math.Extract = "auto"
+    preload: tuple[str, ...] = ("math_verify",)
+
+    def load(self) -> None:
+        math.load()
+
+    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
+        if request.answer is None:
+            raise ValueError(f"{request.source}: the prompt has no reference answer to compare with (data.answer_key)")
+        return math.score(request.response, request.answer, self.extract)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScorer:
+    """`task_config` is JSON: a scorer may need the options that its problems were made with."""
+
+    task: str
+    task_config: str = "{}"
+    extract: math.Extract = "auto"
+    preload: tuple[str, ...] = ("reasoning_gym",)
+
+    def load(self) -> None:
+        _task_dataset(self.task, self.task_config)
+
+    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
+        entry = request.extra.get("entry")
+        if not isinstance(entry, dict):
+            raise ValueError(
+                f"{request.source}: the prompt comes from no reasoning-gym task, which reward.kind=task needs"
+            )
+        answer, mark = self._extract(request)
+        if answer is None:
+            return 0.0, {"extracted": None, "extracted_by": mark}
+        if request.answer is not None and _same_number(answer, request.answer):
+            answer = request.answer  # "3.0" for "3": most scorers compare text
+        reward = _task_dataset(self.task, self.task_config).score_answer(answer, entry)
+        return reward, {"extracted": answer, "extracted_by": mark}
+
+    def _extract(self, request: ScoreRequest) -> tuple[str | None, str]:
+        if self.extract != "auto":
+            return math.extract_answer(request.response, self.extract)
+        answer, mark = math.marked_answer(request.response)
+        if answer is not None:
+            return answer, mark
+        is_number = request.answer is not None and math.to_number(request.answer.strip()) is not None
+        return math.extract_answer(request.response, "last_number" if is_number else "none")
+
+
+@dataclass(frozen=True, slots=True)
+class AutoScorer:
+    """Each prompt by where it comes from: training on a task, say, and evaluating on a file."""
+
+    task: TaskScorer
+    math: MathScorer
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        return self.task.preload + self.math.preload
+
+    def load(self) -> None:
+        self.task.load()
+        self.math.load()
+
+    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
+        return self.task(request) if "entry" in request.extra else self.math(request)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomScorer:
+    """A function of the user's: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+
+    It returns a number, or a mapping with the number under "score" and whatever else should be recorded.
+    """
+
+    path: str
+    name: str = "compute_score"
+    preload: tuple[str, ...] = ()
+
+    def load(self) -> None:
+        _custom_function(self.path, self.name)
+
+    def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]:
+        values = (request.source, request.response, request.answer, dict(request.extra))
+        result = _custom_function(self.path, self.name)(**dict(zip(_CUSTOM_ARGUMENTS, values, strict=True)))
+        if not isinstance(result, Mapping):
+            return result, {}
+        if "score" not in result:
+            raise ValueError(
+                f"{self.path}: {self.name} returned a mapping without 'score': {', '.join(map(str, result))}"
+            )
+        return result["score"], {key: value for key, value in result.items() if key != "score"}
+
+
+def build_scorer(config: Config) -> Scorer:
+    """The scorer that `reward.*` asks for; raises ValueError for whatever would make every sample fail."""
+    reward, data = config.reward, config.data
+    if reward.kind == "custom":
+        scorer = CustomScorer(str(Path(reward.path).expanduser().resolve()), reward.name)
+        scorer.load()
+        return scorer
+    by_math = MathScorer(reward.extract)
+    if reward.kind == "math" or not data.task:
+        if not data.answer_key:
+            raise ValueError("data.answer_key is empty: reward.kind=math compares with a reference answer")
+        return by_math
+    try:
+        task_config = json.dumps({k: v for k, v in data.task_config.items() if k not in ("seed", "size")})
+    except TypeError as error:
+        raise ValueError(f"data.task_config must hold plain values (numbers, text, lists): {error}") from error
+    by_task = TaskScorer(data.task, task_config, reward.extract)
+    if reward.kind == "task":
+        if data.val_files:
+            raise ValueError("data.val_files with reward.kind=task: those prompts have no task; use reward.kind=auto")
+        return by_task
+    return AutoScorer(by_task, by_math) if data.val_files else by_task
+
+
+def score_safely(scorer: Callable[[], Scorer], request: bytes) -> Scored:
+    """Scores one pickled request; returns plain values only, whatever the scorer does (but end the process).
+
+    Plain, because the result crosses to a process that may not have the types of the user's file.
+    """
+    start = time.perf_counter()
+    try:
+        reward, info = scorer()(pickle.loads(request))
+        return "ok", _as_reward(reward), _plain(info), time.perf_counter() - start
+    except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too
+        return "error", 0.0, {"error": describe(error)}, time.perf_counter() - start
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+def _as_reward(value: Any) -> float:
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        value = value.item()
+    if not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(f"a scorer must return a finite number, found {value!r:.200}")
+    return float(value)
+
+
+def _plain(value: Any) -> Any:
+    """The same in types that every process can unpickle; what has no such form becomes its text."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return repr(value)
+
+
+def _same_number(a: str, b: str) -> bool:
+    x, y = math.to_number(a.strip()), math.to_number(b.strip())
+    return x is not None and x == y
+
+
+@functools.cache
+def _task_dataset(task: str, task_config: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, **json.loads(task_config), seed=0, size=10)
+
+
+@functools.cache
+def _custom_function(path: str, name: str) -> Callable[..., Any]:
+    """Imports the user's file and checks the function in it; ValueError says what is wrong with either."""
+    if not Path(path).is_file():
+        raise ValueError(f"reward.path: no such file: {path}")
+    # by a name of its own: the file may be called math.py, and two runs' files may be called the same
+    module_name = f"jaxrl_reward_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"reward.path must name a Python file (.py), found {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise ValueError(f"reward.path: importing {path} failed with {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "nothing" if function is None else type(function).__name__
+        raise ValueError(f"reward.name: {path} must define a function {name!r}, found {found}")
+    _check_signature(function, f"{path}: {name}")
+    return function
+
+
+def _check_signature(function: Callable[..., Any], what: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{what} must be an ordinary function, found an async one")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(_CUSTOM_ARGUMENTS))
+    except TypeError as error:
+        wanted = ", ".join(_CUSTOM_ARGUMENTS)
+        raise ValueError(f"{what} must take ({wanted}), by these names; found {signature}: {error}") from error

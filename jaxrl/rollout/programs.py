@@ -1,0 +1,227 @@
+"""The device programs behind the engine: prefill (with insert) and generate, after JetStream's cut.
+
+Both are pure functions of (weights, pool, row state, what the plan says); `rollout.executor` compiles them per shape
+bucket. Row state lives on the device, in slots: the host plans one plan ahead and need not know yet which token a row
+drew last, or whether it has stopped.
+
+Dims: G dp groups (sharded), S slots per group, R rows of a program, C positions per row, W blocks per table,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout import kv_cache
+from jaxrl.rollout.sampling import SamplingState, sample
+from jaxrl.sharding.layout import Layout
+
+MAX_STOP_IDS = 8
+"""Stop token ids that a row can have."""
+
+
+class RowState(NamedTuple):
+    """What the device knows of a row; every field [G, S, ...] (or [G, R, ...] inside a program).
+
+    token: the last token drawn, whose KV is not in the cache yet; position: where it stands in the sequence;
+    active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
+    for none.
+    """
+
+    token: jax.Array
+    position: jax.Array
+    active: jax.Array
+    limit: jax.Array
+    stop_ids: jax.Array
+    sampling: SamplingState
+
+
+def row_state_shapes(groups: int, rows: int) -> RowState:
+    """The dtypes and shapes of a `RowState`."""
+
+    def of(dtype: Any, *dims: int) -> Any:
+        return jax.ShapeDtypeStruct((groups, rows, *dims), dtype)
+
+    integer, real = of(jnp.int32), of(jnp.float32)
+    return RowState(
+        token=integer,
+        position=integer,
+        active=of(jnp.bool_),
+        limit=integer,
+        stop_ids=of(jnp.int32, MAX_STOP_IDS),
+        sampling=SamplingState(of(jnp.uint32, 2), real, integer, real, real),
+    )
+
+
+class Generated(NamedTuple):
+    """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R]."""
+
+    tokens: jax.Array
+    sampled_logprobs: jax.Array
+    rollout_logprobs: jax.Array
+    counts: jax.Array
+    stopped: jax.Array
+
+
+def _take(state: RowState, slots: jax.Array) -> RowState:
+    """Rows [G, R] out of slots; slot numbers beyond the last give some row, which the caller masks."""
+    return jax.tree.map(lambda x: jax.vmap(lambda a, i: a.at[i].get(mode="clip"))(x, slots), state)
+
+
+def _put(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
+    """Rows back into their slots; slot numbers beyond the last are dropped."""
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.vmap(lambda a, i, b: a.at[i].set(b, mode="drop"))(x, slots, new)
+
+    return jax.tree.map(put, state, rows)
+
+
+def _stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
+    return jnp.any(token[..., None] == rows.stop_ids, axis=-1) | (position + 1 >= rows.limit)
+
+
+class Programs:
+    """The two programs for one model on one layout; `decode_steps` is the most that one dispatch may take."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, decode_steps: int) -> None:
+        self.config = config
+        self.layout = layout
+        self.dtype = dtype
+        self.decode_steps = decode_steps
+        self.rows_sharding = NamedSharding(layout.mesh, PartitionSpec(layout.dp_axes or None))
+
+    def _forward(
+        self,
+        params: Any,
+        pool: kv_cache.Pool,
+        tokens: jax.Array,
+        tables: jax.Array,
+        positions: jax.Array,
+        valid: jax.Array,
+    ) -> tuple[jax.Array, kv_cache.Pool]:
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            return kv_cache.attend(self.layout, q, k, v, pool[layer], tables, positions, valid)
+
+        return decoder.forward_layers(params, tokens, positions, attend, self.config, dtype=self.dtype)
+
+    def prefill(
+        self,
+        params: Any,
+        pool: kv_cache.Pool,
+        state: RowState,
+        tokens: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        tables: jax.Array,
+        slots: jax.Array,
+        rows: RowState,
+        *,
+        truncate: bool,
+    ) -> tuple[kv_cache.Pool, RowState, Generated]:
+        """Runs chunks of prompts; where a chunk ends a prefill (its slot is real), draws a token and fills the slot.
+
+        Args:
+          tokens: int32 [G, R, C]; start, length: int32 [G, R]; tables: int32 [G, R, W].
+          slots: int32 [G, R], beyond the last slot for chunks that do not end a prefill.
+          rows: what to fill the slot with ([G, R, ...]); token, position and active are set here.
+        """
+        offset = jnp.arange(tokens.shape[-1])
+        valid = offset < length[..., None]
+        positions = jnp.where(valid, start[..., None] + offset, 0)
+        hidden, pool = self._forward(params, pool, tokens, tables, positions, valid)
+        last = jnp.maximum(length - 1, 0)[..., None, None]
+        ends = jnp.take_along_axis(hidden, last, axis=2)[:, :, 0]
+        logits = decoder.logits(params, ends, self.config)
+        position = start + length
+        drawn = sample(logits, position, rows.sampling, truncate=truncate)
+        real = slots < state.token.shape[1]
+        stopped = real & _stops(drawn.token, position, rows)
+        rows = rows._replace(token=drawn.token, position=position, active=real & ~stopped)
+        generated = Generated(
+            drawn.token[..., None],
+            drawn.sampled_logprob[..., None],
+            drawn.rollout_logprob[..., None],
+            real.astype(jnp.int32),
+            stopped,
+        )
+        return pool, self._pin(_put(state, slots, rows)), self._pin(generated)
+
+    def decode(
+        self,
+        params: Any,
+        pool: kv_cache.Pool,
+        state: RowState,
+        tables: jax.Array,
+        slots: jax.Array,
+        fresh: jax.Array,
+        num_steps: jax.Array,
+        leave_after: jax.Array,
+        *,
+        truncate: bool,
+    ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
+        """Up to `num_steps` tokens for every active row, leaving once `leave_after` of them have stopped.
+
+        Args:
+          tables: int32 [G, R, W]; slots: int32 [G, R], beyond the last slot for padding.
+          fresh: bool [G, R], rows whose prefill ended in this plan; stopping at their first token counts as well.
+          num_steps: int32 scalar, at most `decode_steps`.
+          leave_after: int32 scalar, rows over all groups.
+        """
+        rows = _take(state, slots)
+        rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
+        started = rows.active
+        may_stop = started | fresh
+        shape = (*slots.shape, self.decode_steps)
+        real = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+        out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+
+        def go_on(carry: tuple) -> jax.Array:
+            step, rows, _, _, _ = carry
+            stopped = jnp.sum(may_stop & ~rows.active)
+            return (step < num_steps) & jnp.any(rows.active) & (stopped < leave_after)
+
+        def advance(carry: tuple) -> tuple:
+            step, rows, counts, pool, out = carry
+            hidden, pool = self._forward(
+                params, pool, rows.token[..., None], tables, rows.position[..., None], rows.active[..., None]
+            )
+            logits = decoder.logits(params, hidden[:, :, 0], self.config)
+            position = rows.position + 1
+            drawn = sample(logits, position, rows.sampling, truncate=truncate)
+            new = (drawn.token, drawn.sampled_logprob, drawn.rollout_logprob)
+            write = partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=2)
+            out = tuple(write(x, y.astype(x.dtype)) for x, y in zip(out, new, strict=True))
+            going = rows.active
+            rows = rows._replace(
+                token=jnp.where(going, drawn.token, rows.token),
+                position=jnp.where(going, position, rows.position),
+                active=going & ~_stops(drawn.token, position, rows),
+            )
+            return step + 1, rows, counts + going, pool, out
+
+        carry = (jnp.int32(0), rows, jnp.zeros(slots.shape, jnp.int32), pool, out)
+        steps, rows, counts, pool, out = jax.lax.while_loop(go_on, advance, carry)
+        generated = Generated(*out, counts, started & ~rows.active)
+        return pool, self._pin(_put(state, slots, rows)), self._pin(generated), steps
+
+    def _pin(self, tree: Any) -> Any:
+        """Keeps per-row values where they are, so that programs chain without a reshard between them."""
+        return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: self.rows_sharding, tree))
+
+
+def host_rows(groups: int, rows: int) -> RowState:
+    """A `RowState` of numpy arrays to fill on the host: inactive rows that would stop at once."""
+    shapes = row_state_shapes(groups, rows)
+    blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    blank.stop_ids[:] = -1
+    blank.sampling.top_p[:] = 1
+    return blank

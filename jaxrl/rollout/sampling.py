@@ -1,0 +1,146 @@
+"""Drawing tokens so that they depend on what is drawn and never on how it is scheduled (design §7).
+
+A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample index,
+attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race (the
+Gumbel-max trick without its second logarithm): competitor i with weight w_i arrives at E_i / w_i, with E_i an exponential
+variate from a counter hash of (key, i), and the earliest wins, with probability w_i / Σw exactly. It is run twice, among
+blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: the product is the same
+distribution, and V / BLOCK + BLOCK variates serve instead of V, which were most of its cost. Races shard over a
+tensor-parallel vocabulary, and rounding noise in the logits can flip only near-ties, which an inverse CDF cannot offer.
+
+The hash is two rounds of a 32-bit integer finaliser (the "lowbias32" constants of Wellons' hash prospector). It is a
+departure from threefry, which costs a quarter of a decode step on CPU; `tests/rollout/test_sampling.py` holds both
+against the exact distribution.
+
+Dims: leading dims `...` are rows; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.types import SampleKey
+
+BLOCK = 128
+"""Tokens per block of the two-level race: fixed, so that a draw does not depend on how the vocabulary is sharded."""
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN64 = 0x9E3779B97F4A7C15
+
+
+def _mix64(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def request_key(seed: int, key: SampleKey) -> np.ndarray:
+    """uint32 [2]: everything of a token's key but its position."""
+    state = _mix64((seed + _GOLDEN64) & _MASK64)
+    for part in (key.epoch, key.prompt_index, key.sample_index, key.attempt):
+        state = _mix64((state + _GOLDEN64 + part * 0xD1342543DE82EF95) & _MASK64)
+    return np.array([state & 0xFFFFFFFF, state >> 32], np.uint32)
+
+
+def _hash32(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def exponential_noise(keys: jax.Array, positions: jax.Array, counters: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Exponential(1) variates [..., N] for keys uint32 [..., 2], positions int32 [...], counters uint32 [..., N]."""
+    at = positions.astype(jnp.uint32)
+    k0 = _hash32(keys[..., 0] ^ _hash32(at + jnp.uint32(0x9E3779B9)))
+    k1 = _hash32(keys[..., 1] + k0)
+    spread = counters.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+    bits = _hash32(_hash32(spread ^ k0[..., None]) + k1[..., None])
+    # The race is decided among the smallest variates, and -log1p(-u) keeps full relative precision for small u.
+    uniform = (bits.astype(dtype) + 0.5) * (1 / 4294967296)
+    return -jnp.log1p(-jnp.minimum(uniform, 1 - jnp.finfo(dtype).epsneg))
+
+
+class SamplingState(NamedTuple):
+    """Per-row sampling parameters: keys uint32 [..., 2]; temperature, top_p, min_p float32 [...]; top_k int32 [...]."""
+
+    keys: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+
+
+class Drawn(NamedTuple):
+    """token int32 [...]; log-probabilities [...] under the distribution drawn from, and before truncation."""
+
+    token: jax.Array
+    sampled_logprob: jax.Array
+    rollout_logprob: jax.Array
+
+
+def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, truncate: bool) -> Drawn:
+    """Draws one token per row.
+
+    Args:
+      logits: float32 or float64 [..., V]; -inf marks padded vocabulary.
+      positions: int32 [...], the position that the new token will have in its sequence.
+      state: per-row parameters; temperature 0 takes the likeliest token, whose `sampled_logprob` is then 0 and whose
+        `rollout_logprob` is that of temperature 1.
+      truncate: whether any row may use top-k, top-p or min-p (they need a sort of the vocabulary).
+    """
+    greedy = state.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, state.temperature).astype(logits.dtype)[..., None]
+    top = jnp.max(scaled, axis=-1, keepdims=True)
+    weights = jnp.exp(scaled - top)
+    total = jnp.sum(weights, axis=-1)
+    if truncate:
+        kept = jnp.where(scaled >= truncation_threshold(scaled, weights, state), weights, 0)
+        kept_total = jnp.sum(kept, axis=-1)
+    else:
+        kept, kept_total = weights, total
+    raced = _race(kept, positions, state.keys)
+    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), raced)
+    chosen = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0] - top[..., 0]
+    return Drawn(token, jnp.where(greedy, 0.0, chosen - jnp.log(kept_total)), chosen - jnp.log(total))
+
+
+def _race(weights: jax.Array, positions: jax.Array, keys: jax.Array) -> jax.Array:
+    """int32 [...]: index i of weights [..., V] with probability weights[i] / Σ weights."""
+    vocab = weights.shape[-1]
+    num_blocks = -(-vocab // BLOCK)
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, num_blocks * BLOCK - vocab)]
+    blocks = jnp.pad(weights, padding).reshape(*weights.shape[:-1], num_blocks, BLOCK)
+    # Counters of blocks count down from the top, so that no token ever shares one.
+    block_ids = jnp.uint32(0xFFFFFFFF) - jnp.arange(num_blocks, dtype=jnp.uint32)
+    block_noise = exponential_noise(keys, positions, block_ids, weights.dtype)
+    block = jnp.argmin(block_noise / jnp.sum(blocks, axis=-1), axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    token_ids = block[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    noise = exponential_noise(keys, positions, token_ids, weights.dtype)
+    return block * BLOCK + jnp.argmin(noise / inside, axis=-1).astype(jnp.int32)
+
+
+def truncation_threshold(scaled: jax.Array, weights: jax.Array, state: SamplingState) -> jax.Array:
+    """The smallest scaled logit [..., 1] that survives top-k, then top-p of what top-k left, then min-p.
+
+    Tokens tied with the last one that survives survive too.
+    """
+    vocab = scaled.shape[-1]
+    ranked = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
+    ranked_weights = jnp.exp(ranked - ranked[..., :1])
+    top_k = jnp.where(state.top_k <= 0, vocab, jnp.minimum(state.top_k, vocab))[..., None]
+    in_k = jnp.arange(vocab) < top_k
+    ranked_weights = jnp.where(in_k, ranked_weights, 0)
+    before = jnp.cumsum(ranked_weights, axis=-1) - ranked_weights
+    # top_p = 1 must keep everything: the rounded cumulative sum may reach the total early
+    mass = jnp.where(state.top_p >= 1, jnp.inf, state.top_p)[..., None] * jnp.sum(ranked_weights, -1, keepdims=True)
+    in_p = in_k & (before < mass)
+    last = jnp.sum(in_p, axis=-1, keepdims=True) - 1
+    by_rank = jnp.take_along_axis(ranked, last, axis=-1)
+    by_min_p = ranked[..., :1] + jnp.log(state.min_p.astype(scaled.dtype))[..., None]
+    return jnp.maximum(by_rank, by_min_p)

@@ -1,0 +1,113 @@
+"""A run's directory: where its files are, who may write them, and what the run was.
+
+    config.yaml      the resolved configuration; `jaxrl train --config` takes it as it is
+    run.json         config, versions, commit, devices, seeds, command; one entry per start
+    metrics.jsonl    one line per step
+    samples.jsonl    a few samples per step, for people
+    journal.jsonl    decisions of the clock since the last checkpoint
+    timeline.json    Chrome trace; Perfetto opens it
+    checkpoints/     Orbax
+    report.html      written at the end, or by `jaxrl report`
+
+A lock keeps a second run out; the operating system drops it when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import yaml
+
+from jaxrl.config import Config, differences, from_mapping, to_mapping
+
+_PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class RunDir:
+    """An open run directory, locked against other runs. Raises ValueError if another process holds it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().resolve()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = filelock.FileLock(self.path / ".lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise ValueError(
+                f"{self.path} belongs to a run that is still going (it holds {self.path / '.lock'}): wait for it, or "
+                "choose another trainer.run_dir"
+            ) from None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def close(self) -> None:
+        self._lock.release()
+
+    def changes(self, config: Config) -> list[str]:
+        """Options in which `config` differs from the one this directory was last run with, one line each."""
+        file = self.file("config.yaml")
+        if not file.exists():
+            return []
+        return differences(from_mapping(yaml.safe_load(file.read_text())), config)
+
+    def record_start(self, config: Config, devices: Mapping[str, Any], step: int) -> None:
+        """Writes config.yaml, and an entry about this start to run.json."""
+        _write(self.file("config.yaml"), yaml.safe_dump(to_mapping(config), sort_keys=False))
+        file = self.file("run.json")
+        earlier = json.loads(file.read_text())["starts"] if file.exists() else []
+        now = {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "from_step": step,
+            "command": " ".join(sys.argv),
+            "commit": commit(),
+            "devices": dict(devices),
+            "versions": versions(),
+        }
+        record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
+        _write(file, json.dumps(record | now | {"starts": [*earlier, now]}, indent=1))
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that decide the numbers."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "source tree"
+    return found
+
+
+def commit() -> str:
+    """The commit of the source tree, with `+changes` where it has uncommitted ones; empty outside a checkout."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, check=True).stdout
+
+    try:
+        head = git("rev-parse", "HEAD").strip()
+        return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(text)
+    os.replace(draft, path)

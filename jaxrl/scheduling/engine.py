@@ -1,0 +1,189 @@
+"""The engine: schedule, submit, collect the plan before, update. The device is always one plan ahead of the host.
+
+Purpose: requests in, finished samples out, over any `Executor`: the model on a mesh or a simulation. Design §3.
+
+Source: nano-vllm's `LLMEngine.step`; the overlap of host and device as in mini-sglang's overlap scheduler.
+
+Departures: requests can be aborted with their tokens and added again with them (`resume`), which partial rollout and
+tail batching rest on; finished ones come in logical order (dispatch, dp group, slot), never in the order of a clock.
+
+Example::
+
+    engine = Engine(executor, BatcherConfig(decode_steps=16))
+    samples = engine.generate(requests)  # in the order of the requests
+
+    engine.add(request)
+    while not engine.is_idle:
+        for finished in engine.step():
+            print(finished.sample)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jaxrl.scheduling.batcher import Batcher, BatcherConfig, Capacity, StopCheck
+from jaxrl.scheduling.plan import Executor, Request, Ticket
+from jaxrl.scheduling.progress import Counters, Ended, TraceEvent
+from jaxrl.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A response that ended by itself: its sample, and where and when (in logical time) it ended."""
+
+    request_id: int
+    sample: Sample
+    dispatch: int
+    dp_group: int
+    slot: int
+
+
+class Engine:
+    """One worker: an executor, and the batcher that keeps it busy.
+
+    Args:
+      executor: runs plans; its sizes are those of the batcher.
+      config: options of continuous batching.
+      stop_check: `(request, response tokens) -> how many to keep, or None`: looks for stop strings on the host; called
+        only for requests that have some, whenever they gained tokens.
+      trace: called with every admission, preemption and completion, in order (`list.append` records them).
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: BatcherConfig,
+        stop_check: StopCheck | None = None,
+        trace: Callable[[TraceEvent], None] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.stop_check = stop_check
+        capacity = Capacity(
+            num_groups=executor.num_groups,
+            num_slots=executor.num_slots,
+            num_blocks=executor.num_blocks,
+            block_size=executor.block_size,
+            max_prefill_tokens=executor.max_prefill_tokens,
+        )
+        self.batcher = Batcher(config, capacity, trace)
+        self.duration_s = 0.0  # what the plans collected so far took, by the executor's account
+        self._tickets: deque[Ticket] = deque()
+
+    @property
+    def counters(self) -> Counters:
+        return self.batcher.counters
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is unfinished and no plan in flight."""
+        return self.batcher.is_idle
+
+    def unfinished(self) -> tuple[int, ...]:
+        """Ids of the requests that are waiting or running, in the order in which they were added."""
+        return self.batcher.live()
+
+    def add(self, request: Request) -> None:
+        """Takes a request; it waits behind those added before. Raises ValueError if it can never run."""
+        if request.params.stop_strings and self.stop_check is None:
+            raise ValueError(
+                f"request {request.request_id} ({request.key}): stop_strings {request.params.stop_strings} need an "
+                "engine with a stop_check, which takes a tokenizer"
+            )
+        self.batcher.add(request)
+
+    def abort(self, request_ids: Iterable[int]) -> list[Sample]:
+        """Ends requests where they are and returns what they have, in the order of the ids.
+
+        Tokens of plans in flight are lost; `drain` first to keep them. `resume` makes a request of such a sample.
+        Raises ValueError, with nothing changed, if an id is not live.
+        """
+        return [progress.sample("abort") for progress in self.batcher.abort(request_ids)]
+
+    def step(self) -> list[Finished]:
+        """Submits the next plan, collects the one before, and returns who finished in that one."""
+        plan = self.batcher.schedule()
+        if plan is not None:
+            self._tickets.append(self.executor.submit(plan))
+        num_ahead = 0 if plan is None else 1
+        return self._collect() if len(self._tickets) > num_ahead else []
+
+    def drain(self) -> list[Finished]:
+        """Collects everything in flight without a new plan: afterwards the host knows all that the device does."""
+        finished: list[Finished] = []
+        while self._tickets:
+            finished.extend(self._collect())
+        return finished
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        """Runs requests to their ends; returns samples in the order of the requests. The engine must be idle."""
+        self._add_all(requests)
+        samples: dict[int, Sample] = {}
+        while not self.is_idle:
+            samples.update((finished.request_id, finished.sample) for finished in self.step())
+        return [samples[request.request_id] for request in requests]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Sample]:
+        """Adds requests to an idle engine; the iterator runs them and yields samples as they finish.
+
+        Whoever stops listening (`close`) aborts the rest.
+        """
+        self._add_all(requests)
+        return self._stream()
+
+    def _stream(self) -> Iterator[Sample]:
+        try:
+            while not self.is_idle:
+                for finished in self.step():
+                    yield finished.sample
+        except GeneratorExit:
+            self.batcher.abort(self.unfinished())
+            self.drain()
+            raise
+
+    def _add_all(self, requests: Sequence[Request]) -> None:
+        """Adds all requests or none, to an idle engine: nobody else would be told of others that finish."""
+        if not self.is_idle:
+            raise ValueError(
+                f"generate and stream need an idle engine, and {len(self.unfinished())} requests are unfinished: "
+                "use add and step, or drain and abort first"
+            )
+        added: list[int] = []
+        try:
+            for request in requests:
+                self.add(request)
+                added.append(request.request_id)
+        except ValueError:
+            self.batcher.abort(added)
+            raise
+
+    def _collect(self) -> list[Finished]:
+        result = self.executor.collect(self._tickets.popleft())
+        self.duration_s += result.duration_s
+        return [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
+
+
+def resume(request: Request, sample: Sample, request_id: int | None = None) -> Request:
+    """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
+    if sample.key != request.key:
+        raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
+    return replace(
+        request,
+        request_id=request.request_id if request_id is None else request_id,
+        generated=tuple(sample.token_ids.tolist()),
+        generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
+        generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
+        generated_versions=tuple(sample.versions.tolist()),
+    )
+
+
+def _finished(ended: Ended) -> Finished:
+    return Finished(
+        request_id=ended.progress.request.request_id,
+        sample=ended.progress.sample(ended.reason),
+        dispatch=ended.dispatch,
+        dp_group=ended.dp_group,
+        slot=ended.slot,
+    )

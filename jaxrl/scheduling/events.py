@@ -1,0 +1,75 @@
+"""What happened and what to do: the round-level seam (design §3).
+
+A round receives events and answers with commands; time is a field of the event, in seconds on the backend's own clock.
+What enters a batch depends on logical time only, so an event that ends a sample carries its dispatch number, and
+verdicts reach the round in the order in which their samples completed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrl.types import Prompt, Sample, SampleKey
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStarted:
+    """The backend is ready; the first event of every round."""
+
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFinished:
+    """A response ended by itself (stop or length), in dispatch `dispatch`."""
+
+    time_s: float
+    sample: Sample
+    dispatch: int
+
+
+VerdictStatus = Literal["ok", "error", "timeout", "crash"]
+"""Of these only `timeout` and `crash` are decided by the clock or the machine, and so are journalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A scorer's answer for one sample. A scorer that fails gives reward 0 and says why in `status` and `info`."""
+
+    time_s: float
+    key: SampleKey
+    reward: float
+    status: VerdictStatus = "ok"
+    info: Mapping[str, Any] = field(default_factory=dict)
+    duration_s: float = 0.0
+
+
+Event = RoundStarted | SampleFinished | Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start these responses of a prompt."""
+
+    prompt: Prompt
+    keys: tuple[SampleKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Send a finished sample to the reward pool; a `Verdict` follows."""
+
+    prompt: Prompt
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End these responses at once; no event follows for them."""
+
+    keys: tuple[SampleKey, ...]
+
+
+Command = Launch | Score | Abort

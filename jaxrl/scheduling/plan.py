@@ -1,0 +1,162 @@
+"""What the engine asks of an executor and what comes back: the token-level seam (design §3).
+
+A `Plan` is one dispatch: prefill chunks first, then up to `num_steps` decode steps over the named rows. The device is
+always one plan ahead of the host, so a plan is made from what was known one plan ago: a row it names may turn out to
+have stopped already. The executor then takes no step for that row (it knows on the device that the row stopped), and
+the result for it is empty.
+
+Rows live in slots. A *slot* is an index into the executor's per-row state, local to a dp group; the last chunk of a
+request's prefill writes the slot's state (`PrefillChunk.is_last`), decode advances it, and a later request may
+overwrite it at any time. Block numbers are local to the dp group's pool; block 0 belongs to nobody (rows that must not
+write are pointed at it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from jaxrl.types import SampleKey, SamplingParams
+
+TRASH_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to generate.
+
+    Attributes:
+      request_id: unique within an engine's life.
+      key: identity of the sample; the random bits of its tokens derive from it.
+      prompt_ids: the prompt.
+      params: how to sample.
+      share: requests with equal `share` (not None) have the same prompt and share its full KV blocks.
+      generated: tokens kept from an earlier life (aborted and added again), part of the response.
+      generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for them.
+    """
+
+    request_id: int
+    key: SampleKey
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    share: object | None = None
+    generated: tuple[int, ...] = ()
+    generated_sampled_logprobs: tuple[float, ...] = ()
+    generated_rollout_logprobs: tuple[float, ...] = ()
+    generated_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Run `tokens` at positions `start`, `start + 1`, ... of a request through the model, writing their KV.
+
+    Attributes:
+      request: whom it belongs to.
+      dp_group, slot: the row that it fills.
+      tokens: the chunk, a piece of prompt + kept tokens.
+      start: position of the chunk's first token; everything before it is in the cache (or is written by an earlier
+        chunk of the same plan, when a prompt's blocks are shared).
+      block_table: the request's blocks so far, in order.
+      is_last: the chunk ends the prefill: sample the next token from its last position and activate the row.
+      num_generated: tokens of the response already in the prefill (kept from an earlier life or a preemption): the
+        token sampled next is the response's token number `num_generated`.
+    """
+
+    request: Request
+    dp_group: int
+    slot: int
+    tokens: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    is_last: bool
+    num_generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Advance the row in `slot`; `block_table` covers every position that this plan may write."""
+
+    request_id: int
+    dp_group: int
+    slot: int
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One dispatch.
+
+    Attributes:
+      index: dispatch number, from 0: the engine's logical time.
+      prefill: chunks, run first, all in one program.
+      decode: rows to advance, those whose prefill ends in this plan included.
+      num_steps: the most decode steps before the host looks again.
+      leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row
+        lets a waiting request in); at the latest it is left when no row is active.
+    """
+
+    index: int
+    prefill: tuple[PrefillChunk, ...] = ()
+    decode: tuple[DecodeRow, ...] = ()
+    num_steps: int = 0
+    leave_after: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one request gained in one plan: the first token of a finished prefill, then decoded ones.
+
+    `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`.
+    """
+
+    token_ids: np.ndarray
+    sampled_logprobs: np.ndarray
+    rollout_logprobs: np.ndarray
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """The outcome of one plan: rows by request id, decode steps really taken, the weights' version, seconds charged."""
+
+    index: int
+    rows: Mapping[int, RowResult] = field(default_factory=dict)
+    num_steps: int = 0
+    policy_version: int = 0
+    duration_s: float = 0.0
+
+
+class Ticket(Protocol):
+    """A plan that was submitted and not yet collected."""
+
+    @property
+    def index(self) -> int: ...
+
+
+class Executor(Protocol):
+    """Runs plans, in order, one ahead of the host: a mesh (`jaxrl.rollout.executor`) or a simulation.
+
+    Attributes:
+      num_groups: dp groups, each with a pool and slots of its own.
+      num_slots: slots per dp group.
+      num_blocks: KV blocks per dp group, `TRASH_BLOCK` included.
+      block_size: positions per block.
+      max_prefill_tokens: the most prefill tokens that one plan may carry per dp group.
+    """
+
+    num_groups: int
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    max_prefill_tokens: int
+
+    def submit(self, plan: Plan) -> Ticket:
+        """Dispatches a plan; returns at once."""
+        ...
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        """Waits for a plan's result. Tickets are collected in the order in which they were submitted."""
+        ...

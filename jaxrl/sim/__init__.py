@@ -1,0 +1,1 @@
+"""Simulation: the same scheduling code over modelled lengths and times. Never imports jax."""

@@ -1,0 +1,302 @@
+"""What a run did when: a Chrome/Perfetto trace of the run, and the seconds of its phases from the same spans.
+
+Purpose: `Timeline` writes trace events (open the file in https://ui.perfetto.dev or chrome://tracing) and adds up the
+phases, so that `timing_s/gen` and the picture can never disagree.
+
+Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
+with a comma, lines are written whole, so the file opens at any moment, also after a crash. A resumed run appends as a
+process of its own; its clock goes on where the file ended, so the pause takes no room on the screen.
+
+Kept small, in four ways: a track's adjacent short spans of one name are merged into one (its `count` says how many),
+counters are sampled, a step draws at most `max_tracks` tracks and `max_events_per_step` events, and every `max_bytes`
+written halve the share of the steps that are drawn. Phases are added up always. What a step left out is counted in an
+event. Within one track, spans must nest: threads that work at the same time take tracks of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_SHORT_S = 0.005  # spans below this are merged ...
+_GAP_S = 0.001  # ... when no longer than this apart
+_COUNTER_EVERY_S = 0.02
+_FLUSH_EVERY_S = 1.0
+_FLUSH_LINES = 256
+_TAIL_BYTES = 1 << 16
+_PAUSE_US = 1_000_000  # between the last event of a run and the first of the run that resumes it
+
+
+@dataclass(slots=True)
+class _Span:
+    track: str
+    name: str
+    start_s: float
+    end_s: float
+    args: dict[str, Any] = field(default_factory=dict)
+    mergeable: bool = True
+    count: int = 1
+
+
+class Timeline:
+    """A trace file that can be opened at any moment; all methods may be called from any thread.
+
+    Example::
+
+        timeline = Timeline(run_dir / "timeline.json")
+        with timeline.phase("step", step=3):
+            with timeline.phase("gen"), timeline.span("engine", "drain", rows=12):
+                ...
+            timeline.counter("rows", busy=7)
+        metrics |= timeline.take_phases()  # {"timing_s/gen": .., "timing_s/step": ..}
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        max_events_per_step: int = 4000,
+        max_tracks: int = 64,
+        max_bytes: int = 32 << 20,
+    ) -> None:
+        self._path = Path(path)
+        self._max_events, self._max_tracks, self._max_bytes = max_events_per_step, max_tracks, max_bytes
+        self._lock = threading.RLock()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._pid, self._origin_us = _repair(self._path)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
+        self._bytes = self._path.stat().st_size
+        self._lines: list[str] = []
+        self._started_s = self._flushed_s = time.perf_counter()
+        self._tracks: dict[str, int] = {}
+        self._pending: dict[str, _Span] = {}
+        self._counters: dict[str, float] = {}
+        self._open: dict[int, _Span] = {}
+        self._phases: dict[str, float] = {}
+        self._num_steps = self._events = self._left_out = 0
+        self._drawing = True
+        if not self._bytes:
+            self._lines.append("[\n")
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._metadata("process_name", 0, f"start {self._pid}, {started}")
+        self._flush()
+
+    @contextmanager
+    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+        """Draws the time inside the `with` as a bar on `track`, also when it is left by an exception."""
+        span = self._enter(track, name, args)
+        try:
+            yield
+        finally:
+            self._leave(span)
+
+    @contextmanager
+    def phase(self, name: str, track: str = "loop", **args: Any) -> Iterator[None]:
+        """A span that also counts towards `timing_s/<name>`; the phase "step" begins a step."""
+        if name == "step":
+            self._begin_step()
+        span = self._enter(track, name, args, mergeable=False)
+        try:
+            yield
+        finally:
+            self._leave(span)
+            with self._lock:
+                key = f"timing_s/{name}"
+                self._phases[key] = self._phases.get(key, 0.0) + span.end_s - span.start_s
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds of the phases that ended since the last call, as `timing_s/<name>`."""
+        with self._lock:
+            phases, self._phases = self._phases, {}
+            return phases
+
+    def open_spans(self) -> list[tuple[str, str, float]]:
+        """(track, name, seconds so far) of what runs now, the longest first: what a watchdog reports."""
+        now = time.perf_counter()
+        with self._lock:
+            spans = [(span.track, span.name, now - span.start_s) for span in self._open.values()]
+        return sorted(spans, key=lambda item: -item[2])
+
+    def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """A span that is over; times are those of `time.perf_counter()`."""
+        with self._lock:
+            self._add(_Span(track, name, start_s, end_s, args))
+
+    def instant(self, track: str, name: str, **args: Any) -> None:
+        """A mark at this moment."""
+        with self._lock:
+            if (tid := self._tid(track)) is not None:
+                self._event({"name": name, "ph": "i", "s": "t", "tid": tid, "ts": self._now_us(), "args": args})
+
+    def counter(self, track: str, **values: float) -> None:
+        """Values at this moment, drawn as curves under `track`."""
+        now = time.perf_counter()
+        with self._lock:
+            if now - self._counters.get(track, float("-inf")) < _COUNTER_EVERY_S:
+                return
+            self._counters[track] = now
+            if self._room():
+                self._event({"name": track, "ph": "C", "tid": 0, "ts": self._now_us(), "args": values})
+
+    def flush(self) -> None:
+        """Writes everything that is over."""
+        with self._lock:
+            self._settle()
+            self._flush()
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._file.closed:
+                self._end_step()
+                self._flush()
+                self._file.close()
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _enter(self, track: str, name: str, args: dict[str, Any], mergeable: bool = True) -> _Span:
+        now = time.perf_counter()
+        span = _Span(track, name, now, now, args, mergeable)
+        with self._lock:
+            self._open[id(span)] = span
+        return span
+
+    def _leave(self, span: _Span) -> None:
+        span.end_s = time.perf_counter()
+        with self._lock:
+            del self._open[id(span)]
+            self._add(span)
+
+    def _begin_step(self) -> None:
+        with self._lock:
+            self._end_step()
+            self._num_steps += 1
+            # halved for every max_bytes written: the file grows with the logarithm of the number of steps
+            stride = 1 << min(self._bytes // self._max_bytes, 30)
+            self._drawing = self._num_steps % stride == 0
+
+    def _end_step(self) -> None:
+        self._settle()
+        if self._left_out:
+            args = {"events": self._left_out}
+            self._event({"name": "left out", "ph": "i", "s": "p", "tid": 0, "ts": self._now_us(), "args": args})
+        self._events = self._left_out = 0
+
+    def _room(self) -> bool:
+        if not self._drawing:
+            return False
+        if self._events >= self._max_events:
+            self._left_out += 1
+            return False
+        return True
+
+    def _tid(self, track: str) -> int | None:
+        """The track's number, or None where this event is not drawn."""
+        if not self._room():
+            return None
+        tid = self._tracks.get(track)
+        if tid is None:
+            if len(self._tracks) >= self._max_tracks:
+                self._left_out += 1
+                return None
+            tid = self._tracks[track] = len(self._tracks) + 1
+            self._metadata("thread_name", tid, track)
+            self._metadata("thread_sort_index", tid, tid)
+        return tid
+
+    def _add(self, span: _Span) -> None:
+        last = self._pending.get(span.track)
+        if (
+            last is not None
+            and span.mergeable
+            and last.mergeable
+            and last.name == span.name
+            and 0 <= span.start_s - last.end_s <= _GAP_S
+            and span.end_s - span.start_s < _SHORT_S
+            and last.end_s - last.start_s < _SHORT_S * last.count
+        ):
+            last.end_s, last.count, last.args = span.end_s, last.count + 1, {}
+            return
+        if last is not None:
+            self._write_span(last)
+        self._pending[span.track] = span
+
+    def _write_span(self, span: _Span) -> None:
+        tid = self._tid(span.track)
+        if tid is None:
+            return
+        args = span.args if span.count == 1 else {"count": span.count}
+        start, end = self._us(span.start_s), self._us(span.end_s)
+        self._event({"name": span.name, "ph": "X", "tid": tid, "ts": start, "dur": round(end - start, 1), "args": args})
+
+    def _settle(self) -> None:
+        for span in self._pending.values():
+            self._write_span(span)
+        self._pending.clear()
+
+    def _metadata(self, kind: str, tid: int, value: str | int) -> None:
+        key = "sort_index" if kind.endswith("sort_index") else "name"
+        self._lines.append(_line({"name": kind, "ph": "M", "pid": self._pid, "tid": tid, "args": {key: value}}))
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self._events += 1
+        self._lines.append(_line({"pid": self._pid, **event}))
+        now = time.perf_counter()
+        if len(self._lines) >= _FLUSH_LINES or now - self._flushed_s >= _FLUSH_EVERY_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flushed_s = time.perf_counter()
+        if self._lines and not self._file.closed:
+            data = "".join(self._lines).encode()
+            self._lines.clear()
+            self._bytes += len(data)
+            self._file.write(data)
+
+    def _us(self, at_s: float) -> float:
+        return round(self._origin_us + (at_s - self._started_s) * 1e6, 1)
+
+    def _now_us(self) -> float:
+        return self._us(time.perf_counter())
+
+
+def _line(event: dict[str, Any]) -> str:
+    # default=str: an argument that JSON does not know must not end a run
+    return json.dumps(event, separators=(",", ":"), default=str) + ",\n"
+
+
+def _repair(path: Path) -> tuple[int, float]:
+    """Drops a half-written last line; returns the number of the process that begins and where its clock starts."""
+    if not path.exists() or not path.stat().st_size:
+        return 1, 0.0
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if file.read(1) != b"[":
+            raise ValueError(f"{path} is not a timeline: move it away, or choose another run directory")
+        file.seek(max(size - _TAIL_BYTES, 0))
+        tail = file.read()
+    whole, newline, half = tail.rpartition(b"\n")
+    if not newline:  # not even the first line is whole
+        os.truncate(path, 0)
+        return 1, 0.0
+    if half:
+        os.truncate(path, size - len(half))
+    events = []
+    for line in whole.split(b"\n"):
+        try:
+            events.append(json.loads(line.rstrip(b",\r")))
+        except ValueError:
+            continue  # the opening bracket, or the line that the tail cuts
+    pid = max((event.get("pid", 0) for event in events if isinstance(event, dict)), default=0)
+    end = max((e.get("ts", 0.0) + e.get("dur", 0.0) for e in events if isinstance(e, dict)), default=0.0)
+    return pid + 1, end + _PAUSE_US

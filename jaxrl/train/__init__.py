@@ -1,0 +1,1 @@
+"""Training: advantages, losses, packing, the gradient step, checkpoints."""

@@ -1,0 +1,174 @@
+"""Rewards -> advantages: one float32 per response token. numpy only; pure functions of groups.
+
+Sources: GRPO (Shao et al. 2024, DeepSeekMath, §4.1), Dr. GRPO (Liu et al. 2025, §3.2: no division by the standard
+deviation), RLOO (Ahmadian et al. 2024, §3), REINFORCE++ (Hu 2025, §3: per-token returns, whitened over the batch), KL in
+the reward (Ouyang et al. 2022, eq. 2). Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
+after the root; whitening with ε = 1e-8 under it). Departures: statistics are taken in float64; a sample without a
+partner in its group gets advantage 0 (verl: its raw score), because there is nothing to compare it with.
+
+All estimators except those in `NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are known as soon as
+its last reward is, and its gradient can be streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.config import AlgorithmSection
+from jaxrl.types import Group, Sample
+
+NEEDS_WHOLE_BATCH: frozenset[str] = frozenset({"reinforce_plus_plus"})
+"""Estimators whose statistics span the batch: gradients cannot start before its last sample is scored."""
+
+_STD_EPS = 1e-6
+_WHITEN_EPS = 1e-8
+
+
+def compute(
+    groups: Sequence[Group],
+    algorithm: AlgorithmSection,
+    *,
+    logprobs: Sequence[np.ndarray] | None = None,
+    ref_logprobs: Sequence[np.ndarray] | None = None,
+) -> list[np.ndarray]:
+    """Advantages of all samples, group by group, in the order in which the groups hold them.
+
+    Args:
+      groups: scored groups; with an estimator of `NEEDS_WHOLE_BATCH`, all groups of the batch.
+      algorithm: `adv_estimator` and its options.
+      logprobs: per sample float [T] under the policy; only with `use_kl_in_reward`, flat in the same order.
+      ref_logprobs: the same under the reference model.
+
+    Returns:
+      Per sample float32 [T], T its response tokens.
+
+    Raises:
+      ValueError: a sample has no reward, or KL in the reward is asked for without log-probabilities.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    penalties = _kl_penalties(samples, algorithm, logprobs, ref_logprobs)
+    if algorithm.adv_estimator == "reinforce_plus_plus":
+        return reinforce_plus_plus(samples, penalties)
+    out: list[np.ndarray] = []
+    start = 0
+    for group in groups:
+        stop = start + len(group.samples)
+        scores = np.array(
+            [_reward(s) - p.sum() for s, p in zip(group.samples, penalties[start:stop], strict=True)], np.float64
+        )
+        match algorithm.adv_estimator:
+            case "grpo":
+                values = grpo(scores, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
+            case "dr_grpo":
+                values = grpo(scores, norm_by_std=False)
+            case "rloo":
+                values = rloo(scores)
+        out += [np.full(len(s), value, np.float32) for s, value in zip(group.samples, values, strict=True)]
+        start = stop
+    return out
+
+
+def grpo(scores: np.ndarray, *, norm_by_std: bool = True) -> np.ndarray:
+    """(score - mean) / (std + 1e-6) within one group, or without the division (Dr. GRPO).
+
+    Args:
+      scores: float [G], one per sample of the group.
+      norm_by_std: divide by the unbiased standard deviation.
+
+    Returns:
+      float64 [G]; zeros for a group of one.
+    """
+    scores = np.asarray(scores, np.float64)
+    if len(scores) < 2:
+        return np.zeros_like(scores)
+    centred = scores - scores.mean()
+    return centred / (scores.std(ddof=1) + _STD_EPS) if norm_by_std else centred
+
+
+def rloo(scores: np.ndarray) -> np.ndarray:
+    """Score minus the mean of the other samples of its group (leave-one-out baseline).
+
+    Args:
+      scores: float [G].
+
+    Returns:
+      float64 [G]; zeros for a group of one.
+    """
+    scores = np.asarray(scores, np.float64)
+    n = len(scores)
+    if n < 2:
+        return np.zeros_like(scores)
+    return (scores - scores.mean()) * (n / (n - 1))
+
+
+def reinforce_plus_plus(samples: Sequence[Sample], penalties: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Undiscounted return from each token on, whitened over all tokens of the batch.
+
+    Args:
+      samples: the whole batch; a sample's reward falls on its last token.
+      penalties: per sample float [T], subtracted from the reward token by token (zeros without KL in the reward).
+
+    Returns:
+      Per sample float32 [T].
+    """
+    returns: list[np.ndarray] = []
+    for sample, penalty in zip(samples, penalties, strict=True):
+        rewards = -np.asarray(penalty, np.float64)
+        if len(sample):
+            rewards[-1] += _reward(sample)
+        returns.append(np.cumsum(rewards[::-1])[::-1])
+    flat = np.concatenate(returns) if returns else np.zeros(0)
+    if not flat.size:
+        return [np.zeros(0, np.float32) for _ in samples]
+    variance = flat.var(ddof=1) if flat.size > 1 else 0.0
+    scale = 1.0 / np.sqrt(variance + _WHITEN_EPS)
+    return [((r - flat.mean()) * scale).astype(np.float32) for r in returns]
+
+
+def kl_estimate(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np.ndarray:
+    """Per-token estimate of KL(policy || reference), as verl's `kl_penalty`.
+
+    Args:
+      logprobs, ref_logprobs: float [T].
+      kind: `kl` (k1), `abs` (|k1|), `mse` (k2) or `low_var_kl` (k3, clamped to ±10; Schulman 2020).
+
+    Returns:
+      float64 [T].
+    """
+    diff = np.asarray(logprobs, np.float64) - np.asarray(ref_logprobs, np.float64)
+    match kind:
+        case "kl":
+            return diff
+        case "abs":
+            return np.abs(diff)
+        case "mse":
+            return 0.5 * diff**2
+        case "low_var_kl":
+            back = np.clip(-diff, -20.0, 20.0)
+            return np.clip(np.exp(back) - back - 1.0, -10.0, 10.0)
+        case _:
+            raise ValueError(f"algorithm.kl_penalty must be kl, abs, mse or low_var_kl, found {kind!r}")
+
+
+def _kl_penalties(
+    samples: Sequence[Sample],
+    algorithm: AlgorithmSection,
+    logprobs: Sequence[np.ndarray] | None,
+    ref_logprobs: Sequence[np.ndarray] | None,
+) -> list[np.ndarray]:
+    if not algorithm.use_kl_in_reward:
+        return [np.zeros(len(sample)) for sample in samples]
+    if logprobs is None or ref_logprobs is None:
+        raise ValueError("algorithm.use_kl_in_reward needs the policy's and the reference model's log-probabilities")
+    return [
+        algorithm.kl_coef * kl_estimate(ours, ref, algorithm.kl_penalty)
+        for _, ours, ref in zip(samples, logprobs, ref_logprobs, strict=True)
+    ]
+
+
+def _reward(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ValueError(f"sample {sample.key} has no reward: advantages come after scoring")
+    return float(sample.reward)

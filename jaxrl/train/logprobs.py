@@ -1,0 +1,163 @@
+"""Log-probabilities and entropies without `[tokens, vocabulary]` logits.
+
+Logits exist for one chunk of tokens at a time, forward and backward; the backward pass computes them again. Tokens with
+mask 0 (prompts, padding) are skipped altogether: the masked ones are visited in order, in as many chunks as they need.
+
+Source: the derivative of log-softmax, d lp / d logits = onehot - p, and of the entropy H, dH / d logits = -p (log p + H).
+Written by hand (`jax.custom_vjp`) because the number of chunks depends on the mask, and JAX has no reverse mode through
+a loop of unknown length; it also spares the passes over the logits that automatic differentiation of the gather and of
+the logsumexp would add.
+
+Dims: N tokens of this device, C tokens of a chunk, E embed, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+Head = Any
+Project = Callable[[Head, jax.Array], jax.Array]
+
+
+class HeadOptions(NamedTuple):
+    """How logits are made and used. Hashable.
+
+    Attributes:
+      project: (head parameters, x [C, E]) -> logits [C, V], before the temperature.
+      chunk: C, tokens whose logits exist at once on a device.
+      temperature: divides the logits; positive.
+      entropy_gradient: whether the entropy is part of the objective; without it, its gradient is zero and costs nothing.
+    """
+
+    project: Project
+    chunk: int
+    temperature: float
+    entropy_gradient: bool = False
+
+
+def token_logprobs(
+    options: HeadOptions, head: Head, hidden: jax.Array, tokens: jax.Array, mask: jax.Array, mesh: Mesh
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each masked token, and the entropy of the distribution it was drawn from.
+
+    Args:
+      options: see there.
+      head: parameters of `options.project`, in the dtype in which their gradient shall accumulate; replicated.
+      hidden: [R, T, E], final-normed; rows split over all axes of the mesh.
+      tokens: int32 [R, T].
+      mask: [R, T], nonzero where the result is wanted; never at t = 0.
+      mesh: each device handles its own rows, in its own number of chunks.
+
+    Returns:
+      ([R, T], [R, T]) in at least float32: entry t speaks about token t, computed from hidden[t-1]; 0 where masked out.
+    """
+    rows = PartitionSpec(mesh.axis_names)
+
+    def local(head: Head, hidden: jax.Array, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wanted = jnp.roll(mask, -1, axis=1).at[:, -1].set(0).reshape(-1) > 0
+        targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
+        own = options._replace(chunk=min(options.chunk, tokens.size))
+        order, count = _wanted_first(wanted, own.chunk)
+        flat = _chunked(own, head, hidden.reshape(-1, hidden.shape[-1]), targets, order, count)
+        logprobs, entropy = (jnp.roll(x.reshape(tokens.shape), 1, axis=1) for x in flat)
+        return logprobs, entropy
+
+    # check_vma off: the cotangent of the replicated head is summed over the mesh by shard_map's transpose
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=(rows, rows), check_vma=False
+    )(head, hidden, tokens, mask)
+
+
+def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Indices of the wanted tokens, in order, then N (out of range) up to a multiple of the chunk; and their number."""
+    size = wanted.shape[0]
+    padded = -(-size // chunk) * chunk
+    return jnp.flatnonzero(wanted, size=padded, fill_value=size).astype(jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(
+    options: HeadOptions, head: Head, hidden: jax.Array, targets: jax.Array, order: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(options, head, hidden, targets, order, count)[0]
+
+
+def _forward(
+    options: HeadOptions, head: Head, hidden: jax.Array, targets: jax.Array, order: jax.Array, count: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    size, chunk = hidden.shape[0], options.chunk
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    narrow_head = _cast(head, hidden.dtype)
+
+    def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        index, x, target = _take(i, chunk, hidden, targets, order)
+        logits = options.project(narrow_head, x).astype(wide) / options.temperature
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        # padded vocabulary has logits of -inf: there p is 0, and so is its share of the entropy
+        entropy = lse - jnp.sum(jnp.exp(logits - lse[:, None]) * jnp.maximum(logits, _MIN_LOGIT), axis=-1)
+        values = (chosen - lse, entropy, lse)
+        return tuple(c.at[index].set(v, mode="drop") for c, v in zip(carry, values, strict=True))
+
+    empty = jnp.zeros((size,), wide)
+    logprobs, entropy, lse = lax.fori_loop(0, _num_chunks(count, chunk), body, (empty, empty, empty))
+    return (logprobs, entropy), (head, hidden, targets, order, count, lse, entropy)
+
+
+_MIN_LOGIT = -1e30
+
+
+def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    head, hidden, targets, order, count, lse, entropy = saved
+    d_logprobs, d_entropy = cotangents
+    chunk = options.chunk
+    narrow_head = _cast(head, hidden.dtype)
+
+    def body(i: jax.Array, carry: tuple[Head, jax.Array]) -> tuple[Head, jax.Array]:
+        d_head, d_hidden = carry
+        index, x, target = _take(i, chunk, hidden, targets, order)
+        raw, pull = jax.vjp(options.project, narrow_head, x)
+
+        def pick(values: jax.Array) -> jax.Array:
+            return values.at[index].get(mode="fill", fill_value=0)[:, None]
+
+        log_p = raw.astype(lse.dtype) / options.temperature - pick(lse)
+        p = jnp.exp(log_p)
+        onehot = lax.broadcasted_iota(jnp.int32, raw.shape, 1) == target[:, None]
+        d_logits = pick(d_logprobs) * (onehot - p)
+        if options.entropy_gradient:
+            d_logits -= pick(d_entropy) * p * (jnp.maximum(log_p, _MIN_LOGIT) + pick(entropy))
+        # the rows that fill up the last chunk have cotangent 0, but their made-up logits may be anything
+        d_logits = jnp.where((index < hidden.shape[0])[:, None], d_logits / options.temperature, 0.0)
+        d_head_chunk, d_x = pull(d_logits.astype(raw.dtype))
+        d_head = jax.tree.map(lambda total, part: total + part.astype(total.dtype), d_head, d_head_chunk)
+        return d_head, d_hidden.at[index].set(d_x, mode="drop")
+
+    start = (jax.tree.map(jnp.zeros_like, head), jnp.zeros_like(hidden))
+    d_head, d_hidden = lax.fori_loop(0, _num_chunks(count, chunk), body, start)
+    return d_head, d_hidden, None, None, None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _take(
+    i: jax.Array, chunk: int, hidden: jax.Array, targets: jax.Array, order: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    index = lax.dynamic_slice_in_dim(order, i * chunk, chunk)
+    return index, hidden.at[index].get(mode="fill", fill_value=0), targets.at[index].get(mode="fill", fill_value=0)
+
+
+def _num_chunks(count: jax.Array, chunk: int) -> jax.Array:
+    return (count + chunk - 1) // chunk
+
+
+def _cast(head: Head, dtype: Any) -> Head:
+    return jax.tree.map(lambda w: w.astype(dtype), head)

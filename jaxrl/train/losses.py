@@ -1,0 +1,255 @@
+"""Policy losses: pure functions of (log-probabilities, TokenBatch, Config).
+
+Each returns an unnormalised sum and its denominator; so do the metrics. Microbatches of a minibatch are added up and the
+division happens once, which makes the result independent of how the minibatch was cut. `METHODS` at the bottom names the
+published methods and the settings that make them.
+
+Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the low-variance KL to ±10, the dual clip
+acts on negative advantages only. Departures: `seq-mean-*` divide by the number of sequences that have tokens to learn
+from; the dual clip is off at `clip_ratio_c = 0`.
+
+Dims: R rows, T tokens. All per-token arrays are indexed by the token they speak about (see `packing`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrl.config import ActorSection, Config
+from jaxrl.train.packing import TokenBatch
+
+
+class Fraction(NamedTuple):
+    """A mean in the making: add both up over microbatches, divide once. Scalars."""
+
+    total: jax.Array
+    count: jax.Array
+
+
+class LossTerms(NamedTuple):
+    """What one microbatch contributes.
+
+    Attributes:
+      total: the objective's unnormalised sum; its gradient is what accumulates.
+      denominator: divides the minibatch's sum (tokens or sequences, by `loss_agg_mode`).
+      means: metrics as sums and counts, under their public names.
+      maxima: metrics of which the largest counts.
+    """
+
+    total: jax.Array
+    denominator: jax.Array
+    means: dict[str, Fraction]
+    maxima: dict[str, jax.Array]
+
+
+def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: Config) -> LossTerms:
+    """The objective of a microbatch: policy loss + KL loss - entropy bonus, with metrics.
+
+    Args:
+      logprobs: [R, T] of the policy in training.
+      entropy: [R, T] of the distribution that each token was drawn from, in nats.
+      batch: the rest.
+      config: `actor` and `algorithm` are read.
+    """
+    actor, mode = config.actor, config.algorithm.loss_agg_mode
+    per_token, means = policy_loss(logprobs, batch, actor)
+    means = {name: Fraction(_masked_sum(value, batch), _num_tokens(batch)) for name, value in means.items()}
+    denominator = aggregate_denominator(batch, mode)
+    pg_loss = aggregate_sum(per_token, batch, mode)
+    means["actor/pg_loss"] = Fraction(pg_loss, denominator)
+    means["actor/entropy"] = Fraction(_masked_sum(entropy, batch), _num_tokens(batch))
+    total = pg_loss
+    if actor.entropy_coeff:
+        total -= actor.entropy_coeff * aggregate_sum(entropy, batch, mode)
+    if actor.use_kl_loss:
+        kl_loss = aggregate_sum(kl_estimate(logprobs, batch.ref_logprobs, actor.kl_loss_type), batch, mode)
+        means["actor/kl_loss"] = Fraction(kl_loss, denominator)
+        total += actor.kl_loss_coef * kl_loss
+    # With recorded log-probabilities as the ratio's denominator, the trainer's own are those of this very pass.
+    ours = batch.old_logprobs if actor.old_logprobs == "recompute" else logprobs
+    mismatch, maxima = rollout_mismatch(lax.stop_gradient(ours), batch)
+    return LossTerms(total, denominator, lax.stop_gradient(means | mismatch), maxima)
+
+
+def policy_loss(
+    logprobs: jax.Array, batch: TokenBatch, actor: ActorSection
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The clipped surrogate, per token, and per-token metrics: [R, T] each.
+
+    Loss = max(-A·r, -A·clip(r, 1-low, 1+high)), and with a dual clip at most -A·c where A < 0. r is the token's ratio,
+    or the geometric mean of its sequence's (`ratio_level=sequence`).
+    """
+    log_ratio = _masked(logprobs - batch.old_logprobs, batch)
+    negative_kl = jnp.clip(log_ratio, -20.0, 20.0)
+    if actor.ratio_level == "sequence":
+        mean = sequence_sum(lax.stop_gradient(log_ratio), batch) / jnp.maximum(batch.sequence_length, 1)
+        # value of the sequence's ratio, gradient of the token's own log-probability (GSPO, eq. 14); verl's cap of 10
+        log_ratio = jnp.minimum(mean + log_ratio - lax.stop_gradient(log_ratio), 10.0)
+    else:
+        log_ratio = negative_kl
+    ratio = jnp.exp(log_ratio)
+    advantages = jnp.asarray(batch.advantages)
+    plain = -advantages * ratio
+    clipped = -advantages * jnp.clip(ratio, 1.0 - actor.clip_ratio_low, 1.0 + actor.clip_ratio_high)
+    loss = jnp.maximum(plain, clipped)
+    metrics = {"actor/ppo_kl": -negative_kl, "actor/pg_clipfrac": (clipped > plain).astype(ratio.dtype)}
+    if actor.clip_ratio_c:
+        bound = -advantages * actor.clip_ratio_c
+        bounded = (advantages < 0) & (loss > bound)
+        metrics["actor/pg_clipfrac_lower"] = bounded.astype(ratio.dtype)
+        loss = jnp.where(bounded, bound, loss)
+    return loss, metrics
+
+
+def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, kind: str) -> jax.Array:
+    """Per-token estimate of KL(policy || reference), [R, T] (Schulman 2020, "Approximating KL Divergence").
+
+    `kl` is k1, `abs` its absolute value, `mse` k2, `low_var_kl` k3.
+    """
+    diff = logprobs - ref_logprobs
+    match kind:
+        case "kl":
+            return diff
+        case "abs":
+            return jnp.abs(diff)
+        case "mse":
+            return 0.5 * jnp.square(diff)
+        case "low_var_kl":
+            back = jnp.clip(-diff, -20.0, 20.0)
+            return jnp.clip(jnp.exp(back) - back - 1.0, -10.0, 10.0)
+        case _:
+            raise ValueError(f"actor.kl_loss_type must be kl, abs, mse or low_var_kl, found {kind!r}")
+
+
+def aggregate_sum(values: jax.Array, batch: TokenBatch, mode: str) -> jax.Array:
+    """The scalar numerator of a `loss_agg_mode` over [R, T]."""
+    if mode == "seq-mean-token-mean":
+        values = values / jnp.maximum(batch.sequence_length, 1)
+    return _masked_sum(values, batch)
+
+
+def aggregate_denominator(batch: TokenBatch, mode: str) -> jax.Array:
+    """What the minibatch's numerators are divided by: tokens for `token-mean`, else sequences. Scalar float."""
+    if mode == "token-mean":
+        return _num_tokens(batch)
+    return jnp.sum(batch.num_sequences).astype(jnp.float32)
+
+
+def rollout_mismatch(ours: jax.Array, batch: TokenBatch) -> tuple[dict[str, Fraction], dict[str, jax.Array]]:
+    """How far the rollout's log-probabilities are from the trainer's (`ours`), same weights or not.
+
+    `kl`: mean of rollout - ours, the k1 estimate of KL(rollout || trainer). `k3_kl`: its low-variance estimate.
+    `log_ppl_abs_diff`: the mean over sequences of |mean over tokens of rollout - ours|. `logprob_abs_diff_max`: the
+    largest difference at one token.
+    """
+    gap = _masked(batch.rollout_logprobs - ours, batch)
+    count = _num_tokens(batch)
+    by_sequence = jnp.abs(sequence_sum(gap, batch)) / jnp.square(jnp.maximum(batch.sequence_length, 1))
+    back = jnp.clip(-gap, -20.0, 20.0)
+    means = {
+        "rollout_corr/kl": Fraction(_masked_sum(gap, batch), count),
+        "rollout_corr/k3_kl": Fraction(_masked_sum(jnp.expm1(back) - back, batch), count),
+        "rollout_corr/log_ppl_abs_diff": Fraction(
+            _masked_sum(by_sequence, batch), jnp.sum(batch.num_sequences).astype(jnp.float32)
+        ),
+    }
+    return means, {"rollout_corr/logprob_abs_diff_max": jnp.max(jnp.abs(gap), initial=0.0)}
+
+
+def sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
+    """The sum of masked `values` over each token's own sample, at every token: [R, T] -> [R, T].
+
+    A comparison and a reduction that XLA fuses, instead of a scatter-add: on GPUs that would add up in any order.
+    """
+    same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
+    return jnp.sum(jnp.where(same, _masked(values, batch)[:, None, :], 0.0), axis=-1)
+
+
+def _masked(values: jax.Array, batch: TokenBatch) -> jax.Array:
+    # where, not a product: masked entries may be anything
+    return jnp.where(jnp.asarray(batch.loss_mask) > 0, values, 0.0)
+
+
+def _masked_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
+    return jnp.sum(_masked(values, batch))
+
+
+def _num_tokens(batch: TokenBatch) -> jax.Array:
+    return jnp.sum(jnp.asarray(batch.loss_mask) > 0).astype(jnp.float32)
+
+
+class Method(NamedTuple):
+    """A published method: where it comes from, what it maximises, and the options that make it here."""
+
+    reference: str
+    equation: str
+    settings: dict[str, object]
+
+
+METHODS: dict[str, Method] = {
+    "PPO": Method(
+        "Schulman et al. 2017, arXiv:1707.06347, eq. 7",
+        "E_t min(r_t A_t, clip(r_t, 1-ε, 1+ε) A_t); here A_t from any estimator below (there is no critic)",
+        {"actor.clip_ratio_low": 0.2, "actor.clip_ratio_high": 0.2, "algorithm.loss_agg_mode": "token-mean"},
+    ),
+    "GRPO": Method(
+        "Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4",
+        "1/G Σ_i 1/|o_i| Σ_t [min(r A_i, clip(r) A_i) - β k3], A_i = (R_i - mean R) / std R",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.loss_agg_mode": "seq-mean-token-mean",
+            "actor.use_kl_loss": True,
+            "actor.kl_loss_type": "low_var_kl",
+        },
+    ),
+    "Dr.GRPO": Method(
+        "Liu et al. 2025, arXiv:2503.20783, §3.2",
+        "1/G Σ_i Σ_t min(r A_i, clip(r) A_i), A_i = R_i - mean R (their constant 1/max length: part of the step size)",
+        {"algorithm.adv_estimator": "dr_grpo", "algorithm.loss_agg_mode": "seq-mean-token-sum"},
+    ),
+    "DAPO": Method(
+        "Yu et al. 2025, arXiv:2503.14476, eq. 8 (without its dynamic sampling and overlong shaping)",
+        "1/Σ|o_i| Σ_i Σ_t min(r A_i, clip(r, 1-ε_low, 1+ε_high) A_i)",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.loss_agg_mode": "token-mean",
+            "actor.clip_ratio_low": 0.2,
+            "actor.clip_ratio_high": 0.28,
+        },
+    ),
+    "GSPO": Method(
+        "Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7 and 14",
+        "1/G Σ_i min(s_i A_i, clip(s_i) A_i), s_i = exp(1/|o_i| Σ_t log r_t)",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "actor.ratio_level": "sequence",
+            "algorithm.loss_agg_mode": "seq-mean-token-mean",
+            "actor.clip_ratio_low": 3e-4,
+            "actor.clip_ratio_high": 4e-4,
+        },
+    ),
+    "RLOO": Method(
+        "Ahmadian et al. 2024, arXiv:2402.14740, §3.3 (as a clipped surrogate; on-policy the gradient is theirs)",
+        "1/G Σ_i (R_i - mean_{j≠i} R_j) Σ_t log π, the penalty β (log π - log π_ref) subtracted from R",
+        {
+            "algorithm.adv_estimator": "rloo",
+            "algorithm.loss_agg_mode": "seq-mean-token-sum",
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_penalty": "kl",
+        },
+    ),
+    "REINFORCE++": Method(
+        "Hu 2025, arXiv:2501.03262, §3",
+        "E_t min(r_t A_t, clip(r_t) A_t), A_t = whitened over the batch: R - β Σ_{s≥t} (log π - log π_ref)",
+        {
+            "algorithm.adv_estimator": "reinforce_plus_plus",
+            "algorithm.loss_agg_mode": "token-mean",
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_penalty": "kl",
+        },
+    ),
+}

@@ -1,0 +1,148 @@
+"""The optimizer: clip by global norm, AdamW, a learning-rate schedule, and updates that a non-finite gradient skips.
+
+Built from optax (Loshchilov & Hutter 2019 for AdamW; Pascanu et al. 2013 for clipping). Departures: a warm-up of n
+updates starts at lr/n, not at 0, so that no rollout is spent on an update that changes nothing. Skipping is ours rather
+than `optax.apply_if_finite`, which lets the update through after a number of failures in a row.
+
+Parameters are partitioned into trainable and frozen ones before anything is differentiated: `partition` replaces the
+leaves of the other part by None, which is an empty subtree to JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl.config import ConfigError, OptimSection
+
+Tree = Any
+Trainable = Callable[[str], bool]
+"""Whether the parameter at a path like `layers/q` is trained."""
+
+
+def everything(path: str) -> bool:
+    """The default partition: all parameters are trainable."""
+    del path
+    return True
+
+
+def partition(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
+    """(trainable, frozen): two trees like `params`, with None where a leaf belongs to the other."""
+
+    def keep(wanted: bool) -> Tree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if trainable(path_name(path)) == wanted else None, params
+        )
+
+    return keep(True), keep(False)
+
+
+def combine(trainable: Tree, frozen: Tree) -> Tree:
+    """The inverse of `partition`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None)
+
+
+def path_name(path: Any) -> str:
+    """A key path as `layers/q`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def schedule(optim: OptimSection, total_updates: int = 0) -> optax.Schedule:
+    """Learning rate as a function of the number of updates made so far.
+
+    Args:
+      optim: its `lr*` and `min_lr_ratio` options.
+      total_updates: where cosine and linear schedules end; they stay there afterwards.
+
+    Raises:
+      ConfigError: a decaying schedule without a known end.
+    """
+    warmup, decay = optim.lr_warmup_steps, total_updates - optim.lr_warmup_steps
+    if optim.lr_scheduler_type != "constant" and decay <= 0:
+        raise ConfigError(
+            f"actor.optim.lr_scheduler_type={optim.lr_scheduler_type} needs more optimizer updates in all "
+            f"({total_updates}) than actor.optim.lr_warmup_steps ({warmup}): set trainer.total_training_steps"
+        )
+    match optim.lr_scheduler_type:
+        case "constant":
+            after = optax.constant_schedule(optim.lr)
+        case "cosine":
+            after = optax.cosine_decay_schedule(optim.lr, decay, alpha=optim.min_lr_ratio)
+        case "linear":
+            after = optax.linear_schedule(optim.lr, optim.lr * optim.min_lr_ratio, decay)
+    if not warmup:
+        return after
+
+    def warmed_up(count: Any) -> Any:
+        return jnp.where(count < warmup, optim.lr * (count + 1) / warmup, after(count - warmup))
+
+    return warmed_up
+
+
+class Outcome(NamedTuple):
+    """What an update did. Scalars.
+
+    Attributes:
+      grad_norm: global norm before clipping.
+      applied: whether the gradient was finite.
+    """
+
+    grad_norm: jax.Array
+    applied: jax.Array
+
+
+class Optimizer(NamedTuple):
+    """An optax chain, the schedule inside it (to be reported), and the clipping threshold (0: off)."""
+
+    chain: optax.GradientTransformation
+    lr: optax.Schedule
+    grad_clip: float
+
+    def init(self, params: Tree) -> Tree:
+        """The state for `params` (trainable ones only), in their dtype."""
+        return self.chain.init(params)
+
+    def update(self, gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Outcome]:
+        """(params, state, outcome) after one update; both unchanged if any gradient entry is not finite."""
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(norm)
+        if self.grad_clip:
+            factor = self.grad_clip / jnp.maximum(norm, self.grad_clip)
+            gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
+        updates, new_state = self.chain.update(gradients, state, params)
+        new_params = optax.apply_updates(params, updates)
+
+        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(finite, new, old)
+
+        return (
+            jax.tree.map(choose, new_params, params),
+            jax.tree.map(choose, new_state, state),
+            Outcome(norm, finite),
+        )
+
+
+def build(optim: OptimSection, grad_clip: float, total_updates: int = 0) -> Optimizer:
+    """The optimizer that a config describes.
+
+    Args:
+      optim: AdamW and the schedule.
+      grad_clip: global norm; 0 switches clipping off.
+      total_updates: optimizer updates in the whole run, for schedules that decay.
+    """
+    lr = schedule(optim, total_updates)
+    chain = optax.chain(
+        optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps),
+        optax.add_decayed_weights(optim.weight_decay) if optim.weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(lr),
+    )
+    return Optimizer(chain, lr, grad_clip)
+
+
+def update_count(state: Tree) -> jax.Array:
+    """How many updates a state has seen (skipped ones are not counted). Scalar int32."""
+    return state[0].count

@@ -1,0 +1,191 @@
+"""What flows through the house: Prompt -> Sample -> Group -> TrainBatch.
+
+Everything here is plain Python and numpy, so that scheduling, rewards and the simulator can use it without an
+accelerator. Arrays of a sample are ragged by nature; padding and packing happen only in `jaxrl.train.packing`.
+
+Example::
+
+    prompt = Prompt(epoch=0, index=7, token_ids=(1, 42), text="2+2=", source="gsm8k", answer="4")
+    sample = Sample.empty(SampleKey(epoch=0, prompt_index=7, sample_index=0))
+    group = Group(prompt=prompt, samples=[sample])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+"""`stop`: a stop token or stop string; `length`: the token limit; `abort`: ended by the scheduler, unfinished."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SampleKey:
+    """Identity of one response. Every random bit of a sampled token derives from (run seed, this key, position).
+
+    `prompt_index` is the position in the data set (not in the shuffled order), `attempt` counts relaunches of the
+    same prompt: a prompt that is run again in a long round draws new tokens.
+    """
+
+    epoch: int
+    prompt_index: int
+    sample_index: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem, tokenised.
+
+    Attributes:
+      epoch: the pass over the data set that it belongs to.
+      index: its position in the data set, stable over epochs.
+      token_ids: the rendered prompt.
+      text: the rendered prompt as text, as shown to people.
+      source: where it comes from (the data set's or task's name), what a reward may dispatch on.
+      answer: the reference answer, if there is one.
+      extra: whatever else the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
+    """
+
+    epoch: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    source: str
+    answer: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(epoch, index): each such pair leaves the system exactly once."""
+        return (self.epoch, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw a response; defaults draw from the model's own distribution.
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+      top_p: keep the smallest set of likeliest tokens whose mass reaches top_p.
+      min_p: drop tokens less likely than min_p times the likeliest.
+      max_tokens: the longest response, in tokens, the stop token included.
+      stop_token_ids: the response ends with (and includes) the first of these.
+      stop_strings: the response ends with the token that completes the first of these.
+      seed: replaces the run's seed for this request.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, rule: str) -> None:
+            raise ValueError(f"SamplingParams.{name} ({getattr(self, name)!r}) must be {rule}")
+
+        if not self.temperature >= 0:
+            refuse("temperature", ">= 0")
+        if self.top_k < -1:
+            refuse("top_k", ">= 1, or 0 or -1 to keep all tokens")
+        if not 0 < self.top_p <= 1:
+            refuse("top_p", "in (0, 1]")
+        if not 0 <= self.min_p < 1:
+            refuse("min_p", "in [0, 1)")
+        if self.max_tokens < 1:
+            refuse("max_tokens", ">= 1")
+        if any(not text for text in self.stop_strings):
+            refuse("stop_strings", "non-empty strings")
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response to a prompt, finished or not.
+
+    Attributes:
+      key: its identity.
+      token_ids: int32 [T], the response only.
+      rollout_logprobs: float32 [T], log-probability of each token under the temperature-scaled distribution before any
+        truncation: what training can recompute, and what ratios, mismatch and KL use (at temperature 0: under
+        temperature 1).
+      sampled_logprobs: float32 [T], log-probability under the distribution really drawn from (temperature, top-k,
+        top-p, min-p; 0 when greedy).
+      versions: int32 [T], the `policy_version` (number of weight syncs) that produced each token.
+      finish_reason: None while it is unfinished.
+      text: the decoded response, when a tokenizer is at hand.
+      reward: the scorer's verdict; None until scored.
+      reward_info: what the scorer adds (`{"error": ...}` when it failed and the sample got zero).
+    """
+
+    key: SampleKey
+    token_ids: np.ndarray
+    rollout_logprobs: np.ndarray
+    sampled_logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason | None = None
+    text: str = ""
+    reward: float | None = None
+    reward_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, key: SampleKey) -> Sample:
+        """A sample of which nothing has been generated yet."""
+        nothing_f = np.zeros((0,), np.float32)
+        nothing_i = np.zeros((0,), np.int32)
+        return cls(key, nothing_i, nothing_f, nothing_f, nothing_i)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt and its samples, in the order of `sample_index`: the unit of group-relative advantages."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """What one training step learns from: groups flattened to samples, in an order that no clock decides.
+
+    Attributes:
+      prompts: one per sample (a group's prompt repeated).
+      samples: sorted by key.
+      advantages: per sample float32 [T_i], one per response token.
+      old_logprobs: per sample float32 [T_i] under the policy before this step's first update; None where the
+        recorded `rollout_logprobs` serve.
+      ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
+    """
+
+    prompts: list[Prompt]
+    samples: list[Sample]
+    advantages: list[np.ndarray]
+    old_logprobs: list[np.ndarray] | None = None
+    ref_logprobs: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def select(self, indices: list[int]) -> TrainBatch:
+        """The samples at `indices`, as a batch of its own (a minibatch)."""
+
+        def pick(values: list[Any] | None) -> Any:
+            return None if values is None else [values[i] for i in indices]
+
+        return TrainBatch(
+            pick(self.prompts),
+            pick(self.samples),
+            pick(self.advantages),
+            pick(self.old_logprobs),
+            pick(self.ref_logprobs),
+        )

@@ -1,0 +1,76 @@
+"""Attention in plain jnp: the oracle for every kernel, and the path that runs on CPU.
+
+Source: scaled dot-product attention with grouped key/value heads (Ainslie et al. 2023, GQA). Departures: queries are
+grouped by key/value head instead of repeating keys and values, which keeps K and V at their stored size.
+
+Dims: R rows, T tokens of a row (S as keys), H query heads, K key/value heads, G = H / K, D head dim.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# ---------------------------------------------------------------- packed rows (training)
+
+
+def packed_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Causal attention within each segment of packed rows.
+
+    A token sees the tokens of its own segment whose position is not later than its own. Padding (segment 0, position
+    0) sees padding only, so that every row of the softmax has something to sum and stays finite.
+
+    Args:
+      q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
+      segment_ids, positions: int32 [R, T].
+
+    Returns:
+      [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).
+    """
+    rows, tokens, heads, dim = q.shape
+    kv_heads = k.shape[-2]
+    assert heads % kv_heads == 0, f"{kv_heads} key/value heads must divide {heads} query heads"
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    q_RTKGD = q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
+    scores_RKGTS = jnp.einsum("rtkgd,rskd->rkgts", q_RTKGD, k, preferred_element_type=wide) * dim**-0.5
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    visible = same & (positions[:, :, None] >= positions[:, None, :])
+    scores_RKGTS = jnp.where(visible[:, None, None], scores_RKGTS, jnp.finfo(wide).min)
+    weights_RKGTS = jax.nn.softmax(scores_RKGTS, axis=-1).astype(v.dtype)
+    out = jnp.einsum("rkgts,rskd->rtkgd", weights_RKGTS, v, preferred_element_type=wide)
+    return out.reshape(rows, tokens, heads, dim).astype(q.dtype)
+
+
+# ---------------------------------------------------------------- paged cache (rollout); dims as in kernels.attention
+
+
+def write_kv(
+    pool_KNPD: jax.Array, new_RCKD: jax.Array, tables_RW: jax.Array, positions_RC: jax.Array, valid_RC: jax.Array
+) -> jax.Array:
+    """Scatters [R, C] positions into their blocks; what is not valid lands in block 0, which belongs to nobody."""
+    size = pool_KNPD.shape[2]
+    entry = jnp.minimum(positions_RC // size, tables_RW.shape[1] - 1)
+    blocks_RC = jnp.where(valid_RC, jnp.take_along_axis(tables_RW, entry, axis=1), 0)
+    new_KRCD = jnp.moveaxis(new_RCKD, 2, 0).astype(pool_KNPD.dtype)
+    return pool_KNPD.at[:, blocks_RC, positions_RC % size].set(new_KRCD)
+
+
+def paged_attention(
+    q_RCHD: jax.Array, k_KNPD: jax.Array, v_KNPD: jax.Array, tables_RW: jax.Array, positions_RC: jax.Array
+) -> jax.Array:
+    """Gathers each row's blocks and attends to positions up to the query's own; softmax in float32 or better."""
+    rows, queries, heads, dim = q_RCHD.shape
+    kv_heads, _, size, _ = k_KNPD.shape
+    span = tables_RW.shape[1] * size
+    accumulate = jnp.promote_types(q_RCHD.dtype, jnp.float32)
+    k_KRSD = k_KNPD[:, tables_RW].reshape(kv_heads, rows, span, dim)
+    v_KRSD = v_KNPD[:, tables_RW].reshape(kv_heads, rows, span, dim)
+    q_RCKGD = q_RCHD.reshape(rows, queries, kv_heads, heads // kv_heads, dim)
+    scores = jnp.einsum("rckgd,krsd->krcgs", q_RCKGD, k_KRSD, preferred_element_type=accumulate) * dim**-0.5
+    visible_RCS = jnp.arange(span) <= positions_RC[..., None]
+    scores = jnp.where(visible_RCS[None, :, :, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_KRSD.dtype)
+    out = jnp.einsum("krcgs,krsd->rckgd", weights, v_KRSD, preferred_element_type=accumulate)
+    return out.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)

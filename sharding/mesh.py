@@ -1,0 +1,60 @@
+"""The one factored mesh that rollout and training share.
+
+2^k devices become k axes of size 2, other counts factor into primes; the minor axis is `x0`. A tensor-parallel degree
+is then a prefix of (x0, x1, ...), so each step up splits the shard that is already there (`jaxrl.sharding.layout`).
+Devices that differ in x0 only are neighbours in the given order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+def prime_factors(count: int) -> tuple[int, ...]:
+    """The primes whose product is `count`, ascending."""
+    factors: list[int] = []
+    divisor = 2
+    while count > 1:
+        while count % divisor == 0:
+            factors.append(divisor)
+            count //= divisor
+        divisor += 1
+    return tuple(factors)
+
+
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """The factored mesh over `devices` (default: all), axes (`x{k-1}`, ..., `x1`, `x0`) with the smallest factor last.
+
+    One device gives one axis `x0` of size 1. Axis types are Auto: named here because jax's own helpers differ in their
+    default, and resharding differs by type.
+    """
+    devices = jax.devices() if devices is None else devices
+    factors = prime_factors(len(devices)) or (1,)
+    names = tuple(f"x{i}" for i in reversed(range(len(factors))))
+    grid = np.asarray(devices, dtype=object).reshape(factors[::-1])
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def nested_axes(mesh: Mesh) -> tuple[str, ...]:
+    """(x0, x1, ...): the order in which tensor dims are split, major first."""
+    return tuple(reversed(mesh.axis_names))
+
+
+def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """The number of shards that splitting over `axes` makes."""
+    return int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))
+
+
+def dividing_prefix(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[str, ...]:
+    """The longest prefix of `axes` whose product divides `size`."""
+    prefix: tuple[str, ...] = ()
+    for end in range(1, len(axes) + 1):
+        if size % axes_size(mesh, axes[:end]):
+            break
+        prefix = tuple(axes[:end])
+    return prefix

@@ -1,0 +1,247 @@
+"""Which weight is split how, in training and in rollout, and the way from one to the other.
+
+Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...); a rollout layout splits it over
+a prefix of them; so a weight sync is an all-gather and a cast. Query and key/value heads whose group structure does not
+divide are padded with zero heads; MLP columns and vocabulary rows likewise. The padded entries of the output
+projections are zero, so they change nothing, and training never sees them.
+
+The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import dividing_prefix, nested_axes, prime_factors
+
+TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
+"""The dims that tensor parallelism splits; a weight has at most one of them."""
+
+Tree = dict[str, Any]
+
+
+class Weight(Protocol):
+    """What the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dims(self) -> tuple[str, ...]: ...
+    @property
+    def init(self) -> Any: ...
+
+
+class Model(Protocol):
+    """What the rules read of a model config, which is a frozen dataclass (`jaxrl.models.config.ModelConfig`)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    def weights(self) -> Mapping[str, Any]: ...
+
+
+M = TypeVar("M", bound=Model)
+
+
+def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
+    """The fewest (query, key/value) heads with which attention shards at `tp` and every smaller degree.
+
+    Either each shard has whole groups (`K' % tp == 0`), or K' is itself a degree on the way to `tp`, each shard has one
+    key/value head, and a group's query heads divide over the shards that share it. Groups only grow: G' >= G.
+    """
+    group = num_heads // num_kv_heads
+    candidates = [(group * kv, kv) for kv in [-(-num_kv_heads // tp) * tp]]
+    degree = 1
+    for factor in (1, *prime_factors(tp)):
+        degree *= factor
+        if degree >= num_kv_heads:
+            sharers = tp // degree
+            candidates.append((-(-group // sharers) * sharers * degree, degree))
+    return min(candidates)
+
+
+def padded_config(config: M, max_tp: int) -> M:
+    """The config of rollout weights padded for degrees up to `max_tp`; itself where nothing needs padding."""
+    num_heads, num_kv_heads = pad_heads(config.num_heads, config.num_kv_heads, max_tp)
+    sizes = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "intermediate_size": -(-config.intermediate_size // max_tp) * max_tp,
+        "vocab_size": -(-config.vocab_size // max_tp) * max_tp,
+    }
+    return cast(M, dataclasses.replace(cast(Any, config), **sizes))
+
+
+def train_spec(weight: Weight, mesh: Mesh) -> PartitionSpec:
+    """The tensor dim over as many of (x0, x1, ...) as divide it; everything else replicated."""
+    axes = nested_axes(mesh)
+    return PartitionSpec(
+        *(
+            (dividing_prefix(mesh, axes, size) or None) if dim in TENSOR_DIMS else None
+            for dim, size in zip(weight.dims, weight.shape, strict=True)
+        )
+    )
+
+
+def train_shardings(config: Model, mesh: Mesh) -> Tree:
+    """The training form's tree of shardings."""
+    return map_weights(lambda weight: NamedSharding(mesh, train_spec(weight, mesh)), config.weights())
+
+
+def rollout_spec(weight: Weight, layout: Layout, padded: Model) -> PartitionSpec:
+    """One layer's weight in rollout form: tensor dims over tp, key/value heads over as much of it as divides them."""
+    kv_axes = layout.kv_axes(padded.num_kv_heads)
+    entries: dict[str, str | tuple[str, ...]] = {**dict.fromkeys(TENSOR_DIMS, "tp"), "kv_heads": kv_axes}
+    dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
+    return layout.spec(*(entries.get(dim) for dim in dims))
+
+
+def rollout_shardings(config: Model, layout: Layout, max_tp: int | None = None) -> Tree:
+    """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
+    padded = padded_config(config, _checked(layout, max_tp))
+
+    def one(weight: Weight) -> NamedSharding:
+        return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded))
+
+    tree = map_weights(one, config.weights())
+    return tree | {"layers": [dict(tree["layers"]) for _ in range(config.num_layers)]}
+
+
+def map_weights(function: Callable[..., Any], *trees: Mapping[str, Any]) -> Tree:
+    """A tree like the first, nested dicts of weights, with `function` of the trees' leaves at its leaves."""
+    first = trees[0]
+    return {
+        name: map_weights(function, *(tree[name] for tree in trees))
+        if isinstance(value, Mapping)
+        else function(*(tree[name] for tree in trees))
+        for name, value in first.items()
+    }
+
+
+def _checked(layout: Layout, max_tp: int | None) -> int:
+    max_tp = layout.tp if max_tp is None else max_tp
+    if max_tp % layout.tp:
+        raise ValueError(
+            f"rollout weights padded for tp {max_tp} cannot run at tp {layout.tp}: the layout's tp must divide the "
+            "largest configured one (rollout.max_tp)"
+        )
+    return max_tp
+
+
+def _grow(array: jax.Array, dim: int, size: int) -> jax.Array:
+    widths = [(0, size - have if i == dim else 0) for i, have in enumerate(array.shape)]
+    return jnp.pad(array, widths)
+
+
+def _convert(weight: Weight, padded_weight: Weight, group: tuple[int, int], array: jax.Array, dtype: Any) -> jax.Array:
+    """Cast and pad one weight. `group` is the number of query heads per key/value head, before and after.
+
+    Norm scales stay in float32 when the rest becomes narrower: they cost nothing, and training applies them so.
+    """
+    array = array.astype(jnp.promote_types(dtype, jnp.float32) if weight.init == "ones" else dtype)
+    skipped = len(weight.dims) - array.ndim
+    dims = weight.dims[skipped:]
+    for dim, (name, size) in enumerate(zip(dims, padded_weight.shape[skipped:], strict=True)):
+        if array.shape[dim] == size:
+            continue
+        if name == "heads":
+            # Real query heads come first in their key/value head's group, so that groups stay what they were.
+            head, tail = array.shape[:dim], array.shape[dim + 1 :]
+            array = _grow(array.reshape(*head, -1, group[0], *tail), dim + 1, group[1])
+            array = _grow(array, dim, size // group[1]).reshape(*head, size, *tail)
+        else:
+            array = _grow(array, dim, size)
+    return array
+
+
+def rollout_params_fn(
+    config: Model, layout: Layout, dtype: Any, max_tp: int | None = None
+) -> tuple[Callable[[Tree], Tree], Tree]:
+    """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
+
+    The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
+    """
+    shardings = rollout_shardings(config, layout, max_tp)
+    outer, layers = _converters(config, _checked(layout, max_tp), dtype)
+
+    def function(params: Tree) -> Tree:
+        rest = {name: value for name, value in params.items() if name != "layers"}
+        return outer(rest) | {"layers": layers(params["layers"], 0, config.num_layers)}
+
+    return function, shardings
+
+
+def _converters(config: Model, max_tp: int, dtype: Any) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
+    """The conversion of what is outside the layers, and of `count` layers from `start` on."""
+    padded = padded_config(config, max_tp)
+    before, after = config.weights(), padded.weights()
+    group = (config.num_heads // config.num_kv_heads, padded.num_heads // padded.num_kv_heads)
+
+    def outer(params: Tree) -> Tree:
+        return {name: _convert(before[name], after[name], group, array, dtype) for name, array in params.items()}
+
+    def layers(stacked: Tree, start: int | jax.Array, count: int) -> list[Tree]:
+        def one(name: str, index: int | jax.Array) -> jax.Array:
+            array = lax.dynamic_index_in_dim(stacked[name], index, keepdims=False)
+            return _convert(before["layers"][name], after["layers"][name], group, array, dtype)
+
+        return [{name: one(name, start + i) for name in stacked} for i in range(count)]
+
+    return outer, layers
+
+
+@lru_cache(maxsize=64)
+def _compiled(config: Any, layout: Layout, dtype: Any, max_tp: int, count: int) -> tuple[Any, Any]:
+    shardings = rollout_shardings(config, layout, max_tp)
+    outer, layers = _converters(config, max_tp, dtype)
+    rest = {name: value for name, value in shardings.items() if name != "layers"}
+    chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
+    return jax.jit(outer, out_shardings=rest), chunk
+
+
+def to_rollout(
+    params: Tree,
+    config: Model,
+    layout: Layout,
+    dtype: Any,
+    max_tp: int | None = None,
+    *,
+    layers_per_call: int = 4,
+) -> Tree:
+    """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
+
+    Args:
+      params: unpadded, on the devices of the layout's mesh.
+      config: hashable; its weights' table drives padding and shardings.
+      layout: where the result lives.
+      dtype: of the result's matrices and biases (norms: at least float32).
+      max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
+      layers_per_call: more means fewer dispatches and a higher peak.
+    """
+    max_tp = _checked(layout, max_tp)
+    dtype = jnp.dtype(dtype)
+    outer, chunk = _compiled(config, layout, dtype, max_tp, layers_per_call)
+    out = outer({name: value for name, value in params.items() if name != "layers"})
+    layers: list[Tree] = []
+    for start in range(0, config.num_layers, layers_per_call):
+        count = min(layers_per_call, config.num_layers - start)
+        if count < layers_per_call:
+            _, chunk = _compiled(config, layout, dtype, max_tp, count)
+        layers += chunk(params["layers"], start)
+    return out | {"layers": layers}

