@@ -52,6 +52,8 @@ class Scoring(Protocol):
 
     def wait(self, timeout_s: float, /) -> list[Verdict]: ...
 
+    def take_metrics(self) -> dict[str, float]: ...
+
 
 class TextDecoder(Protocol):
     def decode(self, ids: Any, /) -> str: ...
@@ -100,8 +102,6 @@ class RolloutBackend:
         self._num_launched = self._num_finished = 0
         self._before = Counters()
         self._recompiles = 0
-        self._reward_s = 0.0
-        self._failures = {"error": 0, "timeout": 0, "crash": 0}
 
     # -- memory phases -----------------------------------------------------------------------------------------------
 
@@ -129,8 +129,6 @@ class RolloutBackend:
         self._num_launched = self._num_finished = 0
         self._before = replace(self.engine.counters)
         self._recompiles = self.worker.recompiles
-        self._reward_s = 0.0
-        self._failures = dict.fromkeys(self._failures, 0)
 
     @property
     def generating(self) -> bool:
@@ -185,8 +183,7 @@ class RolloutBackend:
             "rollout/decode_steps": now.steps - before.steps,
             "rollout/prefill_tokens": now.prefill_tokens - before.prefill_tokens,
             "rollout/shared_tokens": now.shared_tokens - before.shared_tokens,
-            "reward/scoring_s": self._reward_s,
-            **{f"reward/{status}s": count for status, count in self._failures.items()},
+            **self._rewards.take_metrics(),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -224,9 +221,6 @@ class RolloutBackend:
     def _take(self, verdicts: list[Verdict], *, journalled: bool = False) -> None:
         """Notes verdicts as they arrive and releases those that are due."""
         for verdict in verdicts:
-            self._reward_s += verdict.duration_s
-            if verdict.status != "ok":
-                self._failures[verdict.status] += 1
             if verdict.status in ("timeout", "crash") and not journalled:
                 decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
                 self._journal.append(self._step, "verdict", _numbers(verdict.key), decision)

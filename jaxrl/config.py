@@ -130,7 +130,7 @@ class RewardSection:
     path: str = ""  # custom: a Python file ...
     name: str = "compute_score"  # ... and a function in it: (data_source, solution_str, ground_truth, extra_info)
     extract: Literal["auto", "none", "last_number", "boxed", "answer_tag"] = "auto"
-    timeout_s: float = 10.0  # per sample
+    timeout_s: float = 10.0  # per sample, of scoring alone; 0: none
     num_workers: int = 1  # processes
     pool: Literal["process", "ray"] = "process"
 
@@ -358,6 +358,7 @@ def _check_tokens(c: Config) -> None:
 _AT_LEAST: dict[str, float] = {
     "data.task_size": 1,
     "data.val_size": 0,
+    "data.seed": 0,
     "data.max_prompt_length": 1,
     "data.max_response_length": 1,
     "data.train_batch_size": 1,

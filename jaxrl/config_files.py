@@ -229,7 +229,8 @@ class _GinFile:
     def _bind(self, option: str, value: Any, place: str) -> None:
         *sections, name = option.split(".")
         node = self._options.values
-        for section in sections:
+        for depth, section in enumerate(sections, 1):
+            self._options.places.setdefault(".".join(sections[:depth]), place)
             node = node.setdefault(section, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{place}: {option}: {section!r} is an option, not a section")

@@ -44,7 +44,7 @@ _STATE_VERSION = 1
 class PromptTokenizer(Protocol):
     """What rendering needs of a tokenizer (`jaxrl.tokenizer.Tokenizer` has it)."""
 
-    def encode(self, text: str, /) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
 
     def apply_chat_template(self, messages: list[Any], /, add_generation_prompt: bool = True) -> str: ...
 
@@ -108,9 +108,7 @@ def load_validation(config: Config, train: Problems | None = None) -> Problems:
             "dropped %d of %d validation problems: in the training set", len(problems) - len(kept), len(problems)
         )
     if problems and not kept:
-        raise ValueError(
-            f"{', '.join(data.val_files)}: every one of the {len(problems)} problems is in the training set"
-        )
+        raise ValueError(f"{', '.join(data.val_files)}: all {len(problems)} problems are in the training set")
     return kept[: data.val_size] if data.val_size else kept
 
 
@@ -141,11 +139,16 @@ class PromptSource:
         self._order = (order.shuffle(seed=data.seed) if data.shuffle else order).repeat()
         self._position = 0
         # hashed with the data: another grain version, or another seed, may put the same prompts in another order
-        first = [int(self._order[i]) for i in range(min(1000, 2 * len(self._rendered)))]
+        first = [self._row(i) for i in range(min(1000, 2 * len(self._rendered)))]
         self._fingerprints = {
             "data": self._rendered.fingerprint(),
             "order": hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
         }
+
+    def _row(self, position: int) -> int:
+        row = self._order[position]
+        assert row is not None  # grain writes None for an element that a filter removed; nothing here filters
+        return row
 
     @property
     def num_prompts(self) -> int:
@@ -171,7 +174,7 @@ class PromptSource:
         """The next prompts; never fewer than asked for."""
         positions = range(self._position, self._position + num_prompts)
         self._position += num_prompts
-        return [self._rendered.prompt(int(self._order[p]), epoch=p // self.num_prompts) for p in positions]
+        return [self._rendered.prompt(self._row(p), epoch=p // self.num_prompts) for p in positions]
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values. Prompts handed out and not yet consumed are the caller's to save."""
@@ -212,7 +215,8 @@ class _Rendered:
         kept: list[Problem] = []
         pieces: list[np.ndarray] = []
         for problem in problems:
-            ids = tokenizer.encode(_render(problem, tokenizer, data))
+            # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
+            ids = tokenizer.encode(_render(problem, tokenizer, data), add_special_tokens=not data.apply_chat_template)
             if not ids:
                 raise ValueError(f"{problem.where}: the rendered prompt has no tokens")
             if len(ids) <= data.max_prompt_length:
@@ -279,8 +283,8 @@ def _render(problem: Problem, tokenizer: PromptTokenizer, data: DataSection) -> 
 def _read_files(paths: Sequence[str], data: DataSection) -> list[Problem]:
     problems: list[Problem] = []
     for path in paths:
-        rows = _rows(Path(path).expanduser())
-        problems.extend(_problem(len(problems) + i, where, row, path, data) for i, (where, row) in enumerate(rows))
+        for where, row in _rows(Path(path).expanduser()):
+            problems.append(_problem(len(problems), where, row, path, data))
     return problems
 
 
@@ -315,7 +319,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _json_row(line: str, where: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.strip())
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(row, dict):
@@ -330,9 +334,7 @@ def _problem(index: int, where: str, row: Mapping[str, Any], path: str, data: Da
     else:
         question = _column(row, data.prompt_key, "data.prompt_key", where)
         if not isinstance(question, str) or not question.strip():
-            raise ValueError(
-                f"{where}: {data.prompt_key!r} (data.prompt_key) must be non-empty text, found {question!r}"
-            )
+            raise ValueError(f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {question!r}")
         messages = ({"role": "user", "content": question},)
     answer = _answer(_column(row, data.answer_key, "data.answer_key", where), where, data) if data.answer_key else None
     name = Path(path).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")

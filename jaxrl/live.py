@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, SupportsFloat, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -62,8 +62,10 @@ class LiveView:
         self._console: Console | None = None
         if _is_terminal(stream):
             self._console = Console(file=stream, highlight=False)
-            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
+            live = self._live = Live(
+                get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True
+            )
+            live.start()
 
     def phase(self, name: str) -> None:
         """What the run does from now on; forgets the rollout's figures."""
@@ -79,11 +81,11 @@ class LiveView:
         """A step is over: prints its line."""
         with self._lock:
             now = time.monotonic()
-            seconds = metrics.get("timing_s/step")
+            seconds = _finite(metrics.get("timing_s/step"))
             if seconds is None and self._last_step_at is not None:
                 seconds = now - self._last_step_at
-            if _is_number(seconds):
-                self._step_seconds.append(float(seconds))  # pyright: ignore[reportArgumentType]
+            if seconds is not None:
+                self._step_seconds.append(seconds)
             self._last_step, self._last_metrics, self._last_step_at = step, metrics, now
             self._print(_step_line(step, self._total, metrics, self._seconds_to_go()))
 
@@ -156,8 +158,7 @@ class LiveView:
                 (self._phase_name, "bold cyan"),
                 (f" {duration(waited)}", "dim"),
             )
-            reward = self._last_metrics.get("critic/rewards/mean")
-            if _is_number(reward):
+            if (reward := _finite(self._last_metrics.get("critic/rewards/mean"))) is not None:
                 head.append("   reward ", "dim").append(_value(reward), "bold green")
             if (to_go := self._seconds_to_go()) is not None:
                 head.append("   eta ", "dim").append(duration(max(to_go - waited, 0)))
@@ -208,28 +209,34 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], to_go: float
 
     add("reward {}", "critic/rewards/mean")
     add("length {} (max {})", "response_length/mean", "response_length/max")
-    phases = [(name, metrics.get(f"timing_s/{name}")) for name in _PHASES]
-    shown = ", ".join(f"{name} {_value(s)}" for name, s in phases if _is_number(s) and float(s) >= 0.05)  # pyright: ignore[reportArgumentType]
-    if _is_number(metrics.get("timing_s/step")):
-        parts.append(f"{_value(metrics['timing_s/step'])}s" + (f": {shown}" if shown else ""))
+    phases = [(name, _finite(metrics.get(f"timing_s/{name}"))) for name in _PHASES]
+    shown = ", ".join(
+        f"{name} {_value(seconds)}" for name, seconds in phases if seconds is not None and seconds >= 0.05
+    )
+    if (seconds := _finite(metrics.get("timing_s/step"))) is not None:
+        parts.append(f"{_value(seconds)}s" + (f": {shown}" if shown else ""))
     add("{} tokens/s/device", "perf/throughput")
     for name, value in metrics.items():
-        if name.startswith("val") and _is_number(value):
+        if name.startswith("val") and _finite(value) is not None:
             parts.append(f"{name} {_value(value)}")
     if to_go is not None and to_go > 0:
         parts.append(f"eta {duration(to_go)}")
     return "  ".join(parts)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))
+def _finite(value: object) -> float | None:
+    """A number as float, also of numpy or jax; None where there is none, or one that is not finite."""
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _value(value: object) -> str:
     """A number with three or four digits that count; text without control characters."""
-    if isinstance(value, bool) or not _is_number(value):
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         return _clean(str(value))
-    number = float(value)  # pyright: ignore[reportArgumentType]
+    number = float(value)
     if not math.isfinite(number):
         return str(number)
     if number == int(number) and abs(number) < 1e15:
@@ -243,7 +250,7 @@ def _value(value: object) -> str:
 
 
 def _clean(text: str) -> str:
-    return _CONTROL.sub("", text.expandtabs(4).replace("\r\n", "\n"))
+    return _CONTROL.sub("", text.replace("\r\n", "\n")).expandtabs(4)
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -162,9 +162,10 @@ def _repair(path: Path, resume_step: int | None) -> int:
 def _parse(line: bytes, path: Path, number: int) -> dict[str, float]:
     try:
         values = json.loads(line)
-        return {name: _NON_FINITE[value] if isinstance(value, str) else value for name, value in values.items()} | {
-            "step": int(values["step"])
-        }
+        numbers = {name: _NON_FINITE[value] if isinstance(value, str) else value for name, value in values.items()}
+        if not all(isinstance(value, int | float) for value in numbers.values()):
+            raise ValueError("a value is not a number")
+        return numbers | {"step": int(values["step"])}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{path}, line {number}: not a line of metrics ({error.__class__.__name__}: {error})"

@@ -63,14 +63,18 @@ def paged_attention(
     """Gathers each row's blocks and attends to positions up to the query's own; softmax in float32 or better."""
     rows, queries, heads, dim = q_RCHD.shape
     kv_heads, _, size, _ = k_KNPD.shape
-    span = tables_RW.shape[1] * size
+    span, group = tables_RW.shape[1] * size, heads // kv_heads
     accumulate = jnp.promote_types(q_RCHD.dtype, jnp.float32)
     k_KRSD = k_KNPD[:, tables_RW].reshape(kv_heads, rows, span, dim)
     v_KRSD = v_KNPD[:, tables_RW].reshape(kv_heads, rows, span, dim)
-    q_RCKGD = q_RCHD.reshape(rows, queries, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum("rckgd,krsd->krcgs", q_RCKGD, k_KRSD, preferred_element_type=accumulate) * dim**-0.5
+    # Queries of one row and key/value head side by side (M = C * G): the products are then plain batched matrices.
+    q_KRMD = jnp.moveaxis(q_RCHD.reshape(rows, queries, kv_heads, group, dim), 2, 0).reshape(kv_heads, rows, -1, dim)
+    # Keys on the left: with few queries, XLA:CPU multiplies [S, D] x [D, M] twice as fast as [M, D] x [D, S].
+    scores_KRSM = jnp.einsum("krsd,krmd->krsm", k_KRSD, q_KRMD, preferred_element_type=accumulate) * dim**-0.5
     visible_RCS = jnp.arange(span) <= positions_RC[..., None]
-    scores = jnp.where(visible_RCS[None, :, :, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_KRSD.dtype)
-    out = jnp.einsum("krcgs,krsd->rckgd", weights, v_KRSD, preferred_element_type=accumulate)
-    return out.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)
+    visible_RMS = jnp.repeat(visible_RCS, group, axis=1)
+    scores_KRMS = jnp.where(visible_RMS, jnp.swapaxes(scores_KRSM, -1, -2), -jnp.inf)
+    weights_KRMS = jax.nn.softmax(scores_KRMS, axis=-1).astype(v_KRSD.dtype)
+    out_KRMD = jnp.einsum("krms,krsd->krmd", weights_KRMS, v_KRSD, preferred_element_type=accumulate)
+    out_RCKGD = jnp.moveaxis(out_KRMD.reshape(kv_heads, rows, queries, group, dim), 0, 2)
+    return out_RCKGD.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)

@@ -361,7 +361,7 @@ class RayRewardPool:
         clock: Callable[[], float] = time.monotonic,
     ):
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
         except ImportError as error:
             raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'") from error
         self._ray = ray
@@ -473,8 +473,8 @@ class RayRewardPool:
         if not refs:
             time.sleep(timeout_s)
             return []
-        done, _ = self._ray.wait(refs, num_returns=1, timeout=timeout_s)
-        return done if len(refs) == 1 else done + self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+        self._ray.wait(refs, num_returns=1, timeout=timeout_s)
+        return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
 
     def _verdict(self, task: _Task, scored: Scored) -> Verdict:
         status, reward, info, duration_s = scored

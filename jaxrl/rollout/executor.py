@@ -64,13 +64,11 @@ class ExecutorConfig:
 
 
 def buckets(most: int, factor: int, least: int = 1) -> tuple[int, ...]:
-    """Ascending sizes: `least`, times `factor` each, ending at exactly `most`."""
-    sizes = []
-    size = min(least, most)
-    while size < most:
+    """Ascending sizes ending at exactly `most`, each a `factor`-th of the next, none below `least`."""
+    sizes = [most]
+    while (size := -(-sizes[-1] // factor)) >= least and size < sizes[-1]:
         sizes.append(size)
-        size *= factor
-    return (*sizes, most)
+    return tuple(reversed(sizes))
 
 
 def bucket(value: int, sizes: Sequence[int]) -> int:
@@ -130,9 +128,11 @@ class MeshExecutor:
             config.block_size,
             jnp.dtype(config.dtype),
         )
-        self._row_buckets = buckets(config.num_slots, 4, least=min(8, config.num_slots))
+        # Every bucket is a program to compile, so they are few where they would save little.
+        self._row_buckets = buckets(config.num_slots, 4, least=8)
         widest = -(-config.max_length // config.block_size)
-        self._width_buckets = buckets(widest, 2, least=max(1, widest // 4))
+        self._decode_widths = buckets(widest, 2, least=max(-(-128 // config.block_size), widest // 8))
+        self._prefill_widths = buckets(widest, 4, least=max(-(-128 // config.block_size), widest // 16))
         self._chunk_buckets = buckets(config.max_prefill_tokens, 4, least=config.block_size)
 
     # -- memory phases ---------------------------------------------------------------------------------------------
@@ -217,12 +217,12 @@ class MeshExecutor:
 
     def _prefill_rows(self, length: int) -> tuple[int, ...]:
         most = min(self.num_slots, max(1, self.max_prefill_tokens // length))
-        return buckets(most, 8)
+        return buckets(most, 8, least=4)
 
     def _submit_prefill(self, chunks: list[PrefillChunk], length: int) -> _Call:
         placed = _place(chunks, self.num_groups)
         rows = bucket(max(row for _, row, _ in placed) + 1, self._prefill_rows(length))
-        width = bucket(max(len(chunk.block_table) for chunk in chunks), self._width_buckets)
+        width = bucket(max(len(chunk.block_table) for chunk in chunks), self._prefill_widths)
         shape = (self.num_groups, rows)
         tokens = np.zeros((*shape, length), np.int32)
         start, lengths = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -274,7 +274,7 @@ class MeshExecutor:
     def _submit_decode(self, plan: Plan, ticket: MeshTicket) -> None:
         placed = _place(plan.decode, self.num_groups)
         rows = bucket(max(row for _, row, _ in placed) + 1, self._row_buckets)
-        width = bucket(max(len(row.block_table) for row in plan.decode), self._width_buckets)
+        width = bucket(max(len(row.block_table) for row in plan.decode), self._decode_widths)
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
@@ -302,10 +302,9 @@ class MeshExecutor:
             ("prefill", rows, length, width)
             for length in self._chunk_buckets
             for rows in self._prefill_rows(length)
-            for width in self._width_buckets
-            if width * self.block_size >= min(length, self.config.max_length) // 2
+            for width in self._prefill_widths
         ]
-        return prefill + [("decode", rows, 1, width) for rows in self._row_buckets for width in self._width_buckets]
+        return prefill + [("decode", rows, 1, width) for rows in self._row_buckets for width in self._decode_widths]
 
     def warm_up(self, progress: Any = None) -> int:
         """Compiles every shape; needs weights and pool. Returns how many there are."""

@@ -81,7 +81,7 @@ def attend(
     queries, keys = PartitionSpec(dp, None, None, tp), PartitionSpec(dp, None, None, kv)
     paged, rows = PartitionSpec(dp, kv), PartitionSpec(dp)
 
-    def local(q, k, v, pool_k, pool_v, tables, positions, valid):  # noqa: ANN001, ANN202
+    def local(q, k, v, pool_k, pool_v, tables, positions, valid):
         pool_k = attention.write_kv(pool_k[0], k[0], tables[0], positions[0], valid[0])
         pool_v = attention.write_kv(pool_v[0], v[0], tables[0], positions[0], valid[0])
         out = attention.paged_attention(q[0], pool_k, pool_v, tables[0], positions[0])

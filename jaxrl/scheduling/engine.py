@@ -21,7 +21,7 @@ Example::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxrl.scheduling.batcher import Batcher, BatcherConfig, Capacity, StopCheck
@@ -125,7 +125,7 @@ class Engine:
             samples.update((finished.request_id, finished.sample) for finished in self.step())
         return [samples[request.request_id] for request in requests]
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Sample]:
+    def stream(self, requests: Sequence[Request]) -> Generator[Sample]:
         """Adds requests to an idle engine; the iterator runs them and yields samples as they finish.
 
         Whoever stops listening (`close`) aborts the rest.
@@ -133,7 +133,7 @@ class Engine:
         self._add_all(requests)
         return self._stream()
 
-    def _stream(self) -> Iterator[Sample]:
+    def _stream(self) -> Generator[Sample]:
         try:
             while not self.is_idle:
                 for finished in self.step():

@@ -109,9 +109,9 @@ class Progress:
         return len(self.request.prompt_ids) + len(self.tokens) + self.pending - 1
 
     def append(self, row: RowResult, version: int) -> None:
-        self.tokens.extend(int(t) for t in row.token_ids)
-        self.sampled_logprobs.extend(float(x) for x in row.sampled_logprobs)
-        self.rollout_logprobs.extend(float(x) for x in row.rollout_logprobs)
+        self.tokens.extend(row.token_ids.tolist())
+        self.sampled_logprobs.extend(row.sampled_logprobs.tolist())
+        self.rollout_logprobs.extend(row.rollout_logprobs.tolist())
         self.versions.extend([version] * len(row.token_ids))
 
     def truncate(self, length: int) -> None:

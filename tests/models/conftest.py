@@ -84,8 +84,8 @@ def without_our_folder() -> Iterator[None]:
         sys.path[:] = before
 
 
-@pytest.fixture(scope="session")
-def transformers() -> Any:
+def import_transformers() -> Any:
+    """transformers, or a skip."""
     pytest.importorskip("torch", reason="torch is not installed: recorded cases stand in")
     with without_our_folder():
         module = pytest.importorskip("transformers", reason="transformers is not installed: recorded cases stand in")
@@ -95,6 +95,11 @@ def transformers() -> Any:
     module.utils.logging.set_verbosity_error()
     module.utils.logging.disable_progress_bar()
     return module
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    return import_transformers()
 
 
 @pytest.fixture

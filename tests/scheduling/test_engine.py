@@ -7,7 +7,7 @@ requests, a prefix read before it was written, or a slot reused too early shows 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -379,7 +379,8 @@ def test_malformed_requests_are_refused_and_change_nothing():
         engine.add(Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(stop_strings=("x",))))
     with pytest.raises(ValueError, match="log-probabilities"):
         engine.add(Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(max_tokens=4), generated=(5,)))
-    done = Sample(SampleKey(0, 0, 0), *[np.full((20,), 7, np.int32)] * 4)
+    seven = np.full((20,), 7, np.int32)
+    done = Sample(SampleKey(0, 0, 0), seven, seven, seven, seven)
     with pytest.raises(ValueError, match="finished already"):
         engine.add(resume(make_request(0), done))
     with pytest.raises(ValueError, match="not of this request"):
@@ -516,17 +517,5 @@ def test_a_replay_of_recorded_lengths_decides_the_same(scenario: Scenario):
         for p, (n, share, responses) in enumerate(scenario.prompts)
     )
     second: list[TraceEvent] = []
-    run_scenario(
-        Scenario(
-            scenario.num_groups,
-            scenario.num_slots,
-            scenario.block_size,
-            scenario.spare_blocks,
-            scenario.max_prefill_tokens,
-            scenario.config,
-            prompts,
-            scenario.script,
-        ),
-        second,
-    )
+    run_scenario(replace(scenario, prompts=prompts), second)
     assert first == second

@@ -1,0 +1,355 @@
+"""Builds a run from its configuration: the one place where devices, files, processes and objects come together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.backend import RolloutBackend, stop_string_check
+from jaxrl.config import Config, ConfigError
+from jaxrl.data import PromptSource, load_train, validation_prompts
+from jaxrl.explain import Explanation, explain, plan_num_blocks, total_steps
+from jaxrl.journal import Journal
+from jaxrl.live import LiveView
+from jaxrl.loop import Hooks, Loop
+from jaxrl.metrics import MetricsWriter
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import config_of, load_model, resolve_path
+from jaxrl.report import write_report
+from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.scorers import build_scorer
+from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.run_dir import RunDir
+from jaxrl.samples import SampleLog
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.text import stop_ids
+from jaxrl.timeline import Timeline
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
+from jaxrl.train.step import Trainer
+from jaxrl.types import Group
+from jaxrl.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+
+
+def prepare_jax(config: Config) -> list[jax.Device]:
+    """Sets what must be set before the first computation; returns the devices of the run."""
+    wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
+    if wide:
+        jax.config.update("jax_enable_x64", True)
+    if config.trainer.compilation_cache_dir:
+        folder = Path(config.trainer.compilation_cache_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    devices = jax.devices()
+    wanted = config.trainer.num_devices or len(devices)
+    if wanted > len(devices):
+        raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
+    tp = config.rollout.tensor_model_parallel_size
+    if wanted % tp:
+        raise ConfigError(f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({wanted})")
+    return devices[:wanted]
+
+
+def device_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Memory of one device; None where the backend does not say (a CPU's memory is the host's)."""
+    stats = devices[0].memory_stats()
+    return None if not stats else stats.get("bytes_limit")
+
+
+def load_tokenizer_and_model(config: Config, mesh: jax.sharding.Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
+    """What `model.path` names, the weights placed as training has them."""
+    path = resolve_path(config.model.path)
+    seed = config.trainer.seed if config.model.random_init else None
+    model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
+    return Tokenizer.from_path(path.removeprefix("random:")), model, params
+
+
+def build_executor(config: Config, model: ModelConfig, layout: Layout) -> MeshExecutor:
+    """The executor of `config.rollout`, its pool sized by `plan_num_blocks`."""
+    rollout, val = config.rollout, config.rollout.val_kwargs
+    memory = device_bytes(layout.mesh.devices.ravel().tolist())
+    truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
+    return MeshExecutor(
+        model,
+        layout,
+        ExecutorConfig(
+            num_slots=rollout.max_num_seqs,
+            num_blocks=plan_num_blocks(config, model, layout.mesh.size, memory),
+            block_size=rollout.block_size,
+            max_length=config.max_model_length,
+            max_prefill_tokens=rollout.max_num_batched_tokens,
+            decode_steps=rollout.decode_steps,
+            dtype=rollout.dtype,
+            seed=config.trainer.seed,
+            truncate=any(truncates),
+            max_tp=layout.tp,
+        ),
+    )
+
+
+def build_engine(config: Config, executor: MeshExecutor, tokenizer: Tokenizer) -> Engine:
+    """The engine of `config.rollout` over an executor."""
+    batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
+    return Engine(executor, batcher, stop_check=stop_string_check(tokenizer))
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes, dtypes and shardings of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def split_arrays(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Nested state as JSON values, and its numpy arrays by dotted name."""
+    values: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            values[key], inner = split_arrays(value, f"{prefix}{key}.")
+            arrays |= inner
+        elif isinstance(value, np.ndarray):
+            arrays[prefix + key] = value
+        else:
+            values[key] = value
+    return values, arrays
+
+
+def join_arrays(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The reverse of `split_arrays`."""
+    state = copy.deepcopy(dict(values))
+    for name, array in arrays.items():
+        *path, last = name.split(".")
+        node = state
+        for key in path:
+            node = node[key]
+        node[last] = array
+    return state
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask for a stop: the run saves and ends. A second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._earlier: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._earlier[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended: the last step, whether that was all of them, the summary shown, and the report."""
+
+    step: int
+    finished: bool
+    summary: dict[str, Any]
+    report: Path
+
+
+def train(config: Config, say: Callable[[str], None] = print) -> Outcome:
+    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend."""
+    if not config.trainer.run_dir:
+        raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
+    run_dir = RunDir(config.trainer.run_dir)
+    try:
+        with StopSignal() as stop:
+            return _Run(config, run_dir, stop, say).go()
+    finally:
+        run_dir.close()
+
+
+class _Run:
+    """A training run while it is being built and while it goes."""
+
+    def __init__(self, config: Config, run_dir: RunDir, stop: StopSignal, say: Callable[[str], None]) -> None:
+        self.config, self.run_dir, self.stop, self.say = config, run_dir, stop, say
+        self.began = time.monotonic()
+        changes = run_dir.changes(config)
+        self.devices = prepare_jax(config)
+        self.mesh = make_mesh(self.devices)
+        self.layout = Layout(self.mesh, config.rollout.tensor_model_parallel_size)
+        self.tokenizer, self.model, params = load_tokenizer_and_model(config, self.mesh)
+        problems = load_train(config)
+        self.prompts = PromptSource(problems, self.tokenizer, config)
+        self.validation = validation_prompts(config, self.tokenizer, problems)
+        steps = total_steps(config, self.prompts.num_prompts)
+        assert steps is not None
+        self.total_steps = steps
+        updates = steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
+        ref_params = params
+        if config.trainer.init_from:
+            params = restore_params_only(config.trainer.init_from, abstract(params))
+        self.trainer = Trainer(config, self.model, params, self.mesh, total_updates=updates, ref_params=ref_params)
+        del params, ref_params
+        self.store = Checkpointer(run_dir.checkpoints, max_to_keep=config.trainer.max_ckpt_to_keep)
+        self.step = self.store.latest_step() or 0
+        self.resuming = self.store.latest_step() is not None
+        if self.resuming:
+            self._say_resumed(changes)
+
+    def _say_resumed(self, changes: list[str]) -> None:
+        self.say(f"resuming {self.run_dir.path} after step {self.step} of {self.total_steps}")
+        for change in changes:
+            self.say(f"  changed since: {change}")
+
+    def go(self) -> Outcome:
+        config, run_dir = self.config, self.run_dir
+        described = {"platform": self.devices[0].platform, "kind": self.devices[0].device_kind, "count": self.mesh.size}
+        run_dir.record_start(config, described, self.step)
+        pool = build_pool(config, build_scorer(config))
+        view = LiveView(self.total_steps)
+        timeline = Timeline(run_dir.file("timeline.json"))
+        watchdog = Watchdog(timeline, config.trainer.hang_timeout_s, view.message)
+        logger = [name for name in config.trainer.logger if name != "console"]
+        writer = MetricsWriter(
+            run_dir.path,
+            logger,
+            resume_step=self.step if self.resuming else -1,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+        )
+        samples = SampleLog(run_dir.file("samples.jsonl"), last_step=self.step if self.resuming else -1)
+        journal = Journal(run_dir.file("journal.jsonl"), self.step)
+        finished = False
+        try:
+            pool.warm()
+            loop = self._loop(pool, journal, timeline, view, watchdog, writer, samples)
+            finished = loop.run()
+            self.store.wait()
+            self.step = loop.step
+        finally:
+            for thing in (watchdog, pool, timeline, writer, samples, journal, self.store):
+                thing.close()
+            view.close()
+        report = write_report(run_dir.path)
+        summary = self._summary(finished, report)
+        view.final_table(summary)
+        return Outcome(self.step, finished, summary, report)
+
+    def _loop(
+        self,
+        pool: RewardPool,
+        journal: Journal,
+        timeline: Timeline,
+        view: LiveView,
+        watchdog: Watchdog,
+        writer: MetricsWriter,
+        samples: SampleLog,
+    ) -> Loop:
+        config = self.config
+        executor = build_executor(config, self.model, self.layout)
+        engine = build_engine(config, executor, self.tokenizer)
+        round_began = time.monotonic()
+
+        def on_progress(busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
+            watchdog.beat()
+            view.rollout(busy, rows, tokens / max(time.monotonic() - round_began, 1e-3), done, launched)
+
+        def on_phase(step: int, name: str) -> None:
+            nonlocal round_began
+            round_began = time.monotonic()
+            watchdog.beat()
+            view.phase(name)
+
+        evaluated: dict[str, float] = {}
+
+        def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+            measured |= evaluated
+            evaluated.clear()
+            writer.write(step, measured)
+            samples.write(step, groups)
+            view.step(step, measured)
+            latest = self.store.latest_step()
+            if latest is not None:
+                journal.cut(latest)
+
+        def on_eval(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+            if step == 0:
+                writer.write(0, measured)
+            evaluated.update(measured if step else {})
+            view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
+
+        def save(step: int, state: Mapping[str, Any]) -> None:
+            self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
+
+        backend = RolloutBackend(
+            engine, executor, pool, self.tokenizer, journal, timeline, lambda: self.trainer.params, on_progress
+        )
+        loop = Loop(
+            config,
+            self.prompts,
+            self.validation if config.trainer.test_freq or config.trainer.val_before_train else (),
+            backend,
+            self.trainer,
+            timeline,
+            Hooks(on_phase, on_step, on_eval, save, self.stop),
+            stop_token_ids=stop_ids(self.tokenizer, self.model),
+            total_steps=self.total_steps,
+            num_devices=self.mesh.size,
+        )
+        if self.resuming:
+            state, host = self.store.restore(self.trainer.abstract_state())
+            self.trainer.load_state(state)
+            loop.load_host_state(join_arrays(host.values, host.arrays))
+        if config.rollout.warmup and self.step < self.total_steps:
+            self._warm_up(backend, executor, view, timeline, watchdog)
+        return loop
+
+    def _warm_up(
+        self, backend: RolloutBackend, executor: MeshExecutor, view: LiveView, timeline: Timeline, watchdog: Watchdog
+    ) -> None:
+        began = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            watchdog.beat()
+            view.phase(f"compiling rollout programs {done}/{total}")
+
+        with timeline.span("loop", "compile"):
+            backend.enter_rollout(self.step)
+            count = executor.warm_up(progress)
+        view.message(f"{count} rollout programs ready in {time.monotonic() - began:.0f} s")
+
+    def _summary(self, finished: bool, report: Path) -> dict[str, Any]:
+        return {
+            "run": str(self.run_dir.path),
+            "steps": f"{self.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
+            "time": f"{time.monotonic() - self.began:.0f} s",
+            "report": str(report),
+        }
+
+
+def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -> Explanation:
+    """Derived sizes and the memory of both phases, without loading weights or data."""
+    devices = [] if num_devices else prepare_jax(config)
+    model = config_of(resolve_path(config.model.path))
+    memory = memory_bytes or (device_bytes(devices) if devices else None)
+    return explain(config, model, num_devices or len(devices), memory)

@@ -1,0 +1,164 @@
+"""`jaxrl train | generate | eval | export | explain-config | report`.
+
+Only argument parsing is imported at the top: reward workers re-import the main module, and must not load jax; and
+`jaxrl --help` answers at once.
+
+Exit status: 0 done (or stopped and saved), 2 for what a user can mend, with one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from jaxrl import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return options.run(options)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"jaxrl: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0  # whoever read the output has seen enough
+    except KeyboardInterrupt:
+        print("jaxrl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxrl", description="RL post-training of language models in JAX.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: object, text: str, *, config: bool = False) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        if config:
+            sub.add_argument("--config", metavar="FILE", help="a .yaml or .gin file")
+            sub.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the file")
+        return sub
+
+    command("train", _train, "Train, or resume the run in trainer.run_dir.", config=True)
+
+    generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
+    generate.add_argument("--model", required=True, help="as model.path")
+    generate.add_argument("--max-tokens", type=int, default=128, help="of a response (128)")
+    generate.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a stop string; may be repeated")
+    generate.add_argument("-n", type=int, default=1, help="responses per prompt (1)")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    generate.add_argument("--tp", type=int, default=1, help="tensor parallelism over all devices (1)")
+    generate.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
+    generate.add_argument("--json", action="store_true", help="one JSON line per response")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT")
+
+    evaluate = command("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.", config=True)
+    evaluate.add_argument("--checkpoint", metavar="DIR", help="a run directory: its last checkpoint's parameters")
+    evaluate.add_argument("--out", metavar="FILE", help="write every response and its verdict as JSON lines")
+
+    export = command("export", _export, "Write a model as a Hugging Face folder.")
+    export.add_argument("source", metavar="RUN|MODEL", help="a run directory (its last checkpoint), or a model.path")
+    export.add_argument("folder", help="where to write")
+    export.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+
+    explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
+    explain.add_argument("--devices", type=int, default=0, help="how many devices to plan for (default: those here)")
+    explain.add_argument("--device-gib", type=float, default=0.0, help="memory per device (default: what it says)")
+
+    report = command("report", _report, "Write a run's page, report.html.")
+    report.add_argument("run_dir", metavar="RUN")
+    report.add_argument("--out", metavar="FILE")
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from jaxrl import config_files
+    from jaxrl.assemble import train
+
+    train(config_files.load(options.config, options.overrides))
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from jaxrl.text import TextEngine
+    from jaxrl.types import SamplingParams
+
+    prompts = options.prompts or [line.rstrip("\n") for line in sys.stdin]
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        max_tokens=options.max_tokens,
+        stop_strings=tuple(options.stop),
+    )
+    engine = TextEngine.from_path(
+        options.model,
+        max_tokens=options.max_tokens,
+        prompts=prompts,
+        chat=not options.raw,
+        dtype=options.dtype,
+        tp=options.tp,
+        seed=options.seed,
+        truncate=options.top_k > 0 or options.top_p < 1 or options.min_p > 0,
+        num_slots=min(32, options.n * max(len(prompts), 1)),
+    )
+    for prompt, samples in zip(prompts, engine.generate(prompts, params, n=options.n, chat=not options.raw), strict=True):
+        for sample in samples:
+            if options.json:
+                line = {"prompt": prompt, "response": sample.text, "finish_reason": sample.finish_reason}
+                print(json.dumps(line | {"num_tokens": len(sample), "token_ids": sample.token_ids.tolist()}))
+            else:
+                print(sample.text)
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from jaxrl import config_files
+    from jaxrl.evaluate import evaluate
+
+    result = evaluate(config_files.load(options.config, options.overrides), options.checkpoint, options.out)
+    width = max(map(len, result))
+    for name, value in result.items():
+        print(f"{name:<{width}}  {value:.4g}")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from jaxrl.evaluate import export
+
+    for file in export(options.source, options.folder, options.dtype):
+        print(file)
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from jaxrl import config_files
+    from jaxrl.assemble import explain_config
+
+    config = config_files.load(options.config, options.overrides)
+    print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from jaxrl.report import write_report
+
+    print(write_report(options.run_dir, options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

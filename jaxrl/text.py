@@ -1,0 +1,143 @@
+"""The engine as a library for text: prompts in, finished samples out.
+
+Token ids are the core interface (`jaxrl.scheduling.engine.Engine`); here are the tokenizer and the chat template on top.
+
+Example::
+
+    engine = TextEngine.from_path("path/to/model")
+    ((sample,),) = engine.generate(["What is 2 + 2?"], SamplingParams(temperature=0, max_tokens=32))
+    print(sample.text)
+    for index, sample in engine.stream(["one", "two"], SamplingParams(max_tokens=32), n=4):
+        print(index, sample.text)  # as they finish
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxrl.backend import stop_string_check
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.plan import Request
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Sample, SampleKey, SamplingParams
+
+TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""A question, a conversation ({"role", "content"} messages), or token ids."""
+
+
+class TextEngine:
+    """Text on top of a token engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+        self._ids = itertools.count()
+
+    @classmethod
+    def from_path(
+        cls,
+        path: str,
+        *,
+        max_length: int = 0,
+        max_tokens: int = 128,
+        prompts: Sequence[TextPrompt] = (),
+        chat: bool = True,
+        dtype: str = "float32",
+        tp: int = 1,
+        num_slots: int = 32,
+        block_size: int = 16,
+        num_blocks: int = 0,
+        max_prefill_tokens: int = 512,
+        decode_steps: int = 16,
+        truncate: bool = True,
+        seed: int = 0,
+    ) -> TextEngine:
+        """Loads a model onto all devices.
+
+        Args:
+          path: as `model.path`.
+          max_length: tokens of the longest prompt and response; 0: the longest of `prompts` plus `max_tokens`.
+          num_blocks: KV blocks per dp group; 0: as many as the rows can use.
+          truncate: whether requests may use top-k, top-p or min-p.
+        """
+        path = resolve_path(path)
+        mesh = make_mesh()
+        tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
+        model, params = load_model(path, mesh, "float64" if dtype == "float64" else "float32")
+        if not max_length:
+            longest = max((len(_encode(tokenizer, prompt, chat)) for prompt in prompts), default=0)
+            max_length = longest + max_tokens if longest else min(2048, model.max_position_embeddings)
+        per_row = -(-max_length // block_size)
+        sizes = ExecutorConfig(
+            num_slots=num_slots,
+            num_blocks=num_blocks or num_slots * per_row + 1,
+            block_size=block_size,
+            max_length=max_length,
+            max_prefill_tokens=max_prefill_tokens,
+            decode_steps=decode_steps,
+            dtype=dtype,
+            seed=seed,
+            truncate=truncate,
+            max_tp=tp,
+        )
+        executor = MeshExecutor(model, Layout(mesh, tp), sizes)
+        executor.sync_weights(params, 0)
+        executor.allocate()
+        batcher = BatcherConfig(decode_steps=decode_steps, max_model_len=max_length)
+        engine = Engine(executor, batcher, stop_check=stop_string_check(tokenizer))
+        return cls(engine, tokenizer, stop_ids(tokenizer, model))
+
+    def generate(
+        self, prompts: Sequence[TextPrompt], params: SamplingParams, *, n: int = 1, chat: bool = True
+    ) -> list[list[Sample]]:
+        """`n` finished samples per prompt, in the order of the prompts."""
+        samples = [self._with_text(s) for s in self.engine.generate(self._requests(prompts, params, n, chat))]
+        return [samples[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[TextPrompt], params: SamplingParams, *, n: int = 1, chat: bool = True
+    ) -> Iterator[tuple[int, Sample]]:
+        """(index of the prompt, sample) as samples finish."""
+        for sample in self.engine.stream(self._requests(prompts, params, n, chat)):
+            yield sample.key.prompt_index, self._with_text(sample)
+
+    def _requests(
+        self, prompts: Sequence[TextPrompt], params: SamplingParams, n: int, chat: bool
+    ) -> list[Request]:
+        stops = tuple(dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids)))
+        params = replace(params, stop_token_ids=stops)
+        encoded = [tuple(_encode(self.tokenizer, prompt, chat)) for prompt in prompts]
+        return [
+            Request(next(self._ids), SampleKey(0, i, j), ids, params, share=i)
+            for i, ids in enumerate(encoded)
+            for j in range(n)
+        ]
+
+    def _with_text(self, sample: Sample) -> Sample:
+        return replace(sample, text=self.tokenizer.decode(sample.token_ids.tolist()))
+
+
+def stop_ids(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's and the model's."""
+    return tuple(sorted({*tokenizer.stop_token_ids, *model.eos_token_ids}))
+
+
+def _encode(tokenizer: Tokenizer, prompt: TextPrompt, chat: bool) -> list[int]:
+    if not isinstance(prompt, str):
+        if all(isinstance(item, int) for item in prompt):
+            return [int(item) for item in prompt]  # pyright: ignore[reportArgumentType]
+        messages: list[Any] = list(prompt)
+        return tokenizer.encode(tokenizer.apply_chat_template(messages))
+    if chat and tokenizer.chat_template is not None:
+        return tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
+    return tokenizer.encode(prompt, add_special_tokens=True)

@@ -1,0 +1,280 @@
+"""GGUF files: every supported type, the permutation of the llama family, metadata, SmolLM2, and damaged files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from gguf.quants import dequantize, quantize
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.gguf import load_gguf, unpermute
+from jaxrl.models.loading import load_model
+from jaxrl.models.safetensors import export_hf
+from jaxrl.models.weights import Weight, leaves
+from jaxrl.tokenizer import Tokenizer
+
+from .conftest import causal, lively, positions_of, tiny_config
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2.json").read_text(encoding="utf-8"))
+
+
+def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k: row i of the first half, then row i of the second half."""
+    rows = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+    return np.stack([rows[:, 0], rows[:, 1]], axis=2).reshape(tensor.shape)
+
+
+def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metadata=None, tensors=None) -> None:
+    """A GGUF file of a model, matrices quantised."""
+    arch = arch or config.family
+    writer = GGUFWriter(str(file), arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for key, value in (metadata or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{arch}.{key}", value)
+    table = config.weights()
+    flat_params = dict(zip(paths(table), leaves_of(table, params), strict=True))
+    for path, weight in zip(paths(table), leaves(table), strict=True):
+        for i, name in enumerate(weight.names("gguf")):
+            tensor = np.asarray(
+                weight.to_file(flat_params[path][i] if weight.stacked else flat_params[path]), np.float32
+            )
+            if config.family == "llama" and path in (("layers", "q"), ("layers", "k")):
+                tensor = permute(tensor, config.num_heads if path[1] == "q" else config.num_kv_heads)
+            own = kind if tensor.ndim == 2 else Kind.F32
+            writer.add_tensor(name, quantize(np.ascontiguousarray(tensor), own), raw_dtype=own)
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def paths(table, prefix=()):
+    for name, value in table.items():
+        if isinstance(value, Weight):
+            yield (*prefix, name)
+        else:
+            yield from paths(value, (*prefix, name))
+
+
+def leaves_of(table, params):
+    for name, value in table.items():
+        if isinstance(value, Weight):
+            yield params[name]
+        else:
+            yield from leaves_of(value, params[name])
+
+
+def assert_same(a, b, **tolerance):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, **tolerance)
+
+
+def model(family="llama", **changes):
+    """Sizes that quantised blocks of 32 divide."""
+    config = tiny_config(
+        family, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, **changes
+    )
+    return config, lively(decoder.init(config, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_float32_round_trip(family, tmp_path):
+    config, params = model(family)
+    write(tmp_path / "m.gguf", config, params)
+    loaded_config, loaded = load_gguf(tmp_path / "m.gguf")
+    assert loaded_config == config
+    assert_same(loaded, params, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(Kind.F16, 1e-3), (Kind.BF16, 8e-3), (Kind.Q8_0, 0.02), (Kind.Q4_0, 0.25), (Kind.Q4_1, 0.25)]
+)
+def test_types_that_can_be_written(kind, error, tmp_path):
+    """The loaded weights are what the gguf package makes of each tensor, and near the original."""
+    config, params = model("qwen2")
+    write(tmp_path / "m.gguf", config, params, kind)
+    _, loaded = load_gguf(tmp_path / "m.gguf")
+    weight = config.weights()["layers"]["gate"]
+    original = np.ascontiguousarray(weight.to_file(np.asarray(params["layers"]["gate"][1])))
+    np.testing.assert_array_equal(
+        weight.to_file(loaded["layers"]["gate"][1]), dequantize(quantize(original, kind), kind)
+    )
+    assert_same(loaded, params, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K])
+def test_k_quants_are_read(kind, tmp_path):
+    """The package cannot write these: random blocks with small scales stand in for a tensor of rows of 256."""
+    config = tiny_config(
+        "qwen3", hidden_size=256, num_heads=16, num_kv_heads=16, head_dim=16, intermediate_size=256, vocab_size=256
+    )
+    params = lively(decoder.init(config, jax.random.key(0)))
+    write(tmp_path / "m.gguf", config, params, Kind.F32)
+    random = np.random.default_rng(0)
+    size = {Kind.Q4_K: 144, Kind.Q6_K: 210}[kind]
+    blocks = random.integers(0, 256, (256, size), dtype=np.uint8)
+    scale_at = {Kind.Q4_K: slice(0, 4), Kind.Q6_K: slice(208, 210)}[kind]
+    blocks[:, scale_at] = np.full((256, (scale_at.stop - scale_at.start) // 2), 0.01, np.float16).view(np.uint8)
+    rewritten = tmp_path / "k.gguf"
+    rewrite_tensor(tmp_path / "m.gguf", rewritten, "blk.0.ffn_up.weight", blocks, kind)
+    _, loaded = load_gguf(rewritten)
+    np.testing.assert_array_equal(loaded["layers"]["up"][0].T, dequantize(blocks, kind))
+    assert_same(loaded["layers"]["gate"], params["layers"]["gate"], rtol=0, atol=0)
+
+
+def rewrite_tensor(source, target, name, blocks, kind):
+    """The same file with one tensor replaced by raw blocks."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(str(source))
+    writer = GGUFWriter(str(target), reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        data, own = (blocks, kind) if tensor.name == name else (np.asarray(tensor.data), tensor.tensor_type)
+        writer.add_tensor(tensor.name, data, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_unpermute_undoes_the_converter():
+    tensor = np.arange(2 * 8 * 3).reshape(16, 3)
+    assert permute(tensor, 2)[1, 0] == tensor[4, 0]
+    np.testing.assert_array_equal(unpermute(permute(tensor, 2), 2), tensor)
+
+
+def test_rope_scaling_metadata(tmp_path):
+    config, params = model("qwen2")
+    for scaling, metadata in (
+        (RopeScaling("linear", 2.0), {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}),
+        (
+            RopeScaling("yarn", 4.0, 128, attention_factor=0.1 * np.log(4.0) + 1),
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+        ),
+    ):
+        file = tmp_path / f"{scaling.kind}.gguf"
+        write(file, config, params, metadata=metadata)
+        assert load_gguf(file)[0].rope_scaling == scaling
+
+
+def test_llama3_scaling_is_recovered_from_the_divisors(tmp_path):
+    config, params = model("llama", rope_theta=500_000.0)
+    scaled = replace(config, rope_scaling=RopeScaling("llama3", 8.0, 8192))
+    divisors = (decoder.rope_frequencies(config) / decoder.rope_frequencies(scaled)).astype(np.float32)
+    write(tmp_path / "m.gguf", config, params, tensors={"rope_freqs.weight": divisors})
+    assert load_gguf(tmp_path / "m.gguf")[0] == scaled
+    divisors[2] = 5.0
+    write(tmp_path / "other.gguf", config, params, tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(ValueError, match=r"rope_freqs.weight does not come from llama3 scaling"):
+        load_gguf(tmp_path / "other.gguf")
+
+
+def test_unsupported_files_are_refused(tmp_path):
+    config, params = model("qwen2")
+    write(tmp_path / "arch.gguf", config, params, arch="gemma")
+    with pytest.raises(ValueError, match=r"arch.gguf: general.architecture 'gemma' is not supported; use llama, qwen2"):
+        load_gguf(tmp_path / "arch.gguf")
+    write(tmp_path / "rope.gguf", config, params, metadata={"rope.scaling.type": "longrope"})
+    with pytest.raises(ValueError, match=r"rope.scaling.type 'longrope' is not supported"):
+        load_gguf(tmp_path / "rope.gguf")
+    write(tmp_path / "type.gguf", config, params, Kind.Q5_0)
+    with pytest.raises(ValueError, match=r"has type Q5_0, which is not supported; supported are F32, F16"):
+        load_gguf(tmp_path / "type.gguf")
+    write(tmp_path / "surplus.gguf", config, params, tensors={"blk.0.extra.weight": np.zeros((3,), np.float32)})
+    with pytest.raises(ValueError, match=r"surplus.gguf: tensor blk.0.extra.weight of shape \(3,\) has no place"):
+        load_gguf(tmp_path / "surplus.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.99])
+def test_truncated_files_are_refused(share, tmp_path):
+    config, params = model()
+    write(tmp_path / "m.gguf", config, params)
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "short.gguf").write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match=r"short.gguf: truncated or not a GGUF file"):
+        load_gguf(tmp_path / "short.gguf")
+
+
+def greedy(params, config, ids, count):
+    """Greedy continuation, one full forward pass a token (compiled once: the row is padded)."""
+    row = np.zeros((1, len(ids) + count), np.int32)
+    row[0, : len(ids)] = ids
+
+    @jax.jit
+    def following(params, row, last):
+        hidden = decoder.forward_scan(params, row, positions_of(row), causal, config, dtype=jnp.float32)
+        return jnp.argmax(decoder.logits(params, hidden[:, last], config), axis=-1)[0]
+
+    for end in range(len(ids), len(ids) + count):
+        row[0, end] = following(params, jnp.asarray(row), end - 1)
+    return row[0, len(ids) :].tolist()
+
+
+def test_smollm2_first_logits_are_the_recorded_ones(smollm2):
+    config, params = load_model(smollm2)
+    assert config.num_params() == 134_515_008
+    tokens = jnp.asarray([RECORDED["token_ids"]])
+    hidden = jax.jit(
+        lambda params, tokens: decoder.forward_scan(
+            params, tokens, positions_of(tokens), causal, config, dtype=jnp.float32
+        )
+    )(params, tokens)
+    logits = decoder.logits(params, hidden[0, jnp.asarray([0, -1])], config)
+    np.testing.assert_allclose(logits[0, :16], RECORDED["logits_first"], atol=2e-3)
+    np.testing.assert_allclose(logits[1, :16], RECORDED["logits_last"], atol=2e-3)
+    assert int(jnp.argmax(logits[1])) == RECORDED["greedy_ids"][0]
+
+
+@pytest.mark.slow
+def test_smollm2_greedy_text_is_the_recorded_one(smollm2):
+    config, params = load_model(smollm2)
+    ids = greedy(params, config, RECORDED["token_ids"], len(RECORDED["greedy_ids"]))
+    assert ids == RECORDED["greedy_ids"]
+    assert Tokenizer.from_path(smollm2).decode(ids) == RECORDED["greedy_text"]
+
+
+@pytest.mark.slow
+def test_smollm2_exported_runs_the_same_in_transformers(smollm2, tmp_path, torch_logits, transformers):
+    import torch
+
+    config, params = load_model(smollm2)
+    tokenizer = Tokenizer.from_path(smollm2)
+    export_hf(params, config, tmp_path, tokenizer_files=tokenizer.save(tmp_path / "tokenizer"), dtype=jnp.float32)
+    tokens = np.asarray([RECORDED["token_ids"]])
+    expected = torch_logits(tmp_path, tokens)
+    hidden = decoder.forward_scan(params, jnp.asarray(tokens), positions_of(tokens), causal, config, dtype=jnp.float32)
+    np.testing.assert_allclose(decoder.logits(params, hidden, config), expected, atol=2e-3)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    prompt = theirs.apply_chat_template(
+        [{"role": "user", "content": RECORDED["question"]}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    out = reference.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
+    assert theirs.decode(out, skip_special_tokens=True) == RECORDED["greedy_text"]
+    assert greedy(params, config, RECORDED["token_ids"], 32) == out

@@ -1,0 +1,208 @@
+"""Hugging Face folders: round trips, shardings, transformers' reading of our exports, and damaged files."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import load_model
+from jaxrl.models.safetensors import INDEX, SINGLE, export_hf, load_hf, read_header
+from jaxrl.sharding.mesh import make_mesh
+
+from .conftest import FAMILIES, lively, tiny_config
+
+
+def model(family="llama", scaling="none", **changes):
+    config = tiny_config(family, scaling, **changes)
+    return config, lively(decoder.init(config, jax.random.key(0)))
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(family, tmp_path):
+    config, params = model(family, "yarn")
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
+    loaded_config, loaded = load_hf(tmp_path)
+    assert loaded_config == config
+    assert_same(loaded, params)
+
+
+def test_several_files_with_an_index(tmp_path):
+    config, params = model()
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
+    export_hf(params, config, tmp_path, dtype=jnp.float32, max_file_bytes=30_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert not (tmp_path / SINGLE).exists()
+    placed = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    assert {name for file in files for name in read_header(file)} == set(placed)
+    assert_same(load_hf(tmp_path)[1], params)
+
+
+def test_bfloat16_files_and_parameters(tmp_path):
+    config, params = model()
+    export_hf(params, config, tmp_path)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert_same(load_hf(tmp_path, dtype=jnp.bfloat16)[1], narrow)
+    assert_same(load_hf(tmp_path)[1], jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
+
+
+def test_loads_onto_train_shardings(tmp_path):
+    config, params = model(hidden_size=64, num_heads=8, num_kv_heads=4)
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
+    mesh = make_mesh(jax.devices()[:8])
+    _, loaded = load_model(tmp_path, mesh)
+    assert_same(loaded, params)
+    gate, k = loaded["layers"]["gate"], loaded["layers"]["k"]
+    assert gate.sharding.spec == PartitionSpec(None, None, ("x0", "x1", "x2"))
+    assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 64, 10)}
+    assert k.sharding.spec == PartitionSpec(None, None, ("x0", "x1"), None)
+    export_hf(loaded, config, tmp_path / "again", dtype=jnp.float32)
+    assert (tmp_path / "again" / SINGLE).read_bytes() == (tmp_path / SINGLE).read_bytes()
+
+
+def test_the_safetensors_package_reads_our_file(tmp_path):
+    from safetensors.numpy import load_file
+
+    config, params = model()
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
+    tensors = load_file(tmp_path / SINGLE)
+    np.testing.assert_array_equal(tensors["model.layers.1.mlp.up_proj.weight"], params["layers"]["up"][1].T)
+    q = np.asarray(params["layers"]["q"][0]).reshape(48, 48).T
+    np.testing.assert_array_equal(tensors["model.layers.0.self_attn.q_proj.weight"], q)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_and_writes_back_the_same_tensors(family, tmp_path, transformers):
+    import torch
+
+    config, params = model(family, "llama3")
+    export_hf(params, config, tmp_path / "ours", dtype=jnp.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "ours", dtype=torch.float32, output_loading_info=True
+        )
+        theirs.save_pretrained(tmp_path / "theirs")
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded_config, loaded = load_hf(tmp_path / "theirs")
+    assert loaded_config == config
+    assert_same(loaded, params)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_written_by_transformers_loads(family, tmp_path, transformers, torch_logits):
+    """The way users come: random weights of transformers' own making, read by us."""
+    from .test_decoder import TOKENS, scan_logits
+
+    kind = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    ours, params = load_hf(tmp_path)
+    np.testing.assert_allclose(scan_logits(params, ours), torch_logits(tmp_path, TOKENS), atol=1e-4, rtol=1e-4)
+
+
+def rewrite(folder, change):
+    """Change the header and the data of a folder's only file."""
+    file = folder / SINGLE
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = change(json.loads(content[8 : 8 + length]), content[8 + length :])
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path):
+    config, params = model()
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def drop(header, data):
+        return {key: value for key, value in header.items() if key != name}, data
+
+    def add(header, data):
+        return header | {"model.layers.9.mlp.up_proj.weight": header[name]}, data
+
+    def turn(header, data):
+        return header | {name: header[name] | {"shape": [48, 80]}}, data
+
+    for change, message in (
+        (drop, rf"{tmp_path}: tensor {name} of shape \(80, 48\) is missing"),
+        (add, r"model.safetensors: tensor model.layers.9.mlp.up_proj.weight of shape \(80, 48\) has no place"),
+        (turn, rf"model.safetensors: tensor {name} has shape \(48, 80\), but the config asks for \(80, 48\)"),
+    ):
+        export_hf(params, config, tmp_path, dtype=jnp.float32)
+        rewrite(tmp_path, change)
+        with pytest.raises(ValueError, match=message):
+            load_hf(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path):
+    config, params = model()
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
+    file = tmp_path / SINGLE
+    content = file.read_bytes()
+    for damaged, message in (
+        (content[:-100], r"model.safetensors: truncated: tensor .* ends at byte \d+, the file at \d+"),
+        (content[:500], "truncated or not a safetensors file"),
+        (content[:4], "truncated or not a safetensors file"),
+        (b"\x10" + bytes(7) + b"this is no json!", "the header is not that of a safetensors file"),
+        (content.replace(b'"F32"', b'"I32"', 1), "has dtype I32, which is not supported; use F64, F32, F16, BF16"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            load_hf(tmp_path)
+
+
+def test_missing_files_are_named(tmp_path):
+    config, params = model()
+    with pytest.raises(ValueError, match=r"config.json: no such file"):
+        load_hf(tmp_path)
+    export_hf(params, config, tmp_path, dtype=jnp.float32, max_file_bytes=30_000)
+    next(tmp_path.glob("model-00002*")).unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-\d+.safetensors: no such file"):
+        load_hf(tmp_path)
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"holds no model.safetensors and no model.safetensors.index.json"):
+        load_hf(tmp_path)
+
+
+def test_export_refuses_padded_parameters_and_odd_dtypes(tmp_path):
+    config, params = model()
+    with pytest.raises(ValueError, match=r"export dtype \(int32\) must be one of float64, float32, float16, bfloat16"):
+        export_hf(params, config, tmp_path, dtype=jnp.int32)
+    params["embed"] = jnp.pad(params["embed"], ((0, 3), (0, 0)))
+    with pytest.raises(ValueError, match=r"weight embed has shape \(100, 48\), but the config asks for \(97, 48\)"):
+        export_hf(params, config, tmp_path)
+
+
+def test_random_weights_do_not_depend_on_the_mesh(tmp_path):
+    config, _ = model()
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    loaded_config, alone = load_model(f"random:{tmp_path}", random_init_seed=3)
+    _, spread = load_model(f"random:{tmp_path}", make_mesh(), random_init_seed=3)
+    assert loaded_config == config == ModelConfig.from_hf(tmp_path)
+    assert_same(alone, spread)
+    other = load_model(f"random:{tmp_path}")[1]
+    assert not np.array_equal(other["embed"], alone["embed"])
+
+
+def test_unknown_paths_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"nothing: model.path must be a Hugging Face folder, a .gguf file or 'random:"
+    ):
+        load_model(tmp_path / "nothing")

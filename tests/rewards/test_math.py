@@ -1,0 +1,133 @@
+"""Answer extraction and comparison."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrl.rewards.math import equal, extract_answer, last_number, score
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("6 + 6 = 12, so the answer is 12.", "12"),
+        ("1,234", "1234"),
+        ("It costs $1,234.50.", "1234.50"),
+        ("-4", "-4"),
+        ("x = -4", "-4"),
+        ("−4", "-4"),  # a typographic minus sign
+        ("10-3", "3"),
+        ("x-4", "4"),
+        ("5 - 4", "4"),
+        ("$12", "12"),
+        ("-$12", "-12"),
+        ("$-12", "-12"),
+        (r"\$42", "42"),
+        ("3.0", "3.0"),
+        ("-.5", "-.5"),
+        ("3.", "3"),
+        ("3/4", "3/4"),
+        ("1 3/4 cups", "1 3/4"),
+        (r"-\frac{3}{4}", "-3/4"),
+        (r"\dfrac{-1}{2}", "-1/2"),
+        ("one of 2, 3, 4", "4"),
+        ("**42**", "42"),
+        ("12kg", "12"),
+        ("50%", "50"),
+        ("1e5", "1e5"),
+        ("H2O", None),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_last_number(text: str, number: str | None):
+    assert last_number(text.replace("−", "-")) == number
+    assert extract_answer(text, "last_number") == (number, "last_number")
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "answer", "mark"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3 <answer>4</answer> 5", "auto", r"\frac{1}{2}", "boxed"),
+        ("<answer>4</answer> 5\n#### 1,000 \nmore 7", "auto", "1,000", "####"),
+        ("<answer>3</answer> or <answer> 4 </answer> 5", "auto", "4", "answer_tag"),
+        ("four plus one is 5 in all", "auto", "5", "last_number"),
+        ("nothing", "auto", None, "last_number"),
+        (r"\boxed{12", "auto", "12", "last_number"),  # cut off by the token limit
+        (r"\boxed{a \} b}", "boxed", r"a \} b", "boxed"),
+        (r"12", "boxed", None, "boxed"),
+        ("12", "answer_tag", None, "answer_tag"),
+        ("<answer>first <answer>second</answer>", "answer_tag", "second", "answer_tag"),
+        (" the lot 5\n", "none", "the lot 5", "none"),
+        ("", "none", None, "none"),
+    ],
+)
+def test_extract(text: str, how, answer: str | None, mark: str):
+    assert extract_answer(text, how) == (answer, mark)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "correct", "by"),
+    [
+        ("12", "12", True, "text"),
+        ("$12$", "12", True, "text"),
+        (r"\dfrac{11}{16}", r"\frac{11}{16}", True, "text"),
+        ("1,234", "1234", True, "text"),
+        ("12.", "12", True, "text"),
+        ("12", "12.0", True, "number"),
+        ("0.6875", r"\dfrac{11}{16}", True, "number"),
+        ("1 1/2", "1.5", True, "number"),
+        ("0.333333", "1/3", True, "number"),
+        ("0.33", "1/3", False, "number"),
+        ("1000001", "1000000", False, "number"),
+        ("1/0", "1", False, "math_verify"),
+        ("yes.", r"\text{Yes}", True, "words"),
+        ("sey", "Yes", False, "words"),  # e*s*y commutes
+        ("x=5", "5", True, "math_verify"),
+        ("[0,1)", "[0, 1)", True, "math_verify"),
+        ("(0,1)", "[0, 1)", False, "math_verify"),
+        (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"),
+        ("1+x^2", "x^2+1", True, "math_verify"),
+        (r"50\%", "50", True, "math_verify"),
+        ("1,2", "12", False, "math_verify"),
+        (r"\frac{", "12", False, "math_verify"),
+        ("9" * 5000, "9", False, "length"),
+    ],
+)
+def test_equal(answer: str, reference: str, correct: bool, by: str):
+    assert equal(answer, reference) == (correct, by)
+
+
+def test_score_says_what_it_saw():
+    assert score("So it is 72.", "72") == (
+        1.0,
+        {"extracted": "72", "extracted_by": "last_number", "compared_by": "text"},
+    )
+    assert score("I cannot tell.", "72") == (0.0, {"extracted": None, "extracted_by": "last_number"})
+
+
+def test_works_outside_the_main_thread():
+    """math-verify's own timeouts are signals, which only the main thread may set."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(score, r"\boxed{1+x^2}", "x^2+1").result()[0] == 1.0
+
+
+def test_gsm8k_references_score_themselves(data_folder: Path):
+    """Every reference solution, taken as a response, is correct, and never needs sympy."""
+    with (data_folder / "gsm8k_test.jsonl").open() as lines:
+        answers = [json.loads(line)["answer"] for line in lines]
+    for answer in answers:
+        reward, info = score(answer, answer.rpartition("####")[2].strip())
+        assert reward == 1.0, (answer, info)
+        assert info["compared_by"] in ("text", "number")
+
+
+def test_deepmath_references_score_themselves(data_folder: Path):
+    with (data_folder / "deepmath_1980.jsonl").open() as lines:
+        references = [json.loads(line)["ground_truth"] for line in lines]
+    for reference in references[::10]:
+        assert score(rf"Therefore \boxed{{{reference}}}.", reference)[0] == 1.0, reference
+        assert score(r"Therefore \boxed{12345.678}.", reference)[0] == 0.0, reference

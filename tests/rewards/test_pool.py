@@ -1,0 +1,251 @@
+"""Reward pools: whatever a scorer does costs its own sample, and nothing else."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.rewards.pool import ProcessRewardPool, RewardPool, build_pool
+from jaxrl.rewards.scorers import build_scorer
+from jaxrl.scheduling.events import Verdict
+from jaxrl.types import Prompt, Sample, SampleKey
+
+SCORER = """
+import ctypes, os, sys, time
+NOT_PICKLABLE = lambda: None
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    what, _, value = solution_str.partition(" ")
+    if what == "sleep":
+        time.sleep(float(value))
+    elif what == "spin":
+        while True:
+            pass
+    elif what == "die":
+        os._exit(3)
+    elif what == "segfault":
+        ctypes.string_at(0)
+    elif what == "native":
+        sum(iter(int, 1))  # a loop in C: no Python handler of a signal runs
+    elif what == "raise":
+        raise RuntimeError("no")
+    elif what == "exit":
+        sys.exit(1)
+    elif what == "nan":
+        return float("nan")
+    elif what == "odd":
+        return {"score": 1, "odd": NOT_PICKLABLE}
+    elif what == "modules":
+        return {"score": 1, "jax": "jax" in sys.modules, "pid": os.getpid()}
+    return float(value or 0)
+"""
+TIMEOUT_S = 1.5
+
+
+def make(folder: Path, kind: str = "process", source: str = SCORER, **reward: Any) -> RewardPool:
+    path = folder / "reward.py"
+    path.write_text(source)
+    options = {"kind": "custom", "path": str(path), "pool": kind, "timeout_s": TIMEOUT_S, "num_workers": 2, **reward}
+    config = from_mapping({"model": {"path": "x"}, "reward": options})
+    return build_pool(config, build_scorer(config))
+
+
+def submit(pool: RewardPool, *responses: str) -> None:
+    for i, response in enumerate(responses):
+        sample = Sample.empty(SampleKey(0, 7, i))
+        sample.text = response
+        pool.submit(Prompt(0, 7, (1,), "?", "test", "a"), sample)
+
+
+def collect(pool: RewardPool, limit_s: float = 30.0) -> dict[int, Verdict]:
+    verdicts: list[Verdict] = []
+    deadline = time.monotonic() + limit_s
+    while pool.num_pending and time.monotonic() < deadline:
+        verdicts += pool.wait(1.0)
+    assert pool.num_pending == 0
+    by_index = {verdict.key.sample_index: verdict for verdict in verdicts}
+    assert len(by_index) == len(verdicts)
+    return by_index
+
+
+@pytest.fixture(scope="module", params=["process", "ray"])
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
+    if request.param == "ray" and importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    pool = make(tmp_path_factory.mktemp("rewards"), request.param)
+    pool.warm()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh_counts(request: pytest.FixtureRequest) -> None:
+    if "pool" in request.fixturenames:
+        request.getfixturevalue("pool").take_metrics()
+
+
+def test_many_at_once(pool: RewardPool):
+    start = time.monotonic()
+    submit(pool, *(f"say {i}" for i in range(300)))
+    assert time.monotonic() - start < 1.0  # does not wait
+    verdicts = collect(pool)
+    assert [verdicts[i].reward for i in range(300)] == [float(i) for i in range(300)]
+    assert {verdict.status for verdict in verdicts.values()} == {"ok"}
+    assert all(0 <= verdict.duration_s < 1 for verdict in verdicts.values())
+    metrics = pool.take_metrics()
+    assert metrics["reward/num_scored"] == 300
+    assert metrics["reward/errors"] == metrics["reward/timeouts"] == metrics["reward/crashes"] == 0
+    assert pool.take_metrics()["reward/num_scored"] == 0
+
+
+def test_each_failure_costs_its_own_sample(pool: RewardPool, caplog: pytest.LogCaptureFixture):
+    bad = ["die", "spin", "raise", "nan", "segfault", "exit", "odd"]
+    submit(pool, *(r for i, b in enumerate(bad) for r in (b, f"say {i}")))
+    verdicts = collect(pool)
+    statuses = {b: verdicts[2 * i].status for i, b in enumerate(bad)}
+    assert statuses == {
+        **{"die": "crash", "segfault": "crash", "spin": "timeout"},
+        **{"raise": "error", "exit": "error", "nan": "error", "odd": "ok"},
+    }
+    for i, b in enumerate(bad):
+        assert (verdicts[2 * i + 1].status, verdicts[2 * i + 1].reward) == ("ok", float(i))
+        if b != "odd":
+            assert verdicts[2 * i].reward == 0.0
+            assert verdicts[2 * i].info["error"]
+    assert verdicts[4].info["error"] == "RuntimeError: no"
+    assert verdicts[2].duration_s == TIMEOUT_S
+    assert "reward 0 for" in caplog.text
+    metrics = pool.take_metrics()
+    assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/crashes"]) == (3, 1, 2)
+    assert metrics["reward/num_scored"] == 14
+    submit(pool, "say 5")
+    assert collect(pool)[0].reward == 5.0
+
+
+def test_waiting_in_the_queue_costs_nothing(pool: RewardPool):
+    """Two workers, six samples of 0.7 s each, a limit of 1.5 s: the last ones wait for longer than the limit."""
+    submit(pool, *["sleep 0.7"] * 6)
+    verdicts = collect(pool)
+    assert [verdicts[i].status for i in range(6)] == ["ok"] * 6
+    assert all(0.6 < verdict.duration_s < 1.4 for verdict in verdicts.values())
+
+
+def test_completion_order_and_polling(pool: RewardPool):
+    assert pool.completed() == []
+    assert pool.wait(0.5) == []  # nothing is pending: returns at once
+    submit(pool, "sleep 0.8", "say 1")
+    assert pool.completed() == []
+    first = pool.wait()
+    assert [verdict.key.sample_index for verdict in first] == [1]
+    assert pool.num_pending == 1
+    assert pool.wait(0.01) == []
+    assert [verdict.key.sample_index for verdict in pool.wait()] == [0]
+
+
+def test_workers_are_free_of_jax(pool: RewardPool):
+    import jax  # noqa: F401  the trainer has it
+
+    submit(pool, "modules")
+    verdict = collect(pool)[0]
+    assert verdict.info["jax"] is False
+    assert verdict.info["pid"] != os.getpid()
+
+
+def test_idle_worker_killed(tmp_path: Path):
+    """The out-of-memory killer may take a worker that does nothing."""
+    pool = make(tmp_path, num_workers=1)
+    pool.warm()
+    submit(pool, "modules")
+    os.kill(collect(pool)[0].info["pid"], signal.SIGKILL)
+    time.sleep(0.5)
+    submit(pool, "say 3", "die", "say 4")
+    verdicts = collect(pool)
+    assert [verdicts[i].status for i in range(3)] == ["ok", "crash", "ok"]
+    assert pool.take_metrics()["reward/pool_restarts"] == 1
+    submit(pool, "spin")
+    time.sleep(0.3)
+    start = time.monotonic()
+    pool.close()  # waits for nobody
+    assert time.monotonic() - start < 1.5
+
+
+def test_hang_in_native_code_ends_at_once(tmp_path: Path):
+    """pebble asks a worker to end itself, which native code never hears, and would wait three seconds for it."""
+    pool = make(tmp_path, num_workers=1, timeout_s=0.3)
+    pool.warm()
+    start = time.monotonic()
+    submit(pool, "native", "say 1")
+    assert [verdict.status for _, verdict in sorted(collect(pool).items())] == ["timeout", "ok"]
+    assert time.monotonic() - start < 2.5
+    pool.close()
+
+
+def test_scorer_that_loads_only_in_the_trainer(tmp_path: Path):
+    source = f"import os\nassert os.getpid() == {os.getpid()}\ndef compute_score(**kwargs): return 1.0\n"
+    pool = make(tmp_path, source=source)
+    with pytest.raises(
+        RuntimeError, match=r"cannot be loaded in a worker process: ValueError: reward\.path: importing"
+    ):
+        pool.warm()
+    submit(pool, "x")  # who does not warm up learns it from each sample
+    assert collect(pool)[0].status == "error"
+    pool.close()
+
+
+def test_workers_end_with_a_killed_trainer(tmp_path: Path):
+    (tmp_path / "reward.py").write_text(SCORER)
+    (tmp_path / "trainer.py").write_text(
+        "import os, signal\n"
+        "from jaxrl.rewards.pool import ProcessRewardPool\n"
+        "from jaxrl.rewards.scorers import CustomScorer\n"
+        "from jaxrl.types import Prompt, Sample, SampleKey\n"
+        "if __name__ == '__main__':\n"
+        f"    pool = ProcessRewardPool(CustomScorer({str(tmp_path / 'reward.py')!r}), num_workers=1, timeout_s=99)\n"
+        "    for text in ('modules', 'spin'):\n"
+        "        sample = Sample.empty(SampleKey(0, 0, 0))\n"
+        "        sample.text = text\n"
+        "        pool.submit(Prompt(0, 0, (1,), '', ''), sample)\n"
+        "    print(pool.wait(60)[0].info['pid'], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "trainer.py")],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert ran.returncode == -signal.SIGKILL
+    pid = int(ran.stdout)
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        # where nobody reaps orphans, an ended process stays as a zombie
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ray_is_optional(tmp_path: Path):
+    if importlib.util.find_spec("ray") is not None:
+        pytest.skip("ray is installed")
+    with pytest.raises(ValueError, match=r"reward\.pool=ray needs ray, .* pip install 'jaxrl\[ray\]'"):
+        make(tmp_path, "ray")
+    pool = make(tmp_path)
+    assert isinstance(pool, ProcessRewardPool)
+    pool.close()

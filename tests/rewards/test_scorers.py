@@ -1,0 +1,183 @@
+"""Scorers: what each kind makes of a response, and what is refused before anything runs."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.rewards.scorers import (
+    AutoScorer,
+    CustomScorer,
+    MathScorer,
+    Scorer,
+    ScoreRequest,
+    TaskScorer,
+    build_scorer,
+    score_safely,
+)
+from jaxrl.types import Prompt, Sample, SampleKey
+
+ENTRY = {"question": "4 + 3 =", "answer": "7", "metadata": {}}
+
+
+def config(reward: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> Config:
+    return from_mapping({"model": {"path": "x"}, "reward": reward or {}, "data": data or {"train_files": ["a.jsonl"]}})
+
+
+def task_request(response: str, answer: str = "7") -> ScoreRequest:
+    return ScoreRequest("chain_sum", response, answer, {"entry": {**ENTRY, "answer": answer}})
+
+
+def custom(folder: Path, source: str, name: str = "compute_score") -> Scorer:
+    path = folder / "reward.py"
+    path.write_text(source)
+    return build_scorer(config({"kind": "custom", "path": str(path), "name": name}))
+
+
+def test_kinds():
+    task = {"task": "chain_sum", "task_config": {"max_terms": 2, "seed": 5}}
+    assert build_scorer(config()) == MathScorer()
+    assert build_scorer(config({"extract": "boxed"})) == MathScorer("boxed")
+    assert build_scorer(config(data=task)) == TaskScorer("chain_sum", '{"max_terms": 2}')
+    assert build_scorer(config({"kind": "math"}, task)) == MathScorer()
+    mixed = build_scorer(config(data={**task, "val_files": ["b.jsonl"]}))
+    assert mixed == AutoScorer(TaskScorer("chain_sum", '{"max_terms": 2}'), MathScorer())
+    assert pickle.loads(pickle.dumps(mixed)) == mixed
+    assert mixed(task_request("7"))[0] == 1.0
+    assert mixed(ScoreRequest("gsm8k", "it is 8", "8"))[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("The answer is 7.", 1.0),
+        ("7.0", 1.0),
+        (r"\boxed{7} and not 8", 1.0),
+        ("<answer>7</answer>", 1.0),
+        ("7 or maybe 8", 0.0),  # reasoning-gym alone would pay 1/12 for this one
+        (r"\boxed{17}", 0.5),  # reasoning-gym's own measure, of what was marked
+        ("I do not know", 0.0),
+    ],
+)
+def test_task_judges_the_extracted_answer(response: str, reward: float):
+    assert TaskScorer("chain_sum")(task_request(response))[0] == reward
+
+
+def test_task_with_answers_in_words():
+    scorer = TaskScorer("propositional_logic")
+    request = ScoreRequest("letters", "abc", "abc", {"entry": {"question": "?", "answer": "abc", "metadata": {}}})
+    assert scorer._extract(request) == ("abc", "none")
+
+
+def test_every_task_scores_its_own_answer():
+    """The data set that only scores is made with other sizes and seeds than the one that made the problem."""
+    for task in ("basic_arithmetic", "countdown", "propositional_logic", "acre", "knights_knaves", "word_sorting"):
+        import reasoning_gym
+
+        entry = reasoning_gym.create_dataset(task, seed=3, size=10)[0]
+        answer = entry["answer"]
+        request = ScoreRequest(task, f"<answer>{answer}</answer>", answer, {"entry": entry})
+        if answer is not None:
+            assert TaskScorer(task)(request)[0] == pytest.approx(1.0), task
+
+
+def test_math_without_a_reference_is_an_error():
+    with pytest.raises(ValueError, match=r"gsm8k: the prompt has no reference answer .*data\.answer_key"):
+        MathScorer()(ScoreRequest("gsm8k", "8", None))
+
+
+def test_request_of_a_sample():
+    prompt = Prompt(2, 7, (1,), "2+2=", "sums", "4", {"level": 3, "index": "mine"})
+    sample = Sample.empty(SampleKey(2, 7, 0))
+    sample.text, sample.finish_reason, sample.token_ids = "4", "stop", np.zeros(5, np.int32)
+    request = ScoreRequest.of(prompt, sample)
+    assert (request.source, request.response, request.answer) == ("sums", "4", "4")
+    ours = {"prompt": "2+2=", "epoch": 2, "finish_reason": "stop", "response_length": 5}
+    assert request.extra == {**ours, "level": 3, "index": "mine"}
+
+
+def test_custom_gets_verls_arguments(tmp_path: Path):
+    scorer = custom(
+        tmp_path,
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Seen:\n    all: tuple\n"
+        "def mine(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 0.5, 'seen': Seen((data_source, solution_str, ground_truth, extra_info['level']))}\n",
+        "mine",
+    )
+    assert isinstance(scorer, CustomScorer)
+    again = pickle.loads(pickle.dumps(scorer))
+    reward, info = again(ScoreRequest("sums", "4", "5", {"level": 3}))
+    assert (reward, info["seen"].all) == (0.5, ("sums", "4", "5", 3))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def other(): ...", r"must define a function 'compute_score', found nothing"),
+        ("compute_score = 3", r"must define a function 'compute_score', found int"),
+        ("def compute_score(text, answer): ...", r"must take \(data_source, solution_str, .*found \(text, answer\)"),
+        (
+            "def compute_score(data_source, solution_str, ground_truth): ...",
+            r"unexpected keyword argument 'extra_info'",
+        ),
+        ("async def compute_score(**kwargs): ...", r"ordinary function, found an async one"),
+        ("import no_such_module", r"importing .* failed with ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def broken(", r"failed with SyntaxError"),
+        ("import sys; sys.exit(2)", r"failed with SystemExit: 2"),
+    ],
+)
+def test_custom_is_refused(tmp_path: Path, source: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        custom(tmp_path, source)
+
+
+def test_other_refusals(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"reward\.path: no such file: .*missing\.py"):
+        build_scorer(config({"kind": "custom", "path": str(tmp_path / "missing.py")}))
+    (tmp_path / "reward.txt").write_text("")
+    with pytest.raises(ValueError, match=r"must name a Python file"):
+        build_scorer(config({"kind": "custom", "path": str(tmp_path / "reward.txt")}))
+    with pytest.raises(ValueError, match=r"data\.answer_key is empty"):
+        build_scorer(config(data={"train_files": ["a.jsonl"], "answer_key": ""}))
+    with pytest.raises(ValueError, match=r"use reward\.kind=auto"):
+        build_scorer(config({"kind": "task"}, {"task": "chain_sum", "val_files": ["b.jsonl"]}))
+    with pytest.raises(ValueError, match=r"must hold plain values"):
+        build_scorer(config(data={"task": "chain_sum", "task_config": {"a": {1, 2}}}))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reward", "info"),
+    [
+        ("return 1", "ok", 1.0, {}),
+        ("return True", "ok", 1.0, {}),
+        ("import numpy as np; return np.float32(0.5)", "ok", 0.5, {}),
+        (
+            "import numpy as np; return {'score': np.zeros(())+2, 'a': (1, np.int8(2), {3: object})}",
+            "ok",
+            2.0,
+            {"a": [1, 2, {"3": "<class 'object'>"}]},
+        ),
+        ("return float('nan')", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found nan"}),
+        ("return float('inf')", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found inf"}),
+        ("return '1'", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found '1'"}),
+        ("return None", "error", 0.0, {"error": "ValueError: a scorer must return a finite number, found None"}),
+        ("raise KeyError('x')", "error", 0.0, {"error": "KeyError: 'x'"}),
+        ("raise SystemExit(3)", "error", 0.0, {"error": "SystemExit: 3"}),
+    ],
+)
+def test_score_safely(tmp_path: Path, body: str, status: str, reward: float, info: dict[str, Any]):
+    # a file of its own each: a loaded file is kept
+    scorer = custom(tmp_path, f"def compute_score(**kwargs):\n    {body}\n")
+    got = score_safely(lambda: scorer, pickle.dumps(ScoreRequest("s", "r", "a")))
+    assert got[:3] == (status, reward, info)
+    assert got[3] >= 0
+
+
+def test_a_mapping_needs_a_score(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"compute_score returned a mapping without 'score'.*reward"):
+        custom(tmp_path, "def compute_score(**kwargs):\n    return {'reward': 1}\n")(ScoreRequest("s", "r", "a"))

@@ -1,0 +1,96 @@
+"""The factored mesh and the specs that follow from a layout."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxrl.sharding.layout import Layout, tp_degrees
+from jaxrl.sharding.mesh import make_mesh, prime_factors
+
+
+def test_eight_devices_factor_into_twos():
+    mesh = make_mesh(jax.devices()[:8])
+    assert mesh.axis_names == ("x2", "x1", "x0")
+    assert mesh.devices.shape == (2, 2, 2)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert [d.id for d in mesh.devices.ravel()] == [d.id for d in jax.devices()[:8]]
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "degrees"),
+    [
+        (1, (1,), (1,)),
+        (2, (2,), (1, 2)),
+        (3, (3,), (1, 3)),
+        (4, (2, 2), (1, 2, 4)),
+        (6, (3, 2), (1, 2, 6)),
+        (7, (7,), (1, 7)),
+    ],
+)
+def test_other_counts_factor_into_primes(count, shape, degrees):
+    mesh = make_mesh(jax.devices()[:count])
+    assert mesh.devices.shape == shape
+    assert tp_degrees(mesh) == degrees
+
+
+def test_prime_factors():
+    assert [prime_factors(n) for n in (1, 2, 12, 45, 97)] == [(), (2,), (2, 2, 3), (3, 3, 5), (97,)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "tp_axes", "dp_axes"),
+    [(1, (), ("x2", "x1", "x0")), (2, ("x0",), ("x2", "x1")), (4, ("x0", "x1"), ("x2",)), (8, ("x0", "x1", "x2"), ())],
+)
+def test_axes(tp, tp_axes, dp_axes):
+    layout = Layout(make_mesh(), tp)
+    assert (layout.tp_axes, layout.dp_axes, layout.dp) == (tp_axes, dp_axes, 8 // tp)
+
+
+def test_one_device():
+    layout = Layout(make_mesh(jax.devices()[:1]), 1)
+    assert (layout.tp_axes, layout.dp_axes, layout.dp) == ((), ("x0",), 1)
+    assert layout.spec("dp", "tp") == PartitionSpec(("x0",), None)
+
+
+def test_degrees_that_the_mesh_lacks_are_refused():
+    with pytest.raises(ValueError, match=r"rollout.layout: tp \(3\) on 8 devices must be one of 1, 2, 4, 8"):
+        Layout(make_mesh(), 3)
+    with pytest.raises(ValueError, match=r"rollout.layout: tp \(3\) on 6 devices must be one of 1, 2, 6"):
+        Layout(make_mesh(jax.devices()[:6]), 3)
+
+
+def test_kv_heads_take_the_longest_prefix_that_divides():
+    layout = Layout(make_mesh(), 8)
+    assert [layout.kv_axes(k) for k in (1, 2, 3, 4, 6, 8, 16)] == [
+        (),
+        ("x0",),
+        (),
+        ("x0", "x1"),
+        ("x0",),
+        ("x0", "x1", "x2"),
+        ("x0", "x1", "x2"),
+    ]
+
+
+def test_spec_words():
+    layout = Layout(make_mesh(), 2)
+    assert layout.spec("dp", None, "tp", ("x0",)) == PartitionSpec(("x2", "x1"), None, ("x0",), ("x0",))
+    assert Layout(make_mesh(), 1).spec("tp", "dp") == PartitionSpec(None, ("x2", "x1", "x0"))
+    assert layout.sharding("dp").spec == layout.spec("dp")
+    assert hash(layout) == hash(Layout(make_mesh(), 2))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_doubling_tp_only_slices_what_a_device_holds(tp):
+    """The nesting that the mesh is built for: shards at 2 tp lie inside those at tp, and dp groups merge in pairs."""
+    mesh = make_mesh()
+
+    def held(degree, word, size):
+        sharding = Layout(mesh, degree).sharding(word)
+        return {d: set(np.arange(size)[index[0]]) for d, index in sharding.devices_indices_map((size,)).items()}
+
+    before, after = held(tp, "tp", 16), held(2 * tp, "tp", 16)
+    assert all(after[d] < before[d] for d in before)
+    groups_before, groups_after = held(tp, "dp", 8 // tp), held(2 * tp, "dp", 4 // tp)
+    assert all(min(groups_after[d]) == min(groups_before[d]) // 2 for d in groups_before)
