@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
+from jaxlib.xla_client import Device
 
 from jaxrl.backend import RolloutBackend, stop_string_check
 from jaxrl.config import Config, ConfigError
@@ -45,7 +47,7 @@ from jaxrl.watchdog import Watchdog
 _log = logging.getLogger(__name__)
 
 
-def prepare_jax(config: Config) -> list[jax.Device]:
+def prepare_jax(config: Config) -> list[Device]:
     """Sets what must be set before the first computation; returns the devices of the run."""
     wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
     if wide:
@@ -65,13 +67,13 @@ def prepare_jax(config: Config) -> list[jax.Device]:
     return devices[:wanted]
 
 
-def device_bytes(devices: Sequence[jax.Device]) -> int | None:
+def device_bytes(devices: Sequence[Device]) -> int | None:
     """Memory of one device; None where the backend does not say (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
 
-def load_tokenizer_and_model(config: Config, mesh: jax.sharding.Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
+def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
     """What `model.path` names, the weights placed as training has them."""
     path = resolve_path(config.model.path)
     seed = config.trainer.seed if config.model.random_init else None

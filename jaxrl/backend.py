@@ -1,11 +1,11 @@
 """The real machine behind the loop: an engine on a mesh, a reward pool, and the journal between them and the clock.
 
-Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.events`). While samples
-are still decoding, finished ones are being scored in other processes; their verdicts are handed to the round in the order
-in which the samples completed, however late they arrive (design §3, logical time).
+Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.events`). While
+samples are still decoding, finished ones are being scored in other processes; their verdicts are handed to the round
+in the order in which the samples completed, however late they arrive (design §3, logical time).
 
-What a clock decides here is a scorer's time-out or crash: it is journalled before the round hears of it, and a step that
-runs again after a crash hears the same.
+What a clock decides here is a scorer's time-out or crash: it is journalled before the round hears of it, and a step
+that runs again after a crash hears the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Worker(Protocol):
 
     def allocate(self) -> None: ...
 
-    def release(self) -> None: ...
+    def release(self, *, weights: bool = False) -> None: ...
 
 
 class Scoring(Protocol):
@@ -113,9 +113,9 @@ class RolloutBackend:
             self._ready = True
 
     def leave_rollout(self) -> None:
-        """Gives the KV pool's memory to the update."""
+        """Gives the memory of the KV pool and the rollout weights to the update."""
         if self._ready:
-            self.worker.release()
+            self.worker.release(weights=True)
             self._ready = False
 
     # -- one round ---------------------------------------------------------------------------------------------------
@@ -171,7 +171,8 @@ class RolloutBackend:
 
     def end(self) -> dict[str, float]:
         """The round is over; its metrics."""
-        assert self.engine.is_idle and not self._due, "a round ends while something of it is running"
+        assert self.engine.is_idle, "a round ends while something of it is running"
+        assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
         now, before = self.engine.counters, self._before
         offered = now.offered_row_steps - before.offered_row_steps

@@ -115,7 +115,9 @@ def _generate(options: argparse.Namespace) -> int:
         truncate=options.top_k > 0 or options.top_p < 1 or options.min_p > 0,
         num_slots=min(32, options.n * max(len(prompts), 1)),
     )
-    for prompt, samples in zip(prompts, engine.generate(prompts, params, n=options.n, chat=not options.raw), strict=True):
+    for prompt, samples in zip(
+        prompts, engine.generate(prompts, params, n=options.n, chat=not options.raw), strict=True
+    ):
         for sample in samples:
             if options.json:
                 line = {"prompt": prompt, "response": sample.text, "finish_reason": sample.finish_reason}

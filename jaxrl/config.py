@@ -1,14 +1,15 @@
 """The whole configuration, typed. Every option is declared once, here, with its unit in its comment.
 
-Options follow verl's names where verl has one. A YAML file, command-line overrides (`a.b=c`) and a gin file all arrive
-here as one nested mapping, so that they give the identical resolved `Config`. An unknown key, a wrong type, or sizes that
-do not fit together raise `ConfigError` with one sentence: which option, what was found, what is allowed.
+Options follow verl's names where verl has one. A YAML file, command-line overrides (`a.b=c`) and a gin file all
+arrive here as one nested mapping, so that they give the identical resolved `Config`. An unknown key, a wrong type, or
+sizes that do not fit together raise `ConfigError` with one sentence: which option, what was found, what is allowed.
 
 Counts: an option that counts *prompts*, *samples* or *tokens* says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import types
@@ -192,26 +193,6 @@ def to_mapping(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def apply_override(values: dict[str, Any], text: str) -> None:
-    """Puts `a.b=c` into nested mappings; `c` is read as YAML."""
-    import yaml
-
-    path, equals, value = text.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"override {text!r} must have the form section.option=value")
-    node = values
-    for key in keys[:-1]:
-        child = node.setdefault(key, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"override {text!r}: {key!r} is an option, not a section")
-        node = child
-    try:
-        node[keys[-1]] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {text!r}: the value is not valid YAML ({error.__class__.__name__})") from error
-
-
 def differences(old: Config, new: Config) -> list[str]:
     """One line per option whose value differs: `a.b: old -> new`."""
     a, b = flatten(to_mapping(old)), flatten(to_mapping(new))
@@ -276,10 +257,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return dict(value)
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads `1e-6` as text
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
@@ -288,14 +267,16 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def _check(c: Config) -> None:
+    values = flatten(to_mapping(c))
     for path, low in _AT_LEAST.items():
-        value = flatten(to_mapping(c))[path]
-        if not value >= low:
-            raise ConfigError(f"{path} must be at least {low}, found {value!r}")
+        if not values[path] >= low:
+            raise ConfigError(f"{path} must be at least {low}, found {values[path]!r}")
     for path in _UNIT:
-        value = flatten(to_mapping(c))[path]
-        if not 0 < value <= 1:
-            raise ConfigError(f"{path} must be in (0, 1], found {value!r}")
+        if not 0 < values[path] <= 1:
+            raise ConfigError(f"{path} must be in (0, 1], found {values[path]!r}")
+    for path in _BELOW_ONE:
+        if not 0 <= values[path] < 1:
+            raise ConfigError(f"{path} must be in [0, 1), found {values[path]!r}")
     if not c.model.path:
         raise ConfigError("model.path is missing: give a Hugging Face folder or a .gguf file")
     _check_data(c)
@@ -351,7 +332,7 @@ def _check_tokens(c: Config) -> None:
     devices, tp = c.trainer.num_devices, c.rollout.tensor_model_parallel_size
     if devices and devices % tp:
         raise ConfigError(
-            f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices (trainer.num_devices: {devices})"
+            f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({devices}, trainer.num_devices)"
         )
 
 
@@ -365,7 +346,6 @@ _AT_LEAST: dict[str, float] = {
     "rollout.n": 1,
     "rollout.temperature": 0,
     "rollout.top_k": -1,
-    "rollout.min_p": 0,
     "rollout.tensor_model_parallel_size": 1,
     "rollout.block_size": 1,
     "rollout.max_num_seqs": 1,
@@ -374,8 +354,14 @@ _AT_LEAST: dict[str, float] = {
     "rollout.num_blocks": 0,
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
+    "rollout.val_kwargs.top_k": -1,
     "actor.optim.lr": 0,
     "actor.optim.lr_warmup_steps": 0,
+    "actor.optim.min_lr_ratio": 0,
+    "actor.optim.weight_decay": 0,
+    "actor.optim.eps": 0,
+    "actor.kl_loss_coef": 0,
+    "algorithm.kl_coef": 0,
     "actor.ppo_mini_batch_size": 0,
     "actor.ppo_epochs": 1,
     "actor.ppo_max_token_len_per_gpu": 1,
@@ -394,4 +380,5 @@ _AT_LEAST: dict[str, float] = {
     "trainer.num_devices": 0,
     "trainer.hang_timeout_s": 0,
 }
-_UNIT = ("rollout.top_p", "rollout.memory_fraction", "rollout.val_kwargs.top_p")
+_UNIT = ("rollout.top_p", "rollout.memory_fraction", "rollout.val_kwargs.top_p")  # in (0, 1]
+_BELOW_ONE = ("rollout.min_p", "actor.optim.beta1", "actor.optim.beta2")  # in [0, 1)

@@ -36,7 +36,7 @@ from typing import Any
 
 import yaml
 
-from jaxrl.config import Config, ConfigError, apply_override, from_mapping
+from jaxrl.config import Config, ConfigError, from_mapping
 
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".gin": "gin"}
 
@@ -122,6 +122,24 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+
+
+def apply_override(values: dict[str, Any], text: str) -> None:
+    """Puts `a.b=c` into nested mappings; `c` is read as YAML."""
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {text!r} must have the form section.option=value")
+    node = values
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {text!r}: {key!r} is an option, not a section")
+        node = child
+    try:
+        node[keys[-1]] = yaml.load(value, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"override {text!r}: the value is not valid YAML ({error.__class__.__name__})") from None
 
 
 def _read_yaml(path: Path, options: _Options) -> None:

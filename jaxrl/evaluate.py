@@ -1,8 +1,9 @@
-"""`jaxrl eval` and `jaxrl export`: a model or a run's last checkpoint, scored on held-out prompts or written for others.
+"""`jaxrl eval` and `jaxrl export`: a model or a run's last checkpoint, scored on held-out prompts or written for
+others.
 
-pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1) from n samples
-of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent extracted answer of the first k
-samples (ties: the one that came first). A sample counts as right when its reward is at least 1.
+pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1) from n
+samples of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent extracted answer of
+the first k samples (ties: the one that came first). A sample counts as right when its reward is at least 1.
 """
 
 from __future__ import annotations
@@ -165,10 +166,9 @@ def export(source: str, folder: str, dtype: str) -> list[Path]:
 
 def _abstract_params(model: Any, mesh: Any, dtype: str) -> Any:
 
-
-
-
     shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
     return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, train_shardings(model, mesh)
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        train_shardings(model, mesh),
     )

@@ -6,7 +6,7 @@ Source: design §5 (which weight is split how) and §6 (memory has phases). The 
 KV follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the backward pass
 keeps of each layer, and one layer's working set. Against the temporaries that XLA reports for the gradient of
 SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2; attention in jnp / left out):
-  remat full: 318 / 242 MiB estimated, 349 / 265 reported; dots: 1330 / 1254, 1280 / 1250; none: 5851 / 3575, 5067 / 3269.
+  full: 318 / 242 MiB estimated, 349 / 265 reported; dots: 1330 / 1254, 1280 / 1250; none: 5851 / 3575, 5067 / 3269.
 
 What lives when, per device. All the time: master weights, the optimizer's moments (unless `actor.offload_optimizer`),
 and the frozen reference (where there is a KL term). In rollout also: the rollout weights and the KV pool. In the update

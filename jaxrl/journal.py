@@ -1,12 +1,12 @@
 """The event journal: what a clock decided since the last checkpoint, so that a run that resumes decides the same.
 
 Purpose: everything in a run follows from its config and seeds but a few decisions that a clock or the machine took (a
-scorer that timed out or crashed; a layout switch from measured latencies). Each is one line here before it takes effect.
-A step that runs again after a crash finds its line and does not ask the clock again. Design §3.
+scorer that timed out or crashed; a layout switch from measured latencies). Each is one line here before it takes
+effect. A step that runs again after a crash finds its line and does not ask the clock again. Design §3.
 
-The file is append-only JSONL: a header `{"journal": 1}`, then `{"step": .., "kind": .., "key": [..], ...}` per decision.
-A line without its newline was cut off by a crash and counts as not written. Lines of steps that a checkpoint holds are
-dropped when the journal is opened and when a checkpoint commits (`cut`).
+The file is append-only JSONL: a header `{"journal": 1}`, then `{"step": .., "kind": .., "key": [..], ...}` per
+decision. A line without its newline was cut off by a crash and counts as not written. Lines of steps that a
+checkpoint holds are dropped when the journal is opened and when a checkpoint commits (`cut`).
 """
 
 from __future__ import annotations

@@ -63,7 +63,13 @@ class LiveView:
         if _is_terminal(stream):
             self._console = Console(file=stream, highlight=False)
             live = self._live = Live(
-                get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True
+                get_renderable=self._panel,
+                console=self._console,
+                refresh_per_second=4,
+                transient=True,
+                # what others print goes above the panel, but only what would have reached this terminal anyway
+                redirect_stdout=stream is sys.stdout,
+                redirect_stderr=_is_terminal(sys.stderr),
             )
             live.start()
 

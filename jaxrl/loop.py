@@ -1,7 +1,7 @@
 """THE loop: collect -> score -> advantages -> pack -> gradients -> update -> sync weights -> save.
 
-Purpose: one file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer and
-the store come in as protocols. Decisions of a round are `jaxrl.scheduling.round`'s.
+Purpose: one file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer
+and the store come in as protocols. Decisions of a round are `jaxrl.scheduling.round`'s.
 
 A step starts and ends at a *boundary*: everything that decides the future is then in the trainer's state and in
 `Loop.host_state`, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again.
@@ -81,8 +81,8 @@ class Phases(Protocol):
 class Hooks:
     """What the loop tells the outside.
 
-    on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's. save: write a checkpoint
-    of (step, host state). stop: whether to stop at the next chance.
+    on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's. save: write a
+    checkpoint of (step, host state). stop: whether to stop at the next chance.
     """
 
     on_phase: Callable[[int, str], None]
@@ -237,9 +237,7 @@ class Loop:
                 batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
         with self._phase("adv"):
             policy = batch.old_logprobs or [sample.rollout_logprobs for sample in samples]
-            batch.advantages = advantages.compute(
-                groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs
-            )
+            batch.advantages = advantages.compute(groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs)
         with self._phase("update_actor"):
             measured = self._update(groups, batch)
         values = np.concatenate(batch.advantages)
@@ -258,7 +256,7 @@ class Loop:
                 updates.append(self._trainer.apply())
         return {name: float(np.mean([update[name] for update in updates])) for name in updates[-1]}
 
-    # -- evaluation, saving, numbers -------------------------------------------------------------------------------------
+    # -- evaluation, saving, numbers ---------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
         """Samples the held-out prompts; `val/accuracy` is the mean reward over prompts and samples.

@@ -1,6 +1,7 @@
 """The engine as a library for text: prompts in, finished samples out.
 
-Token ids are the core interface (`jaxrl.scheduling.engine.Engine`); here are the tokenizer and the chat template on top.
+Token ids are the core interface (`jaxrl.scheduling.engine.Engine`); here are the tokenizer and the chat template on
+top.
 
 Example::
 
@@ -111,9 +112,7 @@ class TextEngine:
         for sample in self.engine.stream(self._requests(prompts, params, n, chat)):
             yield sample.key.prompt_index, self._with_text(sample)
 
-    def _requests(
-        self, prompts: Sequence[TextPrompt], params: SamplingParams, n: int, chat: bool
-    ) -> list[Request]:
+    def _requests(self, prompts: Sequence[TextPrompt], params: SamplingParams, n: int, chat: bool) -> list[Request]:
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids)))
         params = replace(params, stop_token_ids=stops)
         encoded = [tuple(_encode(self.tokenizer, prompt, chat)) for prompt in prompts]

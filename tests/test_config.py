@@ -6,7 +6,8 @@ import re
 import pytest
 
 import jaxrl.config as config_module
-from jaxrl.config import Config, ConfigError, apply_override, differences, flatten, from_mapping, to_mapping
+from jaxrl.config import Config, ConfigError, differences, flatten, from_mapping, to_mapping
+from jaxrl.config_files import apply_override
 
 
 def build(options=None):

@@ -1,8 +1,8 @@
 """The executor that runs the engine's plans on a mesh.
 
-`submit` turns a plan into program calls over padded shape buckets and returns at once; `collect` waits for the values of
-a plan. Weights, KV pool and row state stay on the devices between plans. Every shape is compiled ahead (`warm_up`) and
-kept in jax's persistent compilation cache when one is configured; a shape met later is compiled then and counted
+`submit` turns a plan into program calls over padded shape buckets and returns at once; `collect` waits for the values
+of a plan. Weights, KV pool and row state stay on the devices between plans. Every shape is compiled ahead (`warm_up`)
+and kept in jax's persistent compilation cache when one is configured; a shape met later is compiled then and counted
 (`recompiles`).
 
 Prefill chunks of one plan run in ascending order of their start, in one call per run of equal length buckets. A chunk
@@ -28,10 +28,9 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, Programs, RowState, host_rows, row_state_shapes
 from jaxrl.rollout.sampling import request_key
-from jaxrl.scheduling.plan import TRASH_BLOCK, Plan, PlanResult, PrefillChunk, Request, RowResult
+from jaxrl.scheduling.plan import TRASH_BLOCK, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import pad_heads, to_rollout
-from jaxrl.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +159,25 @@ class MeshExecutor:
 
     # -- the seam ----------------------------------------------------------------------------------------------------
 
+    def check(self, request: Request) -> None:
+        """Refuses what the programs of this executor were not built for."""
+        params, who = request.params, f"request {request.request_id} ({request.key})"
+        if len(params.stop_token_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"{who}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds {MAX_STOP_IDS}"
+            )
+        if not self.config.truncate and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
+            raise ValueError(
+                f"{who}: top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
+                "truncate=True (its programs sort the vocabulary)"
+            )
+        length = len(request.prompt_ids) + params.max_tokens
+        if length > self.config.max_length:
+            raise ValueError(
+                f"{who}: prompt ({len(request.prompt_ids)}) + max_tokens ({params.max_tokens}) must be at most "
+                f"max_length ({self.config.max_length}), for which the block tables are built"
+            )
+
     def submit(self, plan: Plan) -> MeshTicket:
         """Dispatches the plan's programs; no value is read."""
         if self._params is None or self._pool is None:
@@ -176,8 +194,9 @@ class MeshExecutor:
         self.host_s += time.perf_counter() - began
         return ticket
 
-    def collect(self, ticket: MeshTicket) -> PlanResult:
+    def collect(self, ticket: Ticket) -> PlanResult:
         """Waits for the plan's values and sorts them by request."""
+        assert isinstance(ticket, MeshTicket), "a ticket of another executor"
         pieces: dict[int, list[RowResult]] = {}
         for call in ticket.calls:
             host = Generated(*(np.asarray(array) for array in call.generated))
@@ -247,7 +266,6 @@ class MeshExecutor:
 
     def _fill(self, state: RowState, at: tuple[int, int], request: Request) -> None:
         params = request.params
-        self.check_params(params)
         seed = self.config.seed if params.seed is None else params.seed
         state.limit[at] = len(request.prompt_ids) + params.max_tokens
         state.stop_ids[at][: len(params.stop_token_ids)] = params.stop_token_ids
@@ -256,18 +274,6 @@ class MeshExecutor:
         state.sampling.top_k[at] = params.top_k
         state.sampling.top_p[at] = params.top_p
         state.sampling.min_p[at] = params.min_p
-
-    def check_params(self, params: SamplingParams) -> None:
-        """Refuses what this executor's programs were not built for."""
-        if len(params.stop_token_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds {MAX_STOP_IDS}"
-            )
-        if not self.config.truncate and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
-            raise ValueError(
-                f"top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
-                "truncate=True (its programs sort the vocabulary)"
-            )
 
     # -- decode ------------------------------------------------------------------------------------------------------
 

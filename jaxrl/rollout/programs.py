@@ -62,13 +62,16 @@ def row_state_shapes(groups: int, rows: int) -> RowState:
 
 
 class Generated(NamedTuple):
-    """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R]."""
+    """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
 
-    tokens: jax.Array
-    sampled_logprobs: jax.Array
-    rollout_logprobs: jax.Array
-    counts: jax.Array
-    stopped: jax.Array
+    Fields are device arrays, their numpy copies, or the shardings of either.
+    """
+
+    tokens: Any
+    sampled_logprobs: Any
+    rollout_logprobs: Any
+    counts: Any
+    stopped: Any
 
 
 def _take(state: RowState, slots: jax.Array) -> RowState:

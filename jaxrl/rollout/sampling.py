@@ -1,12 +1,13 @@
 """Drawing tokens so that they depend on what is drawn and never on how it is scheduled (design §7).
 
-A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample index,
-attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race (the
-Gumbel-max trick without its second logarithm): competitor i with weight w_i arrives at E_i / w_i, with E_i an exponential
-variate from a counter hash of (key, i), and the earliest wins, with probability w_i / Σw exactly. It is run twice, among
-blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: the product is the same
-distribution, and V / BLOCK + BLOCK variates serve instead of V, which were most of its cost. Races shard over a
-tensor-parallel vocabulary, and rounding noise in the logits can flip only near-ties, which an inverse CDF cannot offer.
+A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample
+index, attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race
+(the Gumbel-max trick without its second logarithm): competitor i with weight w_i arrives at E_i / w_i, with E_i an
+exponential variate from a counter hash of (key, i), and the earliest wins, with probability w_i / Σw exactly. It is
+run twice, among blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: the product is
+the same distribution, and V / BLOCK + BLOCK variates serve instead of V, which were most of its cost. Races shard
+over a tensor-parallel vocabulary, and rounding noise in the logits can flip only near-ties, which an inverse CDF
+cannot offer.
 
 The hash is two rounds of a 32-bit integer finaliser (the "lowbias32" constants of Wellons' hash prospector). It is a
 departure from threefry, which costs a quarter of a decode step on CPU; `tests/rollout/test_sampling.py` holds both

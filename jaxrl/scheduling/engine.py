@@ -92,6 +92,7 @@ class Engine:
                 f"request {request.request_id} ({request.key}): stop_strings {request.params.stop_strings} need an "
                 "engine with a stop_check, which takes a tokenizer"
             )
+        self.executor.check(request)
         self.batcher.add(request)
 
     def abort(self, request_ids: Iterable[int]) -> list[Sample]:

@@ -153,6 +153,10 @@ class Executor(Protocol):
     block_size: int
     max_prefill_tokens: int
 
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that this executor cannot run; asked before the request is queued."""
+        ...
+
     def submit(self, plan: Plan) -> Ticket:
         """Dispatches a plan; returns at once."""
         ...

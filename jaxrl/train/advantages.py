@@ -1,8 +1,8 @@
 """Rewards -> advantages: one float32 per response token. numpy only; pure functions of groups.
 
 Sources: GRPO (Shao et al. 2024, DeepSeekMath, §4.1), Dr. GRPO (Liu et al. 2025, §3.2: no division by the standard
-deviation), RLOO (Ahmadian et al. 2024, §3), REINFORCE++ (Hu 2025, §3: per-token returns, whitened over the batch), KL in
-the reward (Ouyang et al. 2022, eq. 2). Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
+deviation), RLOO (Ahmadian et al. 2024, §3), REINFORCE++ (Hu 2025, §3: per-token returns, whitened over the batch), KL
+in the reward (Ouyang et al. 2022, eq. 2). Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
 after the root; whitening with ε = 1e-8 under it). Departures: statistics are taken in float64; a sample without a
 partner in its group gets advantage 0 (verl: its raw score), because there is nothing to compare it with.
 

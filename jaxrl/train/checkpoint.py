@@ -1,12 +1,12 @@
 """Checkpoints: the training state on any mesh, and the host's queues, in one atomic Orbax step.
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
-(named numpy arrays: long-prompt queue, partial-rollout buffer and the like, as flat integers with offsets). The last are
-written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays as they are. Saving is
+(named numpy arrays: long-prompt queue, partial-rollout buffer and the like, as flat integers with offsets). The last
+are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays as they are. Saving is
 asynchronous; Orbax renames a step's folder when everything is written, so one that was cut off is never chosen.
 
-Source: Orbax `CheckpointManager`; DESIGN §7. Departure from its defaults: `StandardRestore` without a target, which would
-bring arrays back onto the devices that wrote them, is not used anywhere.
+Source: Orbax `CheckpointManager`; DESIGN §7. Departure from its defaults: nothing is restored without a target, which
+would bring arrays back onto the devices that wrote them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=max_to_keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
-        self._steps = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _HOST, _ARRAYS))
+        handlers = {
+            _STATE: ocp.PyTreeCheckpointHandler(),
+            _HOST: ocp.JsonCheckpointHandler(),
+            _ARRAYS: ocp.PyTreeCheckpointHandler(),
+        }
+        self._steps = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def save(self, step: int, train_state: Tree, host_state: HostState | None = None) -> None:
         """Writes a step in the background. Returns when the arrays are copied: they may be donated right after.
@@ -84,9 +89,9 @@ class Checkpointer:
         self._steps.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_owned(train_state)),
+                state=ocp.args.PyTreeSave(_owned(train_state)),
                 host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
-                arrays=ocp.args.StandardSave({"npz": _to_bytes(host.arrays)}),
+                arrays=ocp.args.PyTreeSave({"npz": _to_bytes(host.arrays)}),
             ),
         )
 
@@ -103,20 +108,20 @@ class Checkpointer:
           ValueError: it was written by a later version.
         """
         step = self._existing(step)
-        metadata = self._steps.item_metadata(step)[_ARRAYS]
-        tree = metadata["npz"] if "npz" in metadata else metadata.tree["npz"]
+        size = self._steps.item_metadata(step)[_ARRAYS].tree["npz"].shape
         found = self._steps.restore(
             step,
             args=ocp.args.Composite(
                 state=_restore_args(abstract_state),
                 host=ocp.args.JsonRestore(),
-                arrays=_restore_args({"npz": jax.ShapeDtypeStruct(tree.shape, np.uint8)}),
+                arrays=_restore_args({"npz": jax.ShapeDtypeStruct(size, np.uint8)}),
             ),
         )
         version = found[_HOST]["schema_version"]
         if version > SCHEMA_VERSION:
             raise ValueError(
-                f"checkpoint {self._folder}/{step} has schema version {version}; this jaxrl reads up to {SCHEMA_VERSION}"
+                f"checkpoint {self._folder}/{step} has schema version {version}; this jaxrl reads up to "
+                f"{SCHEMA_VERSION}"
             )
         return found[_STATE], HostState(found[_HOST]["values"], _from_bytes(np.asarray(found[_ARRAYS]["npz"])))
 
@@ -185,15 +190,13 @@ def _leaf_args(abstract: Tree) -> Tree:
     def one(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
         if leaf.sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-        return ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
-        )
+        return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True)
 
     return jax.tree.map(one, abstract)
 
 
 def _owned(tree: Tree) -> Tree:
-    """Leaves that a background writer may keep while the caller goes on: numpy arrays are copied, jax's left to Orbax."""
+    """Leaves that a background writer may keep: numpy arrays are copied, jax's left to Orbax."""
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 
 

@@ -3,7 +3,7 @@
 Logits exist for one chunk of tokens at a time, forward and backward; the backward pass computes them again. Tokens with
 mask 0 (prompts, padding) are skipped altogether: the masked ones are visited in order, in as many chunks as they need.
 
-Source: the derivative of log-softmax, d lp / d logits = onehot - p, and of the entropy H, dH / d logits = -p (log p + H).
+Source: the derivatives of log-softmax, d lp / d logits = onehot - p, and entropy, dH / d logits = -p (log p + H).
 Written by hand (`jax.custom_vjp`) because the number of chunks depends on the mask, and JAX has no reverse mode through
 a loop of unknown length; it also spares the passes over the logits that automatic differentiation of the gather and of
 the logsumexp would add.
@@ -33,7 +33,7 @@ class HeadOptions(NamedTuple):
       project: (head parameters, x [C, E]) -> logits [C, V], before the temperature.
       chunk: C, tokens whose logits exist at once on a device.
       temperature: divides the logits; positive.
-      entropy_gradient: whether the entropy is part of the objective; without it, its gradient is zero and costs nothing.
+      entropy_gradient: whether the entropy is part of the objective; without it its gradient is zero and costs nothing.
     """
 
     project: Project
@@ -64,10 +64,13 @@ def token_logprobs(
         wanted = jnp.roll(mask, -1, axis=1).at[:, -1].set(0).reshape(-1) > 0
         targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
         own = options._replace(chunk=min(options.chunk, tokens.size))
+
+        def back(values: jax.Array) -> jax.Array:
+            return jnp.roll(values.reshape(tokens.shape), 1, axis=1)
+
         order, count = _wanted_first(wanted, own.chunk)
-        flat = _chunked(own, head, hidden.reshape(-1, hidden.shape[-1]), targets, order, count)
-        logprobs, entropy = (jnp.roll(x.reshape(tokens.shape), 1, axis=1) for x in flat)
-        return logprobs, entropy
+        flat: Any = _chunked(own, head, hidden.reshape(-1, hidden.shape[-1]), targets, order, count)
+        return back(flat[0]), back(flat[1])
 
     # check_vma off: the cotangent of the replicated head is summed over the mesh by shard_map's transpose
     return jax.shard_map(

@@ -1,8 +1,8 @@
 """Policy losses: pure functions of (log-probabilities, TokenBatch, Config).
 
-Each returns an unnormalised sum and its denominator; so do the metrics. Microbatches of a minibatch are added up and the
-division happens once, which makes the result independent of how the minibatch was cut. `METHODS` at the bottom names the
-published methods and the settings that make them.
+Each returns an unnormalised sum and its denominator; so do the metrics. Microbatches of a minibatch are added up and
+the division happens once, which makes the result independent of how the minibatch was cut. `METHODS` at the bottom
+names the published methods and the settings that make them.
 
 Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the low-variance KL to ±10, the dual clip
 acts on negative advantages only. Departures: `seq-mean-*` divide by the number of sequences that have tokens to learn
@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.config import ActorSection, Config
-from jaxrl.train.packing import TokenBatch
+from jaxrl.train.packing import Array, TokenBatch
 
 
 class Fraction(NamedTuple):
     """A mean in the making: add both up over microbatches, divide once. Scalars."""
 
     total: jax.Array
-    count: jax.Array
+    denominator: jax.Array
 
 
 class LossTerms(NamedTuple):
@@ -36,7 +36,7 @@ class LossTerms(NamedTuple):
     Attributes:
       total: the objective's unnormalised sum; its gradient is what accumulates.
       denominator: divides the minibatch's sum (tokens or sequences, by `loss_agg_mode`).
-      means: metrics as sums and counts, under their public names.
+      means: metrics as sums and denominators, under their public names.
       maxima: metrics of which the largest counts.
     """
 
@@ -75,9 +75,7 @@ def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: 
     return LossTerms(total, denominator, lax.stop_gradient(means | mismatch), maxima)
 
 
-def policy_loss(
-    logprobs: jax.Array, batch: TokenBatch, actor: ActorSection
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The clipped surrogate, per token, and per-token metrics: [R, T] each.
 
     Loss = max(-A·r, -A·clip(r, 1-low, 1+high)), and with a dual clip at most -A·c where A < 0. r is the token's ratio,
@@ -105,7 +103,7 @@ def policy_loss(
     return loss, metrics
 
 
-def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, kind: str) -> jax.Array:
+def kl_estimate(logprobs: jax.Array, ref_logprobs: Array, kind: str) -> jax.Array:
     """Per-token estimate of KL(policy || reference), [R, T] (Schulman 2020, "Approximating KL Divergence").
 
     `kl` is k1, `abs` its absolute value, `mse` k2, `low_var_kl` k3.
@@ -139,7 +137,7 @@ def aggregate_denominator(batch: TokenBatch, mode: str) -> jax.Array:
     return jnp.sum(batch.num_sequences).astype(jnp.float32)
 
 
-def rollout_mismatch(ours: jax.Array, batch: TokenBatch) -> tuple[dict[str, Fraction], dict[str, jax.Array]]:
+def rollout_mismatch(ours: Array, batch: TokenBatch) -> tuple[dict[str, Fraction], dict[str, jax.Array]]:
     """How far the rollout's log-probabilities are from the trainer's (`ours`), same weights or not.
 
     `kl`: mean of rollout - ours, the k1 estimate of KL(rollout || trainer). `k3_kl`: its low-variance estimate.
@@ -169,7 +167,7 @@ def sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
     return jnp.sum(jnp.where(same, _masked(values, batch)[:, None, :], 0.0), axis=-1)
 
 
-def _masked(values: jax.Array, batch: TokenBatch) -> jax.Array:
+def _masked(values: Array, batch: TokenBatch) -> jax.Array:
     # where, not a product: masked entries may be anything
     return jnp.where(jnp.asarray(batch.loss_mask) > 0, values, 0.0)
 

@@ -108,7 +108,7 @@ class Optimizer(NamedTuple):
 
     def update(self, gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Outcome]:
         """(params, state, outcome) after one update; both unchanged if any gradient entry is not finite."""
-        norm = optax.global_norm(gradients)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
         finite = jnp.isfinite(norm)
         if self.grad_clip:
             factor = self.grad_clip / jnp.maximum(norm, self.grad_clip)

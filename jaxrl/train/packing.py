@@ -270,9 +270,7 @@ class _Slot:
     tokens: int = field(compare=False, default=0)
 
 
-def _deal(
-    rows: list[list[int]], lengths: dict[int, int], sizes: list[int], num_devices: int
-) -> list[tuple[int, int]]:
+def _deal(rows: list[list[int]], lengths: dict[int, int], sizes: list[int], num_devices: int) -> list[tuple[int, int]]:
     """(microbatch, row) for each row, heaviest row to the lightest device."""
     loads = [sum(lengths[i] for i in members) for members in rows]
     slots = [_Slot(0.0, m, d, size) for m, size in enumerate(sizes) for d in range(num_devices)]

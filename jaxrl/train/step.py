@@ -1,10 +1,10 @@
 """The trainer: log-probabilities, gradients that accumulate, one update.
 
 Source: DESIGN §6 to §8; streaming gradients in any order are RollPacker §4.4. Master weights, optimizer state and the
-accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is a prefix);
-rows of a microbatch are split over the same devices, and each layer's weights are gathered inside the scan, as in FSDP
-(Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its denominator and is
-divided once, so a minibatch may be cut into microbatches and parts of any size and order.
+accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is a
+prefix); rows of a microbatch are split over the same devices, and each layer's weights are gathered inside the scan, as
+in FSDP (Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its denominator
+and is divided once, so a minibatch may be cut into microbatches and parts of any size and order.
 
 Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`; logits of
 `actor.logprob_chunk_tokens` tokens per device; activations as `actor.remat` says.
@@ -287,7 +287,7 @@ class Trainer:
         gradients = jax.tree.map(lambda g: g / total.denominator.astype(g.dtype), total.gradients)
         lr = self._optimizer.lr(optimizers.update_count(state))
         trainable, state, outcome = self._optimizer.update(gradients, state, trainable)
-        metrics = {name: fraction.total / fraction.count for name, fraction in total.means.items()}
+        metrics = {name: fraction.total / fraction.denominator for name, fraction in total.means.items()}
         metrics |= total.maxima | {"actor/grad_norm": outcome.grad_norm, "actor/lr": jnp.asarray(lr)}
         return trainable, state, metrics | {"skipped": 1 - outcome.applied.astype(jnp.int32)}
 

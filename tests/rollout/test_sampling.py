@@ -77,7 +77,12 @@ def test_chi_square_against_the_exact_distribution(params, vocab):
 def test_noise_is_exponential_and_uncorrelated_between_neighbours():
     """Neighbouring keys, positions and tokens differ in few bits: each pair must still be independent."""
     keys = np.stack([request_key(0, SampleKey(0, i, 0)) for i in range(64)])
-    noise = np.stack([np.asarray(exponential_noise(jnp.asarray(keys), jnp.full(64, t), jnp.arange(512), jnp.float32)) for t in range(32)])
+
+    def at(position: int) -> np.ndarray:
+        counters = jnp.arange(512)
+        return np.asarray(exponential_noise(jnp.asarray(keys), jnp.full(64, position), counters, jnp.float32))
+
+    noise = np.stack([at(position) for position in range(32)])
     uniform = np.exp(-noise.astype(np.float64))  # [position, key, token]
     counts = np.histogram(uniform, bins=64, range=(0, 1))[0]
     mean = uniform.size / 64
@@ -110,7 +115,7 @@ def test_flip_rate_under_noise_is_that_of_gumbel_max_with_threefry():
     ours = flips(lambda z: sample(z, at, state(rows), truncate=False).token)
     threefry = flips(lambda z: jnp.argmax(z + gumbel, axis=-1))
     inverse = flips(lambda z: jnp.argmax(jnp.cumsum(jax.nn.softmax(z), axis=-1) > uniform, axis=-1))
-    print(f"flip rate under logit noise of {sigma:g}: race {ours:.2e}, threefry {threefry:.2e}, inverse CDF {inverse:.2e}")
+    print(f"flips under logit noise of {sigma:g}: race {ours:.2e}, threefry {threefry:.2e}, inverse CDF {inverse:.2e}")
     assert ours <= max(2 * threefry, 4 / rows)
     assert inverse > ours
 
