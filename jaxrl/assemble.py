@@ -290,9 +290,6 @@ class _Run:
             writer.write(step, measured)
             samples.write(step, groups)
             view.step(step, measured)
-            latest = self.store.latest_step()
-            if latest is not None:
-                journal.cut(latest)
 
         def on_eval(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
             if step == 0:
@@ -301,7 +298,10 @@ class _Run:
             view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
 
         def save(step: int, state: Mapping[str, Any]) -> None:
+            committed = self.store.latest_step()  # for sure only then: saving waits for the save before
             self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
+            if committed is not None:
+                journal.cut(committed)
 
         backend = RolloutBackend(
             engine, executor, pool, self.tokenizer, journal, timeline, lambda: self.trainer.params, on_progress

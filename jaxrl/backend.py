@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class RolloutBackend:
         self._on_progress = on_progress
         self._request_ids = itertools.count()
         self._ready = False
-        self._step = 0
+        self._step, self._round = -1, 0
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
         self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
@@ -124,6 +124,8 @@ class RolloutBackend:
         """A round of training step `step` starts; its responses are drawn with `params`."""
         assert self.engine.is_idle, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
+        # a step may have two rounds, training and evaluation, and a prompt of each may have the same key
+        self._round = self._round + 1 if step == self._step else 0
         self._step, self._params = step, params
         self._events.append(RoundStarted(time.monotonic()))
         self._num_launched = self._num_finished = 0
@@ -157,7 +159,7 @@ class RolloutBackend:
             case Score(prompt=prompt, sample=sample):
                 self._score(prompt, sample)
             case Abort(keys=keys):
-                self.engine.abort([self._requests.pop(key) for key in keys])
+                self._abort(keys)
 
     def cancel(self) -> None:
         """Drops the round: nothing of it will be heard again."""
@@ -195,6 +197,12 @@ class RolloutBackend:
         self._num_launched += 1
         self.engine.add(Request(request_id, key, prompt.token_ids, self._params, share=prompt.key))
 
+    def _abort(self, keys: Sequence[SampleKey]) -> None:
+        """Ends requests, also those that have finished and whose events the round has not been handed yet."""
+        gone = set(keys)
+        self.engine.abort([self._requests.pop(key) for key in keys if key in self._requests])
+        self._events = deque(e for e in self._events if not (isinstance(e, SampleFinished) and e.sample.key in gone))
+
     def _run_plan(self) -> None:
         with self._timeline.span("engine", "plan", index=self.engine.counters.plans):
             finished = self.engine.step()
@@ -212,7 +220,7 @@ class RolloutBackend:
     def _score(self, prompt: Prompt, sample: Sample) -> None:
         key = sample.key
         self._due.append(key)
-        earlier = self._journal.find(self._step, "verdict", _numbers(key))
+        earlier = self._journal.find(self._step, "verdict", self._place(key))
         if earlier is None:
             self._rewards.submit(prompt, sample)
         else:
@@ -224,14 +232,14 @@ class RolloutBackend:
         for verdict in verdicts:
             if verdict.status in ("timeout", "crash") and not journalled:
                 decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
-                self._journal.append(self._step, "verdict", _numbers(verdict.key), decision)
+                self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
             self._arrived[verdict.key] = verdict
         while self._due and self._due[0] in self._arrived:
             self._events.append(self._arrived.pop(self._due.popleft()))
 
-
-def _numbers(key: SampleKey) -> tuple[int, int, int, int]:
-    return (key.epoch, key.prompt_index, key.sample_index, key.attempt)
+    def _place(self, key: SampleKey) -> tuple[int, ...]:
+        """Which verdict of the step it is, as the journal names it."""
+        return (self._round, key.epoch, key.prompt_index, key.sample_index, key.attempt)
 
 
 def stop_string_check(tokenizer: TextDecoder) -> Callable[[Request, Any], int | None]:

@@ -29,7 +29,7 @@ from rich.text import Text
 _RECENT_STEPS = 10  # that the time to go is estimated from
 # terminal sequences whole (colours, cursor, window titles), then what control characters are left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "save")
+_PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
 
 
 class LiveView:

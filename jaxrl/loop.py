@@ -126,6 +126,7 @@ class Loop:
         self._stop_token_ids = stop_token_ids
         self._num_devices = num_devices
         self._saved_step: int | None = None
+        self._running_step = 0
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,8 @@ class Loop:
         self._backend.enter_rollout(self.step)
         if self.config.trainer.val_before_train and self.step == 0 and self._validation:
             self._evaluate()
-        while self.step < self.total_steps:
+            self._phases.take_phases()  # its time belongs to no step
+        while self.step < self.total_steps and not self._hooks.stop():
             boundary = self.host_state()
             try:
                 self._run_step()
@@ -162,14 +164,11 @@ class Loop:
                 if self._saved_step != boundary["step"]:
                     self._hooks.save(boundary["step"], boundary)
                 return False
-            if self._hooks.stop():
-                self._save()
-                return self.step >= self.total_steps
         self._save()
-        return True
+        return self.step >= self.total_steps
 
     def _run_step(self) -> None:
-        step = self.step + 1
+        step = self._running_step = self.step + 1
         trainer = self.config.trainer
         evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
         with self._phases.phase("step", step=step):
@@ -305,12 +304,13 @@ class Loop:
     def _throughput(self, batch: TrainBatch, measured: Mapping[str, float]) -> dict[str, float]:
         total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
         drawn = sum(len(sample) for sample in batch.samples)
+        training_s = measured["timing_s/step"] - measured.get("timing_s/testing", 0.0)
         return {
             "perf/total_num_tokens": total,
-            "perf/throughput": total / measured["timing_s/step"] / self._num_devices,
+            "perf/throughput": total / training_s / self._num_devices,
             "perf/gen_throughput": drawn / measured["timing_s/gen"] / self._num_devices,
         }
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        self._hooks.on_phase(self.step + 1, name)
+        self._hooks.on_phase(self._running_step, name)
         return self._phases.phase(name)

@@ -30,7 +30,7 @@ from jaxrl.metrics import FILE_NAME, read_metrics
 
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
-PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "save")  # colours c1 to c8
+PHASES = ("gen", "reward", "old_log_prob", "ref", "testing", "update_actor", "sync", "save")  # colours c1 to c8
 _POINTS = 160
 _BARS = 60
 _SAMPLES_PER_STEP = 4

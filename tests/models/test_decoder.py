@@ -53,7 +53,7 @@ def test_logits_equal_recorded_reference(case):
     recorded = np.load(case)
     config = ModelConfig.from_hf(json.loads(str(recorded["config"])))
     params = lively(decoder.init(config, jax.random.key(0)))
-    actual = scan_logits(params, config, recorded["tokens"])
+    actual = scan_logits(params, config, recorded["tokens"])[:, ::8]
     np.testing.assert_allclose(actual, recorded["logits"], atol=1e-4, rtol=1e-4)
 
 

@@ -1,0 +1,81 @@
+"""Each estimator against numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from jaxrl.config import AlgorithmSection
+from jaxrl.train import advantages
+from jaxrl.types import Group, Prompt, Sample, SampleKey
+
+
+def group(rewards, lengths=None, index=0):
+    samples = []
+    for i, (reward, length) in enumerate(zip(rewards, lengths or [2] * len(rewards), strict=True)):
+        sample = Sample.empty(SampleKey(0, index, i))
+        sample.token_ids, sample.reward = np.zeros(length, np.int32), reward
+        samples.append(sample)
+    return Group(Prompt(0, index, (1,), "", ""), samples)
+
+
+ROOT3 = 3**0.5
+TABLE = [
+    # rewards 0, 0, 0, 1: mean 1/4, unbiased variance 1/4
+    ("grpo", {}, [0, 0, 0, 1], [-0.5, -0.5, -0.5, 1.5]),
+    ("grpo", {"norm_adv_by_std_in_grpo": False}, [0, 0, 0, 1], [-0.25, -0.25, -0.25, 0.75]),
+    ("dr_grpo", {}, [0, 0, 0, 1], [-0.25, -0.25, -0.25, 0.75]),
+    ("rloo", {}, [0, 0, 0, 1], [-1 / 3, -1 / 3, -1 / 3, 1]),
+    # no spread, no signal
+    ("grpo", {}, [1, 1, 1], [0, 0, 0]),
+    ("rloo", {}, [2, 2], [0, 0]),
+    # nothing to compare with
+    ("grpo", {}, [1], [0]),
+    ("rloo", {}, [1], [0]),
+    # eight tokens, two of them +1: mean 1/4, unbiased variance 12/56
+    ("reinforce_plus_plus", {}, [0, 0, 0, 1], np.array([-0.25, -0.25, -0.25, 0.75]) / np.sqrt(12 / 56)),
+]
+
+
+@pytest.mark.parametrize(("estimator", "options", "rewards", "expected"), TABLE)
+def test_table(estimator, options, rewards, expected):
+    found = advantages.compute([group(rewards)], AlgorithmSection(adv_estimator=estimator, **options))
+    assert [a.dtype for a in found] == [np.float32] * len(rewards)
+    np.testing.assert_allclose(found, np.repeat(np.array(expected)[:, None], 2, axis=1), rtol=1e-5, atol=1e-6)
+
+
+def test_groups_are_separate_and_lengths_ragged():
+    groups = [group([0, 1], [1, 3]), group([5, 5, 8], [2, 0, 1], index=1)]
+    found = advantages.compute(groups, AlgorithmSection(adv_estimator="dr_grpo"))
+    assert [a.tolist() for a in found] == [[-0.5], [0.5] * 3, [-1, -1], [], [2]]
+
+
+def test_kl_in_reward():
+    # penalties 0.1 · (lp - ref): sample 0 loses 0.3 in all, sample 1 nothing
+    algorithm = AlgorithmSection(adv_estimator="dr_grpo", use_kl_in_reward=True, kl_coef=0.1)
+    ours, ref = [np.array([0.0, -1.0]), np.array([-1.0, -1.0])], [np.array([-2.0, -2.0]), np.array([-1.0, -1.0])]
+    found = advantages.compute([group([1, 0])], algorithm, logprobs=ours, ref_logprobs=ref)
+    np.testing.assert_allclose(found, [[0.35, 0.35], [-0.35, -0.35]], rtol=1e-6)
+    with pytest.raises(ValueError, match="use_kl_in_reward needs"):
+        advantages.compute([group([1, 0])], algorithm)
+
+
+def test_reinforce_plus_plus_discounts_nothing_and_adds_up_penalties():
+    algorithm = AlgorithmSection(adv_estimator="reinforce_plus_plus", use_kl_in_reward=True, kl_coef=1.0)
+    ours, ref = [np.array([0.5, 0.25])], [np.zeros(2)]
+    found = advantages.compute([group([1])], algorithm, logprobs=ours, ref_logprobs=ref)
+    returns = np.array([1 - 0.75, 1 - 0.25])
+    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+    assert "reinforce_plus_plus" in advantages.NEEDS_WHOLE_BATCH
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("kl", [0.5, -1]), ("abs", [0.5, 1]), ("mse", [0.125, 0.5]), ("low_var_kl", [np.exp(-0.5) - 0.5, np.e - 2])],
+)
+def test_kl_estimates(kind, expected):
+    np.testing.assert_allclose(advantages.kl_estimate(np.array([0.5, 0]), np.array([0, 1.0]), kind), expected)
+
+
+def test_unscored_is_an_error():
+    with pytest.raises(ValueError, match="has no reward"):
+        advantages.compute([group([1, None])], AlgorithmSection())

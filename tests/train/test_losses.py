@@ -1,0 +1,144 @@
+"""Losses against numpy loops that follow the equations token by token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.train import losses
+from jaxrl.train.packing import TokenBatch
+
+# one row: a sequence of 2 prompt + 3 response tokens, one of 1 + 2, two of padding
+MASK = np.array([[0, 0, 1, 1, 1, 0, 1, 1, 0, 0]], np.float32)
+SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0]], np.int32)
+SEQUENCES = [[2, 3, 4], [6, 7]]
+NEW = np.array([[9, 9, -1.0, -0.5, -2.0, 9, -0.2, -3.0, 9, 9]], np.float32)
+OLD = np.array([[7, 7, -1.5, -0.4, -2.0, 7, -0.9, -2.0, 7, 7]], np.float32)
+REF = np.array([[5, 5, -1.1, -0.9, -1.5, 5, -0.2, -2.5, 5, 5]], np.float32)
+ROLLOUT = np.array([[3, 3, -1.4, -0.4, -2.2, 3, -0.8, -2.0, 3, 3]], np.float32)
+ENTROPY = np.array([[4, 4, 1.0, 2.0, 0.5, 4, 1.5, 0.1, 4, 4]], np.float32)
+ADVANTAGES = np.array([[8, 8, 1.0, 1.0, 1.0, 8, -2.0, -2.0, 8, 8]], np.float32)
+
+
+@pytest.fixture
+def batch() -> TokenBatch:
+    return TokenBatch.zeros(1, 10).replace(
+        segment_ids=SEGMENTS,
+        loss_mask=MASK,
+        advantages=ADVANTAGES,
+        rollout_logprobs=ROLLOUT,
+        old_logprobs=OLD,
+        ref_logprobs=REF,
+        sequence_length=np.array([[3] * 5 + [2] * 3 + [0] * 2], np.int32),
+        num_sequences=np.array([2], np.int32),
+    )
+
+
+def config_of(actor=None, algorithm=None) -> Config:
+    return from_mapping({"model": {"path": "x"}, "actor": actor or {}, "algorithm": algorithm or {}})
+
+
+def by_hand(per_token, mode):
+    """(sum, denominator) of {column: value}."""
+    if mode == "token-mean":
+        return sum(per_token.values()), len(per_token)
+    sums = [sum(per_token[t] for t in s) / (len(s) if mode == "seq-mean-token-mean" else 1) for s in SEQUENCES]
+    return sum(sums), len(sums)
+
+
+def surrogate(ratio, advantage, low, high, c=None):
+    loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
+    return min(loss, -advantage * c) if c and advantage < 0 else loss
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("c", [0.0, 1.5])
+def test_policy_loss(batch, mode, level, c):
+    actor = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": c, "ratio_level": level}
+    terms = losses.compute(NEW, ENTROPY, batch, config_of(actor, {"loss_agg_mode": mode}))
+    per_token = {}
+    for sequence in SEQUENCES:
+        log_ratios = {t: float(NEW[0, t] - OLD[0, t]) for t in sequence}
+        if level == "sequence":
+            log_ratios = dict.fromkeys(sequence, np.mean(list(log_ratios.values())))
+        for t in sequence:
+            per_token[t] = surrogate(np.exp(log_ratios[t]), ADVANTAGES[0, t], 0.1, 0.3, c)
+    expected, denominator = by_hand(per_token, mode)
+    np.testing.assert_allclose(terms.total, expected, rtol=1e-5)
+    assert terms.denominator == denominator
+    np.testing.assert_allclose(terms.means["actor/pg_loss"].total, expected, rtol=1e-5)
+
+
+def test_clip_fractions(batch):
+    # token 2 (A > 0) has ratio e^0.5, token 6 (A < 0) e^0.7, token 7 (A < 0) e^-1: 2 and 7 are clipped, 6 is bounded
+    actor = {"clip_ratio_c": 1.5}
+    means = losses.compute(NEW, ENTROPY, batch, config_of(actor)).means
+    assert means["actor/pg_clipfrac"] == (2, 5)
+    assert means["actor/pg_clipfrac_lower"] == (1, 5)
+    np.testing.assert_allclose(means["actor/ppo_kl"].total, (OLD - NEW)[MASK > 0].sum(), rtol=1e-5)
+    np.testing.assert_allclose(means["actor/entropy"].total, ENTROPY[MASK > 0].sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_kl_and_entropy_terms(batch, mode):
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "mse", "entropy_coeff": 0.2}
+    plain = losses.compute(NEW, ENTROPY, batch, config_of({}, {"loss_agg_mode": mode}))
+    terms = losses.compute(NEW, ENTROPY, batch, config_of(actor, {"loss_agg_mode": mode}))
+    columns = [t for s in SEQUENCES for t in s]
+    kl, _ = by_hand({t: 0.5 * (NEW[0, t] - REF[0, t]) ** 2 for t in columns}, mode)
+    entropy, _ = by_hand({t: ENTROPY[0, t] for t in columns}, mode)
+    np.testing.assert_allclose(terms.total, plain.total + 0.3 * kl - 0.2 * entropy, rtol=1e-5)
+    np.testing.assert_allclose(terms.means["actor/kl_loss"].total, kl, rtol=1e-5)
+
+
+def test_kl_estimates():
+    new, ref = jnp.array([0.5, 0.0]), jnp.array([0.0, 1.0])
+    expected = {"kl": [0.5, -1], "abs": [0.5, 1], "mse": [0.125, 0.5], "low_var_kl": [np.exp(-0.5) - 0.5, np.e - 2]}
+    for kind, values in expected.items():
+        np.testing.assert_allclose(losses.kl_estimate(new, ref, kind), values, rtol=1e-6)
+    with pytest.raises(ValueError, match="kl_loss_type"):
+        losses.kl_estimate(new, ref, "k4")
+
+
+def test_gspo_gradient(batch, x64):
+    """With one advantage per sequence, the gradient is that of s(θ)·A with s differentiated as a whole."""
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
+    actor = {"ratio_level": "sequence", "clip_ratio_low": 0.9, "clip_ratio_high": 9.0}
+    config = config_of(actor, {"loss_agg_mode": "seq-mean-token-mean"})
+
+    def direct(new):
+        return sum(
+            -ADVANTAGES[0, s[0]] * jnp.exp(jnp.mean(new[0, jnp.array(s)] - OLD.astype(float)[0, s])) for s in SEQUENCES
+        )
+
+    new = jnp.asarray(NEW, jnp.float64)
+    found = jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total)(new)
+    np.testing.assert_allclose(found, jax.grad(direct)(new), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("old", ["recompute", "rollout"])
+def test_rollout_mismatch(batch, old):
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({"old_logprobs": old}))
+    gap = (ROLLOUT - (OLD if old == "recompute" else NEW))[0]
+    columns = [t for s in SEQUENCES for t in s]
+    np.testing.assert_allclose(terms.means["rollout_corr/kl"].total, gap[columns].sum(), rtol=1e-5)
+    ppl = sum(abs(gap[s].mean()) for s in SEQUENCES)
+    np.testing.assert_allclose(terms.means["rollout_corr/log_ppl_abs_diff"].total, ppl, rtol=1e-5)
+    assert terms.means["rollout_corr/log_ppl_abs_diff"].denominator == 2
+    k3 = sum(np.exp(-gap[t]) - 1 + gap[t] for t in columns)
+    np.testing.assert_allclose(terms.means["rollout_corr/k3_kl"].total, k3, rtol=1e-4)
+    np.testing.assert_allclose(terms.maxima["rollout_corr/logprob_abs_diff_max"], abs(gap[columns]).max(), rtol=1e-5)
+
+
+def test_methods_are_valid_settings():
+    for method in losses.METHODS.values():
+        values = {"model": {"path": "x"}, "actor": {}, "algorithm": {}}
+        for option, value in method.settings.items():
+            section, name = option.split(".")
+            values[section][name] = value
+        from_mapping(values)
+    assert {f.name for f in dataclasses.fields(TokenBatch)} >= {"versions", "positions"}

@@ -1,0 +1,249 @@
+"""The trainer: packed, chunked, accumulated, sharded gradients are those of the padded whole batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config import ConfigError, OptimSection
+from jaxrl.kernels.reference import packed_attention
+from jaxrl.models import decoder
+from jaxrl.train import losses
+from jaxrl.train import optimizer as optimizers
+from jaxrl.train.packing import TokenBatch
+
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+EVERYTHING_ON = {"actor__use_kl_loss": True, "actor__entropy_coeff": 0.1, "actor__clip_ratio_c": 3.0}
+
+
+def padded(batch, width=48) -> TokenBatch:
+    """One sample per row, written independently of `pack`."""
+    out = TokenBatch.zeros(len(batch), width)
+    for i, (prompt, sample) in enumerate(zip(batch.prompts, batch.samples, strict=True)):
+        start, stop = len(prompt.token_ids), len(prompt.token_ids) + len(sample)
+        out.tokens[i, :stop] = [*prompt.token_ids, *sample.token_ids]
+        out.segment_ids[i, :stop] = 1
+        out.positions[i, :stop] = range(stop)
+        out.loss_mask[i, start:stop] = 1
+        out.advantages[i, start:stop] = batch.advantages[i]
+        out.rollout_logprobs[i, start:stop] = sample.rollout_logprobs
+        out.old_logprobs[i, start:stop] = batch.old_logprobs[i]
+        out.ref_logprobs[i, start:stop] = batch.ref_logprobs[i]
+        out.sequence_length[i, :stop] = len(sample)
+        out.num_sequences[i] = 1
+    return out
+
+
+def whole_logprobs(params, batch, model_config, temperature):
+    hidden = decoder.forward_scan(
+        params,
+        jnp.asarray(batch.tokens),
+        jnp.asarray(batch.positions),
+        lambda q, k, v: packed_attention(q, k, v, batch.segment_ids, batch.positions),
+        model_config,
+        dtype=params["embed"].dtype,
+    )
+    log_p = jax.nn.log_softmax(decoder.logits(params, hidden, model_config) / temperature, axis=-1)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    chosen = jnp.take_along_axis(log_p[:, :-1], jnp.asarray(batch.tokens)[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(chosen, ((0, 0), (1, 0))), jnp.pad(entropy[:, :-1], ((0, 0), (1, 0)))
+
+
+def whole_gradient(trainer, batch):
+    whole = padded(batch)
+
+    def objective(params):
+        logprobs, entropy = whole_logprobs(
+            params, whole, trainer.model_config, trainer.config.rollout.temperature or 1.0
+        )
+        terms = losses.compute(logprobs, entropy, whole, trainer.config)
+        return terms.total / terms.denominator
+
+    return jax.jit(jax.grad(objective))(jax.tree.map(np.asarray, trainer.params))
+
+
+def distance(a, b):
+    flat = [np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(t)]) for t in (a, b)]
+    return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
+
+
+def check_gradient(trainer, batch, tolerance):
+    expected = whole_gradient(trainer, batch)
+    # the second way: parts of several sizes, in another order
+    for parts in ([list(range(12))], [[8], [4, 11, 2, 3, 7], [0, 5, 10, 9, 6, 1]]):
+        for part in parts:
+            trainer.accumulate(batch.select(part))
+        assert distance(trainer.gradients(), expected) <= tolerance
+        trainer._discard()
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_float64(x64, mode, devices, make_config, make_batch, make_trainer):
+    config = make_config(
+        actor__dtype="float64", actor__param_dtype="float64", algorithm__loss_agg_mode=mode, **EVERYTHING_ON
+    )
+    check_gradient(make_trainer(config, devices), make_batch(), 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_float32(mode, make_config, make_batch, make_trainer):
+    config = make_config(algorithm__loss_agg_mode=mode, rollout__temperature=0.8, actor__remat="dots", **EVERYTHING_ON)
+    check_gradient(make_trainer(config), make_batch(), 1e-5)
+
+
+def test_sequence_ratio_and_other_heads(x64, make_config, make_batch, make_trainer, model_config):
+    import dataclasses
+
+    # an untied head, and heads that eight devices cannot split
+    model = dataclasses.replace(model_config, num_heads=3, num_kv_heads=1, tie_word_embeddings=False)
+    config = make_config(
+        actor__dtype="float64", actor__param_dtype="float64", actor__ratio_level="sequence", actor__remat="none"
+    )
+    check_gradient(make_trainer(config, 8, model), make_batch(), 1e-12)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_token_logprobs(x64, devices, make_config, make_batch, make_trainer):
+    config = make_config(
+        actor__dtype="float64", actor__param_dtype="float64", rollout__temperature=0.5, actor__use_kl_loss=True
+    )
+    trainer, batch = make_trainer(config, devices), make_batch()
+    params = jax.tree.map(np.asarray, trainer.params)
+    expected, _ = whole_logprobs(params, padded(batch), trainer.model_config, 0.5)
+    for which in ("actor", "ref"):
+        found = trainer.token_logprobs(batch, which)
+        for i, values in enumerate(found):
+            start = len(batch.prompts[i].token_ids)
+            assert values.dtype == np.float32
+            np.testing.assert_allclose(values, expected[i, start : start + len(values)], rtol=1e-6)
+
+
+def test_reference_stays_and_is_only_kept_if_needed(make_config, make_batch, make_trainer):
+    trainer, batch = make_trainer(make_config(actor__use_kl_loss=True)), make_batch()
+    before = trainer.token_logprobs(batch, "ref")
+    trainer.accumulate(batch)
+    metrics = trainer.apply()
+    for a, b in zip(before, trainer.token_logprobs(batch, "ref"), strict=True):
+        np.testing.assert_array_equal(a, b)
+    moved = np.concatenate(trainer.token_logprobs(batch)) - np.concatenate(before)
+    assert np.abs(moved).max() > 1e-3
+    assert metrics.keys() >= {
+        "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "actor/kl_loss",
+        "actor/lr", "rollout_corr/kl",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="reference model is only kept"):
+        make_trainer(make_config()).token_logprobs(batch, "ref")
+
+
+def test_eight_devices_equal_one(make_config, make_batch, make_trainer):
+    trainers = [make_trainer(make_config(actor__optim={"lr": 1e-3, "eps": 1e-3}), n) for n in (1, 8)]
+    for seed in range(3):
+        metrics = []
+        for trainer in trainers:
+            trainer.accumulate(make_batch(seed=seed))
+            metrics.append(trainer.apply())
+        for name, value in metrics[0].items():
+            assert value == pytest.approx(metrics[1][name], rel=1e-3, abs=1e-5), name
+    assert distance(trainers[1].params, trainers[0].params) < 1e-5
+    # sharded, not replicated: vocabulary and MLP divide by eight
+    assert trainers[1].params["embed"].addressable_shards[0].data.size * 8 == trainers[1].params["embed"].size
+
+
+def test_no_recompilation(make_config, make_batch, make_trainer):
+    trainer = make_trainer(make_config(), devices=4)
+    for seed in range(4):
+        for size in (1, 4, 12):
+            trainer.accumulate(make_batch(size=size, seed=seed))
+            trainer.token_logprobs(make_batch(size=size, seed=seed))
+        trainer.apply()
+    # rows of 16, 32 or 48 tokens (one sample can be short), one to six of them on a device
+    bound = trainer.num_programs()
+    assert bound <= 16
+    for seed in range(4):
+        trainer.accumulate(make_batch(size=12, seed=seed))
+    assert trainer.num_programs() == bound
+
+
+def test_non_finite_gradient_is_skipped(make_config, make_batch, make_trainer):
+    trainer, batch = make_trainer(make_config()), make_batch()
+    before = jax.tree.map(lambda x: np.array(x, copy=True), trainer.state())
+    bad = make_batch()
+    bad.advantages[3][0] = np.nan
+    trainer.accumulate(bad)
+    metrics = trainer.apply()
+    assert metrics["actor/skipped_updates"] == 1
+    for part in ("params", "optimizer"):
+        jax.tree.map(np.testing.assert_array_equal, before[part], jax.tree.map(np.asarray, trainer.state()[part]))
+    trainer.accumulate(batch)
+    assert np.isfinite(trainer.apply()["actor/grad_norm"])
+    assert (trainer.updates, trainer.skipped_updates) == (2, 1)
+
+
+def test_nothing_to_learn_from(make_config, make_batch, make_trainer):
+    trainer = make_trainer(make_config())
+    with pytest.raises(ValueError, match="without accumulate"):
+        trainer.apply()
+
+
+def test_callers_params_survive_and_offload_changes_nothing(make_config, make_batch, model_config):
+    from jaxrl.sharding.mesh import make_mesh
+    from jaxrl.train.step import Trainer
+
+    params, batch = decoder.init(model_config, jax.random.key(0)), make_batch()
+    mesh = make_mesh(jax.devices()[:1])
+    results = []
+    for offload in (False, True):
+        trainer = Trainer(make_config(actor__offload_optimizer=offload), model_config, params, mesh)
+        for _ in range(2):
+            trainer.accumulate(batch)
+            trainer.apply()
+        results.append(jax.tree.map(np.asarray, trainer.params))
+        if offload:
+            kinds = {x.sharding.memory_kind for x in jax.tree.leaves(trainer.state()["optimizer"])}
+            assert kinds == {"pinned_host"}
+    assert np.isfinite(np.asarray(params["embed"])).all()
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_frozen_parameters_stay(make_config, make_batch, make_trainer):
+    trainer = make_trainer(make_config(), trainable=lambda path: path == "layers/q")
+    before = jax.tree.map(lambda x: np.array(x, copy=True), trainer.params)
+    trainer.accumulate(make_batch())
+    trainer.apply()
+    changed = jax.tree.map(lambda a, b: bool(np.any(a != np.asarray(b))), before, trainer.params)
+    layers = changed.pop("layers")
+    assert layers.pop("q")
+    assert not any(changed.values())
+    assert not any(layers.values())
+    assert len(trainer.state()["optimizer"]) == 4  # two counts, two moments
+    trainer.load_state(jax.tree.map(np.asarray, trainer.state()))
+    trainer.accumulate(make_batch())
+    trainer.apply()
+
+
+def test_adamw_by_hand():
+    optim = OptimSection(lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99, eps=1e-8)
+    optimizer = optimizers.build(optim, grad_clip=1.0)
+    w, m, v = np.array([1.0, -2.0]), np.zeros(2), np.zeros(2)
+    params = {"w": jnp.asarray(w, jnp.float32)}
+    state = optimizer.init(params)
+    for t, g in enumerate([np.array([3.0, 4.0]), np.array([0.3, 0.1])], start=1):
+        params, state, outcome = optimizer.update({"w": jnp.asarray(g, jnp.float32)}, state, params)
+        norm = np.linalg.norm(g)
+        g = g / max(norm, 1.0)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
+        w = w - 0.1 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8) + 0.01 * w)
+        np.testing.assert_allclose(params["w"], w, rtol=1e-5)
+        np.testing.assert_allclose(outcome.grad_norm, norm, rtol=1e-6)
+
+
+def test_schedules():
+    warm = optimizers.schedule(OptimSection(lr=1.0, lr_warmup_steps=4))
+    assert [float(warm(i)) for i in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    linear = optimizers.schedule(OptimSection(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="linear"), 6)
+    assert [float(linear(i)) for i in range(7)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
+    cosine = optimizers.schedule(OptimSection(lr=1.0, min_lr_ratio=0.1, lr_scheduler_type="cosine"), 10)
+    np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(20)], [1, 0.55, 0.1, 0.1], rtol=1e-6)
+    with pytest.raises(ConfigError, match="total_training_steps"):
+        optimizers.schedule(OptimSection(lr_scheduler_type="cosine"))
