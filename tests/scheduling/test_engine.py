@@ -49,6 +49,9 @@ class CheckingExecutor:
         self._requests: dict[int, Request] = {}  # as last seen in a chunk
         self._prefilling: dict[tuple[int, int], tuple[int, int]] = {}  # (group, slot) -> (request id, next start)
 
+    def check(self, request: Request) -> None:
+        self.inner.check(request)
+
     def submit(self, plan: Plan) -> Ticket:
         assert plan.index == len(self.plans)
         assert len(self._due) <= 1, "the device is one plan ahead, not two"

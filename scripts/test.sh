@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs every check, in an environment of its own: ./scripts/test.sh [arguments for pytest, e.g. --slow]
+#
+# ruff check, ruff format --check, pyright, pytest; the first that fails ends it, with its exit status. Makes .venv the
+# first time (see scripts/_venv.sh for PYTHON and JAXRL_VENV).
+set -euo pipefail
+
+# shellcheck source=scripts/_venv.sh
+. "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
+
+# stage NAME COMMAND...
+stage() {
+    local name=$1 code=0 started=$SECONDS
+    shift
+    printf '== %s\n' "$name"
+    "$@" || code=$?
+    if [ "$code" -ne 0 ]; then
+        say "test.sh: $name failed (exit status $code)"
+        exit "$code"
+    fi
+    printf '== %s: passed in %d s\n\n' "$name" "$((SECONDS - started))"
+}
+
+prepare_venv dev
+cd "$root"
+
+# The tests spread arrays over eight virtual devices, each with threads of its own: numpy's are best left at one.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
+export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+
+stage 'ruff check' "$venv_python" -m ruff check .
+stage 'ruff format' "$venv_python" -m ruff format --check .
+stage 'pyright' "$venv_python" -m pyright --pythonpath "$venv_python"
+stage 'pytest' "$venv_python" -m pytest "$@"

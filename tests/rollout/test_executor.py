@@ -1,0 +1,408 @@
+"""The engine on a mesh against a naive loop: one whole forward pass per token, in float64, log-probabilities in numpy.
+
+A token may depend on what is sampled and on nothing else: not on its row, its batch, chunks of its prompt, preemption,
+an abort and a new start, nor on the mesh. In float64 that is exact, so tokens are compared for equality.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels import reference
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor, bucket, buckets
+from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
+from jaxrl.rollout.sampling import SamplingState, request_key, sample
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine, resume
+from jaxrl.scheduling.plan import PlanResult, Request, Ticket
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.rules import train_shardings
+from jaxrl.types import Sample, SampleKey, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+VOCABULARY, MAX_LENGTH = 300, 40
+STOPS = (7, 8, 9, 10)
+SIZES = ExecutorConfig(
+    num_slots=8,
+    num_blocks=7,  # 48 positions of rows that may want 40 each: preemption
+    block_size=8,
+    max_length=MAX_LENGTH,
+    max_prefill_tokens=16,
+    decode_steps=4,
+    dtype=jnp.float64,
+    truncate=True,
+)
+
+FAST = [(1, 1, (8, 4)), (8, 2, (9, 3)), (4, 4, (14, 2))]
+SLOW = [(n, tp, heads) for n, tp, _ in FAST for heads in ((9, 3), (8, 4), (14, 2)) if (n, tp, heads) not in FAST]
+WORLDS = [*FAST, *(pytest.param(*world, marks=pytest.mark.slow) for world in SLOW)]
+
+
+# ---------------------------------------------------------------- the naive side
+
+
+@functools.cache
+def model_of(heads: tuple[int, int]) -> ModelConfig:
+    return ModelConfig.from_hf(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2 if heads == (8, 4) else 1,  # compiling is what these tests spend their time on
+            "num_attention_heads": heads[0],
+            "num_key_value_heads": heads[1],
+            "head_dim": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e4,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 512,
+        }
+    )
+
+
+@functools.cache
+def weights_of(heads: tuple[int, int]) -> Any:
+    """Random weights, large enough for distributions that are far from flat."""
+    params = decoder.init(model_of(heads), jax.random.key(0), jnp.float64)
+    return jax.tree.map(lambda x: np.asarray(x * 5 if x.ndim > 1 else x), params)
+
+
+@functools.cache
+def naive_forward(heads: tuple[int, int]) -> Any:
+    model, params = model_of(heads), weights_of(heads)
+
+    @jax.jit
+    def forward(tokens: jax.Array) -> jax.Array:
+        positions = jnp.arange(MAX_LENGTH)[None]
+        segments = jnp.ones((1, MAX_LENGTH), jnp.int32)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return reference.packed_attention(q, k, v, segments, positions)
+
+        hidden = decoder.forward_scan(params, tokens[None], positions, attend, model, dtype=jnp.float64)
+        return decoder.logits(params, hidden, model)[0]
+
+    return forward
+
+
+@functools.cache
+def naive_draw() -> Any:
+    return jax.jit(functools.partial(sample, truncate=True))
+
+
+@functools.cache
+def naive(heads: tuple[int, int], prompt: tuple[int, ...], params: SamplingParams, key: SampleKey) -> tuple:
+    """(tokens, rollout log-probabilities, sampled log-probabilities) of a response, token by token."""
+    tokens = list(prompt)
+    rollout: list[float] = []
+    sampled: list[float] = []
+    state = SamplingState(
+        jnp.asarray(request_key(0, key)),
+        jnp.float32(params.temperature),
+        jnp.int32(params.top_k),
+        jnp.float32(params.top_p),
+        jnp.float32(params.min_p),
+    )
+    while len(rollout) < params.max_tokens and (not rollout or tokens[-1] not in params.stop_token_ids):
+        padded = np.zeros((MAX_LENGTH,), np.int32)
+        padded[: len(tokens)] = tokens
+        logits = naive_forward(heads)(padded)[len(tokens) - 1]
+        token = int(naive_draw()(logits, jnp.int32(len(tokens)), state).token)
+        before, after = distributions(np.asarray(logits), params)
+        tokens.append(token)
+        rollout.append(float(before[token]))
+        sampled.append(float(after[token]))
+    return tokens[len(prompt) :], rollout, sampled
+
+
+def distributions(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities before and after truncation, written from their definitions."""
+    greedy = params.temperature == 0
+    scaled = logits / (1.0 if greedy else np.float64(np.float32(params.temperature)))
+    before = scaled - scaled.max()
+    before -= np.log(np.exp(before).sum())
+    if greedy:
+        return before, np.where(np.arange(len(logits)) == np.argmax(logits), 0.0, -np.inf)
+    order = np.argsort(-before)
+    probabilities = np.exp(before)
+    kept = np.zeros(len(logits), bool)
+    ranked = order[: params.top_k] if params.top_k > 0 else order
+    mass, total = 0.0, probabilities[ranked].sum()
+    for token in ranked:
+        if params.top_p < 1 and mass >= np.float64(np.float32(params.top_p)) * total:
+            break
+        kept[token] = True
+        mass += probabilities[token]
+    kept &= probabilities >= np.float64(np.float32(params.min_p)) * probabilities.max()
+    return before, np.where(kept, before - np.log(probabilities[kept].sum()), -np.inf)
+
+
+# ---------------------------------------------------------------- the engine's side
+
+
+class Recorder:
+    """An executor that remembers the float64 log-probabilities that pass through (a `Sample` keeps float32)."""
+
+    def __init__(self, inner: MeshExecutor) -> None:
+        self.inner = inner
+        self.seen: dict[int, list[tuple[list[float], list[float]]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        result = self.inner.collect(ticket)
+        for request_id, row in result.rows.items():
+            piece = (row.rollout_logprobs.tolist(), row.sampled_logprobs.tolist())
+            self.seen.setdefault(request_id, []).append(piece)
+        return result
+
+    def logprobs(self, request_id: int, which: int) -> list[float]:
+        return [value for piece in self.seen[request_id] for value in piece[which]]
+
+
+@functools.cache
+def executor_of(num_devices: int, tp: int, heads: tuple[int, int]) -> MeshExecutor:
+    mesh = make_mesh(jax.devices()[:num_devices])
+    return MeshExecutor(model_of(heads), Layout(mesh, tp), replace(SIZES, max_tp=tp))
+
+
+def start(num_devices: int, tp: int, heads: tuple[int, int]) -> tuple[Engine, Recorder]:
+    executor = executor_of(num_devices, tp, heads)
+    executor.sync_weights(placed(executor, weights_of(heads)), 0)
+    executor.allocate()
+    recorder = Recorder(executor)
+    return Engine(recorder, BatcherConfig(decode_steps=SIZES.decode_steps)), recorder
+
+
+def placed(executor: MeshExecutor, params: Any) -> Any:
+    return jax.device_put(params, train_shardings(executor.model, executor.layout.mesh))
+
+
+def requests(num_prompts: int = 6, n: int = 3) -> list[Request]:
+    """Groups with prompts of 2 to 23 tokens (a plan prefills 16), every kind of sampling, limits of 1 to 16 tokens."""
+    rng = np.random.default_rng(0)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8, "temperature": 1.3},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ]
+    made: list[Request] = []
+    for p in range(num_prompts):
+        prompt = tuple(rng.integers(1, VOCABULARY, (23, 3, 17, 9, 2, 16)[p % 6]).tolist())
+        for s in range(n):
+            limit = int(rng.integers(1, 17)) if s else 16
+            params = SamplingParams(max_tokens=limit, stop_token_ids=STOPS, **kinds[len(made) % len(kinds)])
+            made.append(Request(len(made), SampleKey(0, p, s), prompt, params, share=p))
+    return made
+
+
+def check(heads: tuple[int, int], asked: Sequence[Request], samples: Sequence[Sample]) -> None:
+    for request, one in zip(asked, samples, strict=True):
+        tokens, rollout, sampled = naive(heads, request.prompt_ids, request.params, request.key)
+        assert one.token_ids.tolist() == tokens, request
+        np.testing.assert_allclose(one.rollout_logprobs, rollout, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one.sampled_logprobs, sampled, rtol=0, atol=1e-5)
+        assert one.finish_reason == ("stop" if tokens[-1] in STOPS else "length")
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
+def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: int, heads: tuple[int, int]):
+    engine, recorder = start(num_devices, tp, heads)
+    asked = requests(6 * max(1, num_devices // tp // 2))
+    samples = engine.generate(asked)
+    check(heads, asked, samples)
+    for request in asked:
+        _, rollout, sampled = naive(heads, request.prompt_ids, request.params, request.key)
+        np.testing.assert_allclose(recorder.logprobs(request.request_id, 0), rollout, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(recorder.logprobs(request.request_id, 1), sampled, rtol=0, atol=1e-9)
+    assert engine.counters.preemptions > 0, "the pool was to be too small"
+    assert engine.counters.shared_tokens > 0, "samples of a prompt were to share its blocks"
+    assert len({len(one) for one in samples}) > 4, "lengths were to be mixed"
+    assert {one.finish_reason for one in samples} == {"stop", "length"}
+
+
+@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
+def test_an_abort_and_a_new_start_change_no_token(num_devices: int, tp: int, heads: tuple[int, int]):
+    engine, _ = start(num_devices, tp, heads)
+    asked = requests()
+    finished: dict[SampleKey, Sample] = {}
+    for request in asked:
+        engine.add(request)
+    while engine.counters.plans < 5 or not any(engine.batcher.progress(i).tokens for i in engine.unfinished()[::2]):
+        finished |= {one.sample.key: one.sample for one in [*engine.step(), *engine.step(), *engine.drain()]}
+    by_id = {request.request_id: request for request in asked}
+    some = engine.unfinished()[::2]
+    kept = engine.abort(some)
+    assert any(len(one) for one in kept), "some were to have tokens"
+    for request_id, one in zip(some, kept, strict=True):
+        engine.add(resume(by_id[request_id], one, 1000 + request_id))
+    while not engine.is_idle:
+        finished |= {one.sample.key: one.sample for one in engine.step()}
+    check(heads, asked, [finished[request.key] for request in asked])
+
+
+@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
+def test_every_token_carries_the_version_of_its_weights(num_devices: int, tp: int, heads: tuple[int, int]):
+    engine, recorder = start(num_devices, tp, heads)
+    asked = requests()
+    for request in asked:
+        engine.add(request)
+    finished: dict[SampleKey, Sample] = {}
+    for _ in range(3):
+        finished |= {one.sample.key: one.sample for one in engine.step()}
+    finished |= {one.sample.key: one.sample for one in engine.drain()}
+    before = {
+        engine.batcher.progress(i).request.key: len(engine.batcher.progress(i).tokens) for i in engine.unfinished()
+    }
+    before |= {key: len(one) for key, one in finished.items()}
+    recorder.inner.sync_weights(placed(recorder.inner, weights_of(heads)), 1)  # equal weights: equal tokens
+    while not engine.is_idle:
+        finished |= {one.sample.key: one.sample for one in engine.step()}
+    check(heads, asked, [finished[request.key] for request in asked])
+    for key, one in finished.items():
+        assert one.versions.tolist() == [0] * before[key] + [1] * (len(one) - before[key])
+    assert any(len(set(one.versions.tolist())) == 2 for one in finished.values())
+
+
+def test_weights_that_change_change_the_tokens():
+    heads = (8, 4)
+    engine, recorder = start(1, 1, heads)
+    asked = [replace(r, params=replace(r.params, temperature=0.0)) for r in requests(3, 1)]
+    first = engine.generate(asked)
+    other = jax.tree.map(lambda x: -x if x.ndim > 1 else x, weights_of(heads))
+    recorder.inner.sync_weights(placed(recorder.inner, other), 1)
+    second = engine.generate(asked)
+    assert [one.token_ids.tolist() for one in first] != [one.token_ids.tolist() for one in second]
+    recorder.inner.sync_weights(placed(recorder.inner, weights_of(heads)), 2)
+    check(heads, asked, engine.generate(asked))
+
+
+def test_nothing_is_compiled_after_warm_up():
+    engine, recorder = start(1, 1, (8, 4))
+    executor = recorder.inner
+    counted: list[tuple[int, int]] = []
+    assert executor.warm_up(lambda done, total: counted.append((done, total))) == len(executor.shapes())
+    assert counted[-1] == (len(executor.shapes()), len(executor.shapes()))
+    engine.generate(requests())
+    assert executor.recompiles == 0
+    executor._compiled.pop(("decode", 8, 1, 5))
+    engine.generate(requests(1, 1))
+    assert executor.recompiles == 1
+
+
+def test_memory_phases():
+    heads = (8, 4)
+    engine, recorder = start(1, 1, heads)
+    executor, asked = recorder.inner, requests(2, 2)
+    check(heads, asked, engine.generate(asked))
+    arrays = jax.tree.leaves((executor._pool, executor._state))
+    executor.release(weights=True)
+    assert all(array.is_deleted() for array in arrays)
+    engine.add(asked[0])
+    with pytest.raises(RuntimeError, match="no weights or no KV pool"):
+        engine.step()
+    engine, recorder = start(1, 1, heads)  # the same executor, with weights and pool anew
+    assert recorder.inner is executor
+    check(heads, asked, engine.generate(asked))
+
+
+def test_requests_that_cannot_run_are_refused_before_they_wait():
+    executor = MeshExecutor(model_of((8, 4)), Layout(make_mesh(jax.devices()[:1]), 1), replace(SIZES, truncate=False))
+    engine = Engine(executor, BatcherConfig(decode_steps=4))
+    request = requests()[1]
+
+    def refused(words: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            engine.add(replace(request, params=replace(request.params, **changes)))
+        assert engine.is_idle
+
+    refused("need an engine built with truncate=True", top_k=5)
+    refused("need an engine built with truncate=True", top_p=0.5)
+    refused("need an engine built with truncate=True", min_p=0.5)
+    refused(f"has {MAX_STOP_IDS + 1} ids; a row holds {MAX_STOP_IDS}", stop_token_ids=tuple(range(MAX_STOP_IDS + 1)))
+    refused(r"must be at most max_length \(40\)", max_tokens=30)
+    engine.add(request)
+
+
+@pytest.mark.parametrize(("most", "factor", "least", "sizes"), [(32, 4, 8, (8, 32)), (10, 2, 1, (1, 2, 3, 5, 10))])
+def test_buckets(most: int, factor: int, least: int, sizes: tuple[int, ...]):
+    assert buckets(most, factor, least) == sizes
+    assert [bucket(value, sizes) for value in (1, sizes[0] + 1, most)] == [sizes[0], sizes[1], most]
+
+
+class _Value:
+    """Stands for a device array that nobody reads."""
+
+    def copy_to_host_async(self) -> None: ...
+
+
+@pytest.mark.parametrize("num_groups_and_tp", [(1, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_slots": 32, "num_blocks": 200, "block_size": 16, "max_length": 384, "max_prefill_tokens": 512},
+        {"num_slots": 5, "num_blocks": 23, "block_size": 4, "max_length": 70, "max_prefill_tokens": 24},
+        {"num_slots": 128, "num_blocks": 900, "block_size": 32, "max_length": 2048, "max_prefill_tokens": 300},
+    ],
+)
+def test_no_plan_needs_a_shape_that_warm_up_leaves_out(sizes: dict[str, int], num_groups_and_tp: tuple[int, int]):
+    """Real plans, with fillers for tokens: only the shapes of the programs are looked at, nothing is compiled."""
+    from jaxrl.sim.executor import ReplayExecutor
+
+    groups, tp = num_groups_and_tp
+    layout = Layout(make_mesh(jax.devices()[: groups * tp]), tp)
+    mesh = MeshExecutor(model_of((8, 4)), layout, ExecutorConfig(**sizes, decode_steps=8))
+    asked_for: set[tuple] = set()
+
+    def record(kind: str, rows: int, length: int, width: int) -> Any:
+        asked_for.add((kind, rows, length, width))
+        generated = Generated(*[_Value()] * 5)
+        return lambda *_: (1, 1, generated, 1) if kind == "decode" else (1, 1, generated)
+
+    mesh._program = record  # pyright: ignore[reportAttributeAccessIssue]
+    mesh._params = mesh._pool = mesh._state = 1  # pyright: ignore[reportAttributeAccessIssue]
+    rng = np.random.default_rng(3)
+    asked: list[Request] = []
+    for p in range(40):
+        prompt = tuple(rng.integers(1, 99, rng.integers(1, sizes["max_length"] * 3 // 4)).tolist())
+        room = sizes["max_length"] - len(prompt)
+        asked += [
+            Request(len(asked) + i, SampleKey(0, p, i), prompt, SamplingParams(max_tokens=room), share=p)
+            for i in range(4)
+        ]
+    lengths = {request.key: int(rng.integers(1, request.params.max_tokens + 1)) for request in asked}
+
+    class Both(ReplayExecutor):
+        def submit(self, plan: Any) -> Any:
+            mesh.submit(plan)
+            return super().submit(plan)
+
+    replay = Both(
+        lengths, groups, sizes["num_slots"], sizes["num_blocks"], sizes["block_size"], sizes["max_prefill_tokens"]
+    )
+    engine = Engine(replay, BatcherConfig(decode_steps=8, max_model_len=sizes["max_length"]))
+    engine.generate(asked)
+    assert asked_for <= set(mesh.shapes())
+    assert {"prefill", "decode"} == {kind for kind, *_ in asked_for}

@@ -1,0 +1,219 @@
+"""The house's rules about imports (docs: CONTRIBUTING.md), checked from the source text.
+
+`ROWS` is the order: a row may import the rows above it in the list, and never a row below or another unit of its own. A
+unit is a package or a single file of `jaxrl`; files of one package may import each other.
+"""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS: tuple[frozenset[str], ...] = tuple(
+    frozenset(row.split())
+    for row in (
+        "__init__",
+        "types config",
+        "scheduling kernels sharding data metrics timeline tokenizer journal live samples run_dir config_files",
+        "models watchdog",  # the watchdog reports the timeline's open spans
+        "rollout train rewards sim",
+        "loop backend report explain",
+        # The top, where the pieces come together, file by file.
+        "text",
+        "assemble",
+        "evaluate",
+        "cli",
+        "__main__",
+    )
+)
+ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
+IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
+WITHOUT_JAX = ("jaxrl.loop", "jaxrl.cli", "jaxrl.__main__", "jaxrl.rewards.pool", "jaxrl.report")
+
+
+def read_sources() -> dict[str, str]:
+    """Source text by module name; `jaxrl/sharding` and `jaxrl/kernels` are links to folders at the top level."""
+    sources = {}
+    for folder, package in (("jaxrl", "jaxrl"), ("sharding", "jaxrl.sharding"), ("kernels", "jaxrl.kernels")):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            if folder == "jaxrl" and parts[0] in ("sharding", "kernels"):
+                continue  # a Python whose rglob follows links
+            sources[".".join((package, *parts)).removesuffix(".__init__")] = file.read_text(encoding="utf-8")
+    return sources
+
+
+SOURCES = read_sources()
+
+
+def unit_of(module: str) -> str:
+    """`jaxrl.scheduling.round` belongs to `scheduling`, `jaxrl` itself to `__init__`."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imported(sources: Mapping[str, str], module: str, *, at_import: bool = False) -> Iterator[str]:
+    """Names of the modules that a module's text imports, at any depth of it.
+
+    Args:
+      at_import: only what importing the module runs: not inside functions, not under `if TYPE_CHECKING`.
+    """
+    is_package = any(name.startswith(f"{module}.") for name in sources)
+    package = module if is_package else module.rpartition(".")[0]
+    pending: list[ast.AST] = [ast.parse(sources[module])]
+    while pending:
+        node = pending.pop()
+        if at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if at_import and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            pending.extend(node.orelse)
+            continue
+        pending.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                full = f"{origin}.{alias.name}"
+                yield full if full in sources else origin
+
+
+def layer_violations(sources: Mapping[str, str]) -> list[str]:
+    """One sentence for each import that does not go down, and for each module without a row."""
+    found = []
+    for module in sources:
+        unit = unit_of(module)
+        if unit not in ROW_OF:
+            found.append(f"{module} has no row in tests/test_layering.py")
+            continue
+        for name in sorted(set(imported(sources, module))):
+            target = unit_of(name)
+            if name.split(".")[0] != "jaxrl" or target == unit:
+                continue
+            if ROW_OF.get(target, len(ROWS)) >= ROW_OF[unit]:
+                found.append(f"{module} imports {name}, which is not below it")
+    return found
+
+
+def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
+    """`jaxrl.scheduling` knows the standard library without clock, chance and log, numpy, and the house's words."""
+    allowed = (sys.stdlib_module_names | {"numpy"}) - IMPURE
+
+    def fits(name: str) -> bool:
+        root = name.split(".")[0]
+        return unit_of(name) in ("types", "scheduling") if root == "jaxrl" else root in allowed
+
+    return [
+        f"{module} imports {name}"
+        for module in sources
+        if unit_of(module) == "scheduling"
+        for name in sorted(set(imported(sources, module)))
+        if not fits(name)
+    ]
+
+
+def ray_violations(sources: Mapping[str, str]) -> list[str]:
+    """Only the reward pool knows ray."""
+    return [
+        f"{module} imports {name}"
+        for module in sources
+        if module != "jaxrl.rewards.pool"
+        for name in imported(sources, module)
+        if name.split(".")[0] == "ray"
+    ]
+
+
+def closure(sources: Mapping[str, str], module: str) -> set[str]:
+    """Every module that importing `module` runs, as far as our own modules lead to it."""
+    seen: set[str] = set()
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)]
+        for each in (name, *parents):
+            if each not in seen:
+                seen.add(each)
+                if each in sources:
+                    pending.extend(imported(sources, each, at_import=True))
+    return seen
+
+
+def jax_violations(sources: Mapping[str, str]) -> list[str]:
+    """`loop`, `cli`, the reward workers and the simulator load without jax; `loop` and `sim` never name it at all."""
+    pure = [module for module in sources if unit_of(module) in ("sim", "loop")]
+    found = [f"{m} imports {n}" for m in pure for n in imported(sources, m) if n.split(".")[0] in JAX]
+    for module in sorted({*pure, *WITHOUT_JAX} & set(sources)):
+        reached = {name.split(".")[0] for name in closure(sources, module)} & JAX
+        found += [f"importing {module} loads {name}" for name in sorted(reached)]
+    return found
+
+
+@pytest.mark.parametrize("rule", [layer_violations, scheduling_violations, ray_violations, jax_violations])
+def test_the_house_keeps_its_rules(rule):
+    assert rule(SOURCES) == []
+
+
+def test_every_source_file_is_read():
+    assert {"jaxrl", "jaxrl.cli", "jaxrl.scheduling.engine", "jaxrl.sharding.rules", "jaxrl.kernels"} <= set(SOURCES)
+    assert set(WITHOUT_JAX) <= set(SOURCES)
+    missing = {unit for unit in ROW_OF if unit != "__init__"} - {unit_of(module) for module in SOURCES}
+    assert not missing, "rows name units that do not exist"
+
+
+BROKEN = {
+    "upward": (layer_violations, {"jaxrl.types": "", "jaxrl.cli": "", "jaxrl.data": "def f():\n  import jaxrl.cli"}),
+    "sibling files": (layer_violations, {"jaxrl.data": "from jaxrl import metrics", "jaxrl.metrics": ""}),
+    "sibling packages": (layer_violations, {"jaxrl.train.a": "", "jaxrl.rollout.b": "from jaxrl.train.a import x"}),
+    "relative": (layer_violations, {"jaxrl.types": "from . import cli", "jaxrl.cli": "", "jaxrl": ""}),
+    "no row": (layer_violations, {"jaxrl.utils": ""}),
+    "impure": (scheduling_violations, {"jaxrl.scheduling.a": "from time import monotonic"}),
+    "not numpy": (scheduling_violations, {"jaxrl.scheduling.a": "import jax.numpy as np"}),
+    "scheduling reads config": (scheduling_violations, {"jaxrl.scheduling.a": "from jaxrl.config import Config"}),
+    "ray": (ray_violations, {"jaxrl.backend": "def f():\n  import ray.util"}),
+    "jax by name": (jax_violations, {"jaxrl.sim.a": "def f():\n  from jax import numpy"}),
+    "jax by way of": (jax_violations, {"jaxrl.loop": "import jaxrl.train.b", "jaxrl.train": "import jax"}),
+    "jax in a class body": (jax_violations, {"jaxrl.cli": "class A:\n  try:\n    import optax\n  finally: ..."}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_found(name):
+    rule, sources = BROKEN[name]
+    assert len(rule(sources)) == 1, rule(sources)
+
+
+def test_what_is_allowed_is_not_found():
+    sources = {
+        "jaxrl": "__version__ = ''",
+        "jaxrl.types": "import numpy",
+        "jaxrl.scheduling.a": "import heapq\nfrom numpy import ndarray\nfrom jaxrl.scheduling.b import x",
+        "jaxrl.scheduling.b": "from jaxrl.types import Sample",
+        "jaxrl.loop": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  from jaxrl.train.a import Trainer",
+        "jaxrl.train.a": "import jax",
+        "jaxrl.cli": "from jaxrl import __version__\ndef f():\n  from jaxrl.train import a\n  import jax",
+    }
+    for rule in (layer_violations, scheduling_violations, ray_violations, jax_violations):
+        assert rule(sources) == []
+
+
+@pytest.mark.parametrize("module", ["jaxrl", *WITHOUT_JAX, "jaxrl.sim.executor"])
+def test_importing_loads_no_heavy_package(module):
+    """The same from outside, so that other packages' imports count as well."""
+    code = f"import sys, {module}; print(*sorted({{'jax', 'jaxlib', 'ray', 'torch'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("name", ["sharding", "kernels"])
+def test_bare_name_is_refused(name):
+    """The folders at the top level are ours only by their full name."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert f"ImportError: `{name}` is part of jaxrl: import it as `jaxrl.{name}`" in done.stderr
