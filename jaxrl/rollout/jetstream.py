@@ -1,0 +1,449 @@
+"""The programs of the rollout as a JetStream engine: prefill, insert and generate of `jetstream.engine.engine_api`.
+
+Purpose: to serve a jaxrl model from JetStream's orchestrator, or from anything else that drives its `Engine`. Nothing
+else in jaxrl imports this module. `pip install 'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on
+PyPI of an archived project, and with it seqio and TensorFlow, which its `engine_api` imports. Run with Python 3.11, jax
+0.10.2 and Python 3.12, jax 0.11.2 (seqio 0.0.20, TensorFlow 2.21, protobuf 7.36 beside both).
+
+Source: google-jetstream 0.2.2, `engine/engine_api.py` and the way `core/orchestrator.py` drives it. There prefill
+returns a prefix only, and every token of a response comes out of `generate`. (The later sources on GitHub return the
+first token from prefill; they are another interface, which the extra's requirement keeps out.)
+
+Departures:
+
+* A prefix carries its first token, drawn by prefill. A generate step returns the token that each slot drew last and
+  draws the next one, so the first step after an insert returns the first token.
+* The engine interface has no sampling options per request: `JetStreamConfig.sampling` holds for all of them. Request n
+  (counted by prefill, from 0) is sampled as `SampleKey(0, n, sample)`, as `jaxrl.scheduling.engine.Engine` would.
+* A slot owns its blocks for good, so attention spans `max_length` in each step and `free_resource` has nothing to do.
+  One step per call is what the interface asks for; the executor's chunks of steps are faster.
+* When a response is over is the driver's decision (`Tokenizer.stop_tokens` and its own limit on tokens); `valid` is 0
+  where a slot has nothing more to say: a stop token of `JetStreamConfig.sampling`, its `max_tokens`, or `max_length`.
+* JetStream decodes text token by token: a character that spans several tokens comes out as replacement characters. The
+  token ids are exact. Token ids from a client get a BOS token in front, from JetStream, whatever the model's habits.
+
+`orchestrator.Driver` calls `jax.tree_map` when it throws away an inserted prefix, which jax no longer has, and dies of
+it (SIGKILL). Before a Driver is built::
+
+    orchestrator.delete_pytree = lambda prefix: None  # the prefix goes when its last reference goes
+
+Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group, K key/value heads, N
+blocks, P positions per block, W blocks per table, D head dim, C positions of a prefill.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import RANDOM, load_model
+from jaxrl.rollout import kv_cache
+from jaxrl.rollout.programs import MAX_STOP_IDS, Programs, RowState, host_rows, row_state_shapes
+from jaxrl.rollout.sampling import request_key
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import pad_heads, to_rollout
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import SampleKey, SamplingParams
+
+try:
+    from jetstream.engine import (  # pyright: ignore[reportMissingImports]  (an optional extra)
+        engine_api,
+        token_utils,
+        tokenizer_api,
+        tokenizer_pb2,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"jaxrl.rollout.jetstream needs google-jetstream 0.2.2: pip install 'jaxrl[jetstream]' ({error})"
+    ) from error
+
+PREFILL_LENGTHS = tuple(16 << i for i in range(12))
+"""What JetStream pads prompts to (`token_utils.pad_tokens`); `max_prefill_length` must be one of them."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 24)
+"""The default: the likeliest token, for as long as the driver asks or the slot has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class JetStreamConfig:
+    """Sizes of a JetStream engine, and how it samples.
+
+    Attributes:
+      num_slots: requests per dp group.
+      samples_per_slot: responses to each request; they share its prefill.
+      block_size: positions per block.
+      max_length: tokens of the longest sequence, prompt and response.
+      max_prefill_length: tokens of the longest prompt, 16, 32, 64 ...; longer ones lose their beginning (JetStream).
+      dtype: of weights, KV and activations.
+      seed: folded into every token's key.
+      sampling: of every request.
+      max_tp: the largest TP degree that the weights are padded for. Engines that hand each other prefixes must agree on
+        it and on `block_size`.
+    """
+
+    num_slots: int
+    samples_per_slot: int = 1
+    block_size: int = 16
+    max_length: int = 1024
+    max_prefill_length: int = 512
+    dtype: Any = jnp.float32
+    seed: int = 0
+    sampling: SamplingParams = GREEDY
+    max_tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "samples_per_slot", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"JetStreamConfig.{name} ({getattr(self, name)}) must be >= 1")
+        if self.max_prefill_length not in PREFILL_LENGTHS:
+            raise ValueError(
+                f"JetStreamConfig.max_prefill_length ({self.max_prefill_length}) must be one of the lengths that "
+                f"JetStream pads to: {', '.join(map(str, PREFILL_LENGTHS))}"
+            )
+        if self.max_length <= self.max_prefill_length:
+            raise ValueError(
+                f"JetStreamConfig.max_length ({self.max_length}) must be above max_prefill_length "
+                f"({self.max_prefill_length}): it counts the response as well"
+            )
+        if self.sampling.stop_strings:
+            raise ValueError("JetStreamConfig.sampling.stop_strings: JetStream's drivers look for stop tokens only")
+        if (count := len(self.sampling.stop_token_ids)) > MAX_STOP_IDS:
+            raise ValueError(
+                f"JetStreamConfig.sampling.stop_token_ids has {count} ids; a row holds {MAX_STOP_IDS}. JetStream's "
+                "drivers end responses at the tokenizer's stop tokens without them"
+            )
+
+
+class Prefix(NamedTuple):
+    """A request that was prefilled and has no slot yet: the same in every layout of equal `block_size` and `max_tp`.
+
+    kv: per layer keys and values [K, N, P, D], their first block being nobody's; rows: a `RowState` [n, ...] with the
+    first tokens; length: tokens whose KV is in `kv`.
+    """
+
+    kv: Any
+    rows: Any
+    length: Any
+
+
+class DecodeState(NamedTuple):
+    """All slots: the KV pool, row state [G, R, ...], and per row [G, R] whether its token was not yet returned, and
+    how many were."""
+
+    pool: kv_cache.Pool
+    rows: RowState
+    pending: jax.Array
+    returned: jax.Array
+
+
+class JetStreamEngine(engine_api.Engine):
+    """A model on a layout behind JetStream's interface.
+
+    Example::
+
+        engine = JetStreamEngine(config_of(path), Layout(make_mesh(), tp=1), JetStreamConfig(num_slots=8), path)
+        params, state = engine.load_params(), engine.init_decode_state()
+        prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=5)
+        state = engine.insert(prefix, state, slot=0)
+        state, result = engine.generate(params, state)
+        result.convert_to_numpy().get_result_at_slot(0).tokens  # [samples_per_slot, 1]
+
+    Args:
+      path: as `model.path`, for `load_params` and the tokenizer.
+    """
+
+    def __init__(self, model: ModelConfig, layout: Layout, config: JetStreamConfig, path: str | Path) -> None:
+        self.model = model
+        self.layout = layout
+        self.config = config
+        self.path = str(path)
+        self._rows = config.num_slots * config.samples_per_slot
+        self._width = -(-config.max_length // config.block_size)
+        kv_heads = pad_heads(model.num_heads, model.num_kv_heads, config.max_tp)[1]
+        num_blocks = 1 + self._rows * self._width
+        self._cache = kv_cache.CacheShape(
+            model.num_layers, kv_heads, model.head_dim, num_blocks, config.block_size, jnp.dtype(config.dtype)
+        )
+        self._programs = Programs(model, layout, jnp.dtype(config.dtype), decode_steps=1)
+        self._truncate = config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0
+        self._num_requests = itertools.count()
+        by_row = self._programs.rows_sharding
+        state = DecodeState(kv_cache.pool_sharding(layout, self._cache), by_row, by_row, by_row)  # pyright: ignore[reportArgumentType]
+        prefix = self.get_prefix_destination_sharding()
+        self._prefill = jax.jit(self._prefill_program, out_shardings=(prefix.kv, prefix.rows))
+        self._insert = jax.jit(self._insert_program, donate_argnums=0, out_shardings=state)
+        self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, by_row))
+
+    # -- JetStream's interface ---------------------------------------------------------------------------------------
+
+    def load_params(self, params: Any = None) -> Any:
+        """Weights for `prefill` and `generate`: those at the engine's path, or the given ones in training form."""
+        if params is None:
+            dtype = "float64" if jnp.dtype(self.config.dtype) == jnp.float64 else "float32"
+            params = load_model(self.path, self.mesh, dtype)[1]
+        return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp)
+
+    def prefill(
+        self, *, params: Any, existing_prefix: Prefix | None = None, padded_tokens: Any, true_length: int
+    ) -> Prefix:
+        """Computes the KV of a prompt, or of what follows `existing_prefix`, and draws its first token.
+
+        Args:
+          padded_tokens: [C]; each C is compiled once.
+          true_length: how many of them count; more than there are means all (a prompt that JetStream cut).
+        """
+        start = 0 if existing_prefix is None else int(existing_prefix.length)
+        length = min(int(true_length), padded_tokens.shape[0])
+        if not 0 < length < self.config.max_length - start:
+            raise ValueError(
+                f"prefill: {length} tokens after {start} must be at least one, and together below max_length "
+                f"({self.config.max_length}), which counts the response as well"
+            )
+        existing = [] if existing_prefix is None else existing_prefix.kv
+        kv, rows = self._prefill(
+            params, padded_tokens, np.int32(start), np.int32(length), self._fill(start + length), existing
+        )
+        return Prefix(kv, rows, np.int32(start + length))
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """Puts a prefix into a slot, whatever was there before. The given decode state is used up."""
+        if not 0 <= slot < self.max_concurrent_decodes:
+            raise ValueError(f"insert: slot ({slot}) must be in 0 .. {self.max_concurrent_decodes - 1}")
+        return self._insert(decode_state, prefix.kv, prefix.rows, np.int32(slot))
+
+    def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Any]:
+        """Returns the token that each slot drew last, and draws the next. The given decode state is used up."""
+        decode_state, data = self._generate(params, decode_state)
+        return decode_state, engine_api.ResultTokens(
+            data=data,
+            tokens_idx=(0, 1),
+            valid_idx=(1, 2),
+            length_idx=(2, 3),
+            samples_per_slot=self.config.samples_per_slot,
+        )
+
+    def init_decode_state(self) -> DecodeState:
+        """Empty slots."""
+        shape, by_row = (self.layout.dp, self._rows), self._programs.rows_sharding
+        host = (host_rows(*shape), np.zeros(shape, np.bool_), np.zeros(shape, np.int32))
+        return DecodeState(kv_cache.allocate(self.layout, self._cache), *jax.device_put(host, by_row))
+
+    def free_resource(self, slot: int) -> None:
+        """A slot keeps its blocks: the next insert overwrites them."""
+
+    def get_prefix_destination_sharding(self) -> Prefix:
+        """Shardings of a prefix on this engine's mesh: heads split as in the pool, and a copy in every dp group."""
+        heads, everywhere = PartitionSpec(self._kv_axes), PartitionSpec()
+        return Prefix(*(NamedSharding(self.mesh, spec) for spec in (heads, everywhere, everywhere)))
+
+    def get_tokenizer(self) -> Any:
+        """Where the tokenizer is, as JetStream's message."""
+        path = self.path.removeprefix(RANDOM)
+        return tokenizer_pb2.TokenizerParameters(path=path, extra_ids=0)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def build_tokenizer(self, metadata: Any) -> JetStreamTokenizer:
+        """The tokenizer at `metadata.path`."""
+        return JetStreamTokenizer(Tokenizer.from_path(metadata.path), self.model.eos_token_ids)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self.layout.dp * self.config.num_slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        return self.config.samples_per_slot
+
+    @property
+    def max_prefill_length(self) -> int:
+        return self.config.max_prefill_length
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _kv_axes(self) -> tuple[str, ...] | None:
+        return self.layout.kv_axes(self._cache.num_kv_heads) or None
+
+    def _fill(self, length: int) -> RowState:
+        """[1, n, ...] on the host: the rows of the next request, whose prompt has `length` tokens."""
+        config, params = self.config, self.config.sampling
+        rows = host_rows(1, config.samples_per_slot)
+        seed = config.seed if params.seed is None else params.seed
+        index = next(self._num_requests)
+        rows.limit[:] = min(length + params.max_tokens, config.max_length)
+        rows.stop_ids[..., : len(params.stop_token_ids)] = params.stop_token_ids
+        rows.sampling.keys[0] = [request_key(seed, SampleKey(0, index, i)) for i in range(config.samples_per_slot)]
+        rows.sampling.temperature[:] = params.temperature
+        rows.sampling.top_k[:] = params.top_k
+        rows.sampling.top_p[:] = params.top_p
+        rows.sampling.min_p[:] = params.min_p
+        return rows
+
+    def _prefill_program(
+        self,
+        params: Any,
+        tokens: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        fill: RowState,
+        existing: kv_cache.Pool,
+    ) -> tuple[kv_cache.Pool, RowState]:
+        """Every dp group computes the same prefix, so that it is at hand wherever its slot will be: a group that did
+        not would wait for the one that did."""
+        groups, samples = self.layout.dp, self.config.samples_per_slot
+        new_blocks = -(-tokens.shape[0] // self.config.block_size)
+        pool = self._widen(existing, new_blocks)
+
+        def rows(values: Any, count: int) -> jax.Array:
+            """The same in every row [G, count, ...]."""
+            values = jnp.asarray(values, jnp.int32)
+            return jnp.broadcast_to(values, (groups, count, *values.shape))
+
+        def chunk(pool: kv_cache.Pool, state: RowState, tokens: Any, at: Any, size: Any, slots: Any) -> Any:
+            count = slots.shape[0]
+            table = rows(jnp.arange(1, pool[0][0].shape[2]), count)
+            filled = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :count], (groups, count, *x.shape[2:])), fill)
+            slots = jnp.broadcast_to(slots, (groups, count))
+            arguments = (rows(tokens, count), rows(at, count), rows(size, count), table, slots, filled)
+            return self._programs.prefill(params, pool, state, *arguments, truncate=self._truncate)[:2]
+
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), row_state_shapes(groups, samples))
+        if samples > 1:
+            # All but the last token once; then the last one in n rows over the same blocks, each drawing for itself.
+            pool, state = chunk(pool, state, tokens, start, length - 1, jnp.array([samples]))
+            tokens, start, length = tokens[length - 1][None], start + length - 1, jnp.int32(1)
+        pool, state = chunk(pool, state, tokens, start, length, jnp.arange(samples))
+        dp = PartitionSpec(self.layout.dp_axes or None)
+        return jax.shard_map(
+            lambda *trees: jax.tree.map(lambda x: x[0], trees),
+            mesh=self.mesh,
+            in_specs=(kv_cache.pool_spec(self.layout, self._cache.num_kv_heads), dp),
+            out_specs=(PartitionSpec(self._kv_axes), PartitionSpec()),
+            check_vma=False,  # the groups' values are equal
+        )(pool, state)
+
+    def _widen(self, existing: kv_cache.Pool, new_blocks: int) -> kv_cache.Pool:
+        """A pool per dp group that holds an existing prefix and room for more."""
+        cache, layout = self._cache, self.layout
+        if not existing:
+            dims = (layout.dp, cache.num_kv_heads, 1 + new_blocks, cache.block_size, cache.head_dim)
+            sharding = kv_cache.pool_sharding(layout, cache)
+            zeros = jax.lax.with_sharding_constraint(jnp.zeros(dims, cache.dtype), sharding)
+            return [(zeros, zeros)] * cache.num_layers
+        widths = ((0, 0), (0, new_blocks), (0, 0), (0, 0))
+        return jax.shard_map(
+            lambda kv: jax.tree.map(lambda x: jnp.pad(x, widths)[None], kv),
+            mesh=self.mesh,
+            in_specs=PartitionSpec(self._kv_axes),
+            out_specs=kv_cache.pool_spec(layout, cache.num_kv_heads),
+            check_vma=False,
+        )(existing)
+
+    def _insert_program(self, state: DecodeState, kv: kv_cache.Pool, new: RowState, slot: jax.Array) -> DecodeState:
+        """Copies the prefix's blocks into those of the slot's rows, in the dp group that has the slot."""
+        config, samples, width = self.config, self.config.samples_per_slot, self._width
+        group, first = slot // config.num_slots, slot % config.num_slots * samples
+        used = min(width, kv[0][0].shape[1] - 1)
+        blocks = (1 + (first + jnp.arange(samples))[:, None] * width + jnp.arange(used)).reshape(-1)
+        dp_axes = self.layout.dp_axes
+
+        def local(pool: kv_cache.Pool, kv: kv_cache.Pool, group: jax.Array, blocks: jax.Array) -> kv_cache.Pool:
+            here = group == (jax.lax.axis_index(dp_axes) if dp_axes else 0)
+            to = jnp.where(here, blocks, self._cache.num_blocks)  # beyond the last block: dropped
+
+            def put(cached: jax.Array, prefix: jax.Array) -> jax.Array:
+                copies = jnp.tile(prefix[:, 1 : 1 + used], (1, samples, 1, 1))
+                return cached[0].at[:, to].set(copies, mode="drop")[None]
+
+            return jax.tree.map(put, pool, kv)
+
+        pool_spec = kv_cache.pool_spec(self.layout, self._cache.num_kv_heads)
+        pool = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(pool_spec, PartitionSpec(self._kv_axes), PartitionSpec(), PartitionSpec()),
+            out_specs=pool_spec,
+            check_vma=False,
+        )(state.pool, kv, group, blocks)
+        row = jnp.arange(self._rows)
+        mine = (jnp.arange(self.layout.dp)[:, None] == group) & (row // samples == first // samples)
+
+        def fill(old: jax.Array, values: jax.Array) -> jax.Array:
+            # Elementwise, so that the dp groups need no word from each other.
+            tiled = jnp.tile(values, (config.num_slots, *[1] * (values.ndim - 1)))
+            return jnp.where(mine.reshape(*mine.shape, *[1] * (old.ndim - 2)), tiled, old)
+
+        rows = jax.tree.map(fill, state.rows, new)
+        return DecodeState(pool, rows, state.pending | mine, jnp.where(mine, 0, state.returned))
+
+    def _generate_program(self, params: Any, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+        """One step; the data is int32 [G * R, 3]: token, validity, tokens returned so far."""
+        shape = (self.layout.dp, self._rows)
+        row = jnp.arange(self._rows)
+        tables = 1 + row[:, None] * self._width + jnp.arange(self._width)
+        pool, rows, generated, _ = self._programs.decode(
+            params,
+            state.pool,
+            state.rows,
+            jnp.broadcast_to(tables, (self.layout.dp, *tables.shape)),
+            jnp.broadcast_to(row, shape),
+            jnp.zeros(shape, jnp.bool_),
+            jnp.int32(1),
+            jnp.int32(1 << 30),
+            truncate=self._truncate,
+        )
+        returned = state.returned + state.pending
+        data = jnp.stack([state.rows.token, state.pending.astype(jnp.int32), returned], axis=-1)
+        return DecodeState(pool, rows, generated.counts > 0, returned), data.reshape(-1, 3)
+
+
+class JetStreamTokenizer(tokenizer_api.Tokenizer):
+    """Our tokenizer in JetStream's clothes.
+
+    Text is taken as it is: no chat template, and special tokens in front as the tokenizer itself puts them there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._stop = {*tokenizer.stop_token_ids, *eos_token_ids}
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
+        """(ids padded to one of JetStream's lengths, how many count); keywords as in `token_utils.pad_tokens`."""
+        ids = self.tokenizer.encode(s, add_special_tokens=kwargs.pop("is_bos", True)) or [self.bos_id]
+        return token_utils.pad_tokens(np.array(ids, np.int32), self.bos_id, self.pad_id, is_bos=False, **kwargs)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        return self.tokenizer.decode(token_ids)
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        return (*self.tokenizer.eos_token_ids, self.pad_id)[0]
+
+    @property
+    def bos_id(self) -> int:
+        """The token that begins a text; in a vocabulary without one, the token that ends the text before it."""
+        bos = self.tokenizer.bos_id
+        return self.eos_id if bos is None else bos
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return self._stop

@@ -1,0 +1,308 @@
+"""The engine behind JetStream's interface draws the tokens that our own engine draws.
+
+Float64, where equality is exact. The orchestrator is tested in a process of its own: importing it configures the root
+logger, and a thread of it that fails kills the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.models.loading import RANDOM, load_model
+from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.plan import Request
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import SampleKey, SamplingParams
+
+PROMPTS = ("a", "The rain in Spain", "2 + 2 = ", "stays mainly in the plain " * 2, "xyz")
+LENGTHS = (9, 3, 17, 5, 12)
+MAX_LENGTH = 90
+
+
+@pytest.fixture(scope="module")
+def jetstream() -> Any:
+    """`jaxrl.rollout.jetstream`. TensorFlow, which comes along with JetStream's interface, warns as it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reason = "google-jetstream is not installed: pip install 'jaxrl[jetstream]'"
+        pytest.importorskip("jetstream.engine.engine_api", reason=reason, exc_type=ImportError)
+        return importlib.import_module("jaxrl.rollout.jetstream")
+
+
+@pytest.fixture
+def make(jetstream, tiny_model, x64):
+    """(devices, tp, options of JetStreamConfig) -> engine."""
+
+    def build(devices: int = 1, tp: int = 1, **options: Any) -> Any:
+        path = f"{RANDOM}{tiny_model}"
+        mesh = make_mesh(jax.devices()[:devices])
+        model, _ = load_model(path, mesh, "float64")
+        sizes = {"num_slots": 2, "block_size": 8, "max_length": MAX_LENGTH, "max_prefill_length": 64, "max_tp": tp}
+        config = jetstream.JetStreamConfig(**(sizes | {"dtype": "float64"} | options))
+        return jetstream.JetStreamEngine(model, Layout(mesh, tp), config, path)
+
+    return build
+
+
+def ours(path: Path, prompts: list[list[int]], lengths: tuple[int, ...], samples: int, sampling: SamplingParams):
+    """[prompt][sample] -> token ids, from our own engine over a MeshExecutor."""
+    mesh = make_mesh(jax.devices()[:1])
+    model, params = load_model(f"{RANDOM}{path}", mesh, "float64")
+    sizes = ExecutorConfig(
+        num_slots=4, num_blocks=65, block_size=8, max_length=MAX_LENGTH, max_prefill_tokens=64, dtype="float64",
+        truncate=True,
+    )  # fmt: skip
+    executor = MeshExecutor(model, Layout(mesh, 1), sizes)
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    requests = [
+        Request(i * samples + j, SampleKey(0, i, j), tuple(ids), replace(sampling, max_tokens=length))
+        for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True))
+        for j in range(samples)
+    ]
+    done = Engine(executor, BatcherConfig(decode_steps=8, max_model_len=MAX_LENGTH)).generate(requests)
+    return [[s.token_ids.tolist() for s in done[i * samples : (i + 1) * samples]] for i in range(len(prompts))]
+
+
+def drive(engine: Any, prompts: list[list[int]], lengths: tuple[int, ...]) -> list[list[list[int]]]:
+    """What a driver does: fill free slots, step, hand out tokens, free the slots of what is finished."""
+    params, state = engine.load_params(), engine.init_decode_state()
+    waiting = deque(enumerate(prompts))
+    free = deque(range(engine.max_concurrent_decodes))
+    live: dict[int, int] = {}
+    out: list[list[list[int]]] = [[[] for _ in range(engine.samples_per_slot)] for _ in prompts]
+    while waiting or live:
+        # At most one request enters per step, so that slots are at different positions.
+        if waiting and free:
+            index, ids = waiting.popleft()
+            padded = np.pad(np.array(ids, np.int32), (0, -len(ids) % 16))
+            prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(ids))
+            live[slot := free.popleft()] = index
+            state = engine.insert(prefix, state, slot=slot)
+        state, result = engine.generate(params, state)
+        result.copy_to_host_async()
+        host = result.convert_to_numpy()
+        for slot, index in list(live.items()):
+            data = host.get_result_at_slot(slot)
+            assert data.tokens.shape == data.valid.shape == (engine.samples_per_slot, 1)
+            for tokens, token in zip(out[index], data.tokens[:, 0], strict=True):
+                tokens.append(int(token))
+            assert data.valid.all()
+            np.testing.assert_array_equal(data.lengths, len(out[index][0]))
+            if len(out[index][0]) == lengths[index]:
+                del live[slot]
+                free.append(slot)
+                assert engine.free_resource(slot) is None
+    return out
+
+
+def encoded(folder: Path) -> list[list[int]]:
+    return [Tokenizer.from_path(folder).encode(text) for text in PROMPTS]
+
+
+@pytest.mark.parametrize(("devices", "tp"), [(1, 1), (2, 1), (4, 2), (4, 4)])
+def test_greedy_tokens_are_those_of_our_engine(make, tiny_model, devices, tp):
+    engine = make(devices, tp)
+    assert engine.max_concurrent_decodes == 2 * devices // tp
+    prompts = encoded(tiny_model)
+    assert drive(engine, prompts, LENGTHS) == ours(tiny_model, prompts, LENGTHS, 1, SamplingParams(temperature=0))
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(max_tokens=64), SamplingParams(temperature=0.8, top_k=40, max_tokens=64)], ids=str
+)
+def test_samples_of_a_slot_are_those_of_our_engine(make, tiny_model, sampling):
+    engine = make(2, samples_per_slot=3, sampling=sampling)
+    prompts = encoded(tiny_model)
+    expected = ours(tiny_model, prompts, LENGTHS, 3, sampling)
+    assert drive(engine, prompts, LENGTHS) == expected
+    assert expected[0][0] != expected[0][1]
+
+
+def generate(engine: Any, params: Any, prefix: Any, steps: int) -> list[tuple[int, int, int]]:
+    """(token, valid, length) of slot 1 for some steps, slot 0 being empty."""
+    state = engine.insert(prefix, engine.init_decode_state(), slot=1)
+    rows = []
+    for _ in range(steps):
+        state, result = engine.generate(params, state)
+        assert not result.convert_to_numpy().get_result_at_slot(0).valid.any()
+        data = result.convert_to_numpy().get_result_at_slot(1)
+        rows.append((data.tokens.item(), data.valid.item(), data.lengths.item()))
+    return rows
+
+
+def test_a_prefix_can_be_continued(make, tiny_model):
+    engine = make(2)
+    params = engine.load_params()
+    ids = np.array(encoded(tiny_model)[3], np.int32)
+    whole = engine.prefill(params=params, padded_tokens=np.pad(ids, (0, 64 - len(ids))), true_length=len(ids))
+    first = engine.prefill(params=params, padded_tokens=ids[:16], true_length=11)
+    both = engine.prefill(params=params, existing_prefix=first, padded_tokens=ids[11:], true_length=len(ids) - 11)
+    assert both.length == whole.length == len(ids)
+    assert generate(engine, params, both, 8) == generate(engine, params, whole, 8)
+
+
+def test_a_prefix_goes_to_an_engine_on_other_devices(make, tiny_model, jetstream):
+    """JetStream's disaggregated mode: prefill on one submesh, decode on another with another layout."""
+    near = make(2, 2)
+    layout = Layout(make_mesh(jax.devices()[4:8]), 2)
+    far = jetstream.JetStreamEngine(near.model, layout, near.config, near.path)
+    ids = np.array(encoded(tiny_model)[1], np.int32)
+    prefix = near.prefill(params=near.load_params(), padded_tokens=ids, true_length=len(ids))
+    moved = jax.device_put(prefix, far.get_prefix_destination_sharding())
+    there = generate(far, far.load_params(), moved, 6)
+    assert there == generate(near, near.load_params(), prefix, 6)
+
+
+@pytest.mark.parametrize("limited_by", ["max_length", "max_tokens", "stop token"])
+def test_a_slot_that_has_no_more_to_say_is_not_valid(make, tiny_model, limited_by):
+    ids = encoded(tiny_model)[3]
+    room = MAX_LENGTH - len(ids)
+    ((response,),) = ours(tiny_model, [ids], (room,), 1, SamplingParams(temperature=0))
+    sampling, expected = SamplingParams(temperature=0, max_tokens=10_000), room
+    if limited_by == "max_tokens":
+        sampling, expected = SamplingParams(temperature=0, max_tokens=1), 1
+    elif limited_by == "stop token":
+        sampling = SamplingParams(temperature=0, max_tokens=10_000, stop_token_ids=(response[4],))
+        expected = response.index(response[4]) + 1
+    engine = make(sampling=sampling)
+    params = engine.load_params()
+    prefix = engine.prefill(params=params, padded_tokens=np.array(ids, np.int32), true_length=len(ids))
+    rows = generate(engine, params, prefix, expected + 2)
+    assert [token for token, valid, _ in rows if valid] == response[:expected]
+    assert [valid for _, valid, _ in rows] == [1] * expected + [0, 0]
+    assert rows[-1][2] == expected
+
+
+def test_what_the_interface_declares(make, tiny_model):
+    engine = make(4, 2, samples_per_slot=2)
+    assert (engine.max_concurrent_decodes, engine.samples_per_slot, engine.max_prefill_length) == (4, 2, 64)
+    assert engine.mesh.size == 4
+    assert engine.colocated_cpus is None
+    tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+    ids, length = tokenizer.encode("hello", max_prefill_length=64, jax_padding=False)
+    assert (ids.shape, length) == ((16,), 5)
+    assert tokenizer.decode(ids[:length].tolist()) == "hello"
+    assert tokenizer.encode("", jax_padding=False)[1] == 1
+    assert set(tokenizer.stop_tokens) == {0, 2}
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 3)
+    assert tokenizer.encode("x" * 100, max_prefill_length=64, jax_padding=False)[0].shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_prefill_length": 60}, "max_prefill_length .60. must be one of"),
+        ({"max_length": 64}, r"max_length \(64\) must be above max_prefill_length \(64\)"),
+        ({"num_slots": 0}, "num_slots .0. must be >= 1"),
+        ({"sampling": SamplingParams(stop_strings=("x",))}, "stop tokens only"),
+        ({"sampling": SamplingParams(stop_token_ids=tuple(range(9)))}, "has 9 ids; a row holds 8"),
+    ],
+)
+def test_sizes_that_cannot_be(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_requests_that_cannot_be(make):
+    engine = make()
+    params = engine.load_params()
+    for length in (0, MAX_LENGTH):
+        with pytest.raises(ValueError, match="must be at least one, and together below max_length"):
+            engine.prefill(params=params, padded_tokens=np.zeros(128, np.int32), true_length=length)
+    prefix = engine.prefill(params=params, padded_tokens=np.ones(16, np.int32), true_length=16)
+    with pytest.raises(ValueError, match=r"slot \(2\) must be in 0 .. 1"):
+        engine.insert(prefix, engine.init_decode_state(), slot=2)
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch):
+    for name in ("jetstream", "jetstream.engine"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "jaxrl.rollout.jetstream", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'jaxrl\[jetstream\]'"):
+        importlib.import_module("jaxrl.rollout.jetstream")
+
+
+SERVE = """
+import asyncio, json, sys
+import jax
+from jaxrl.models.loading import config_of
+from jaxrl.rollout.jetstream import JetStreamConfig, JetStreamEngine
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jetstream.core import orchestrator
+from jetstream.core.proto import jetstream_pb2 as pb
+
+path, prompts, lengths, interleaved = json.loads(sys.argv[1])
+config = JetStreamConfig(num_slots=4, block_size=8, max_length=90, max_prefill_length=64, dtype="float64")
+engines = [
+    JetStreamEngine(config_of(path), Layout(make_mesh(devices), 1), config, path)
+    for devices in (jax.devices()[:2], jax.devices()[2:4])[: 1 if interleaved else 2]
+]
+params = [engine.load_params() for engine in engines]
+orchestrator.delete_pytree = lambda prefix: None  # as the docstring of jaxrl.rollout.jetstream says
+
+async def ask(client, content, max_tokens):
+    ids, text = [], ""
+    async for response in client.Decode(pb.DecodeRequest(max_tokens=max_tokens, **content)):
+        ids += response.stream_content.samples[0].token_ids
+        text += response.stream_content.samples[0].text
+    return ids, text
+
+async def main():
+    # The first engine prefills, the last one decodes.
+    driver = orchestrator.Driver(engines[:1], engines[-1:], params[:1], params[-1:], interleaved_mode=interleaved)
+    client = orchestrator.LLMOrchestrator(driver=driver)
+    content = [
+        {"text_content": pb.DecodeRequest.TextContent(text=prompt)} if isinstance(prompt, str)
+        else {"token_content": pb.DecodeRequest.TokenContent(token_ids=prompt)}
+        for prompt in prompts
+    ]
+    answers = await asyncio.gather(*(ask(client, c, n) for c, n in zip(content, lengths)))
+    driver.stop()
+    print("ANSWERS " + json.dumps(answers), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "disaggregated"])
+def test_the_orchestrator_serves_our_tokens(jetstream, tiny_model, x64, interleaved):
+    pytest.importorskip("grpc", reason="JetStream's orchestrator needs grpcio")
+    tokenizer = Tokenizer.from_path(tiny_model)
+    ids = encoded(tiny_model)
+    asked = [*PROMPTS, ids[1]]  # texts, and once token ids, which JetStream puts a BOS in front of
+    prompts, lengths = [*ids, [1, *ids[1]]], (*LENGTHS, 7)
+    stops = SamplingParams(temperature=0, stop_token_ids=(0, 2))
+    expected = [response for (response,) in ours(tiny_model, prompts, lengths, 1, stops)]
+    argument = json.dumps([f"{RANDOM}{tiny_model}", asked, lengths, interleaved])
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, argument],
+        env=os.environ | {"JAX_ENABLE_X64": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:])
+    # JetStream keeps the token that ends a response to itself.
+    assert [tokens for tokens, _ in answers] == [[t for t in response if t not in (0, 2)] for response in expected]
+    assert [text for _, text in answers[:-1]] == ["".join(tokenizer.decode([t]) for t in a[0]) for a in answers[:-1]]

@@ -1,0 +1,397 @@
+"""The loop over a backend and a trainer that only note what they are asked."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.loop import Hooks, Loop
+from jaxrl.scheduling.events import Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.timeline import Timeline
+from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
+
+
+Build = Callable[..., "House"]
+
+
+class FakePrompts:
+    """Prompt p is problem p % 5 of epoch p // 5."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        places = range(self.position, self.position + num_prompts)
+        self.position += num_prompts
+        return [Prompt(p // 5, p % 5, (1, 2, p % 5), f"prompt {p % 5}", "test") for p in places]
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+class FakeBackend:
+    """Finishes samples in the order of launch and scores each at once; `slow_s` is what an event takes."""
+
+    def __init__(self, log: list[Any], slow_s: float = 0.0) -> None:
+        self.log, self.slow_s = log, slow_s
+        self.version, self.step = -1, -1
+        self.params = SamplingParams()
+        self.events: deque[Event] = deque()
+        self.num_waits = 0
+
+    @property
+    def generating(self) -> bool:
+        return any(not isinstance(event, Verdict) for event in self.events)
+
+    def enter_rollout(self, policy_version: int) -> None:
+        self.version = policy_version
+        self.log.append(("enter", policy_version))
+
+    def leave_rollout(self) -> None:
+        self.log.append("leave")
+
+    def begin(self, step: int, params: SamplingParams) -> None:
+        assert not self.events
+        self.step, self.params = step, params
+        self.log.append(("begin", step, params.temperature))
+        self.events.append(RoundStarted(0.0))
+
+    def wait(self) -> Event:
+        self.num_waits += 1
+        time.sleep(self.slow_s)
+        return self.events.popleft()
+
+    def apply(self, command: Command) -> None:
+        match command:
+            case Launch(prompt=prompt, keys=keys):
+                self.log.append(("launch", prompt.key, len(keys)))
+                for key in keys:
+                    length = 1 + (7 * key.epoch + 3 * key.prompt_index + key.sample_index) % 5
+                    zeros = np.zeros((length,), np.float32)
+                    versions = np.full((length,), self.version, np.int32)
+                    tokens = np.full((length,), 9, np.int32)
+                    self.events.append(SampleFinished(0.0, Sample(key, tokens, zeros, zeros, versions, "stop"), 0))
+            case Score(sample=sample):
+                self.events.append(Verdict(0.0, sample.key, float(sample.key.sample_index % 2)))
+
+    def cancel(self) -> None:
+        self.log.append("cancel")
+        self.events.clear()
+
+    def end(self) -> dict[str, float]:
+        assert not self.events
+        return {"rollout/recompiles": 0}
+
+
+class FakeTrainer:
+    """Its "parameters" are a digest of everything it was given, in order."""
+
+    def __init__(self, log: list[Any], slow_s: float = 0.0) -> None:
+        self.log, self.slow_s, self.digest = log, slow_s, 0.0
+
+    def token_logprobs(self, batch: TrainBatch, which: str) -> list[np.ndarray]:
+        time.sleep(self.slow_s)
+        self.log.append(("logprobs", which))
+        return [np.full((len(sample),), -1.0, np.float32) for sample in batch.samples]
+
+    def accumulate(self, batch: TrainBatch) -> None:
+        assert batch.old_logprobs is None or len(batch.old_logprobs) == len(batch)
+        assert all(len(a) == len(s) for a, s in zip(batch.advantages, batch.samples, strict=True))
+        self.log.append(("accumulate", [s.key for s in batch.samples]))
+        for sample, values in zip(batch.samples, batch.advantages, strict=True):
+            part = hash((sample.key.epoch, sample.key.prompt_index, sample.key.sample_index)) % 1000
+            self.digest = math.fmod(self.digest * 31 + part + float(values.sum()), 1e9)
+
+    def apply(self) -> dict[str, float]:
+        time.sleep(self.slow_s)
+        self.log.append("apply")
+        return {"actor/pg_loss": float(sum(entry == "apply" for entry in self.log))}
+
+
+class House:
+    """A loop with everything around it; `saves` are the checkpoints."""
+
+    def __init__(self, folder: Path, values: dict[str, Any] | None = None, slow_s: float = 0.0, **more: Any) -> None:
+        self.log: list[Any] = []
+        self.steps: list[tuple[int, dict[str, float], Sequence[Group]]] = []
+        self.evaluations: list[tuple[int, dict[str, float], Sequence[Group]]] = []
+        self.phases: list[tuple[int, str]] = []
+        self.saves: list[tuple[int, dict[str, Any], float]] = []
+        self.stop_after = more.pop("stop_after", None)  # calls of the backend's `wait`
+        self.config = make_config(values or {})
+        self.prompts = FakePrompts()
+        self.backend = FakeBackend(self.log, slow_s)
+        self.trainer = FakeTrainer(self.log, slow_s)
+        self.timeline = Timeline(folder / "timeline.json")
+        self.loop = Loop(
+            self.config,
+            self.prompts,
+            [Prompt(0, p, (1, p), f"held out {p}", "test") for p in range(3)],
+            self.backend,
+            self.trainer,
+            self.timeline,
+            Hooks(
+                on_phase=lambda step, name: self.phases.append((step, name)),
+                on_step=lambda *at: self.steps.append(at),
+                on_eval=lambda *at: self.evaluations.append(at),
+                save=self.save,
+                stop=lambda: self.stop_after is not None and self.backend.num_waits >= self.stop_after,
+            ),
+            stop_token_ids=(2,),
+            total_steps=more.pop("total_steps", 3),
+            num_devices=2,
+        )
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self.log.append(("save", step))
+        self.saves.append((step, copy.deepcopy(state), self.trainer.digest))
+
+    def resume(self, other: House) -> None:
+        """Starts where the last checkpoint of another one ended."""
+        _, state, self.trainer.digest = other.saves[-1]
+        self.loop.load_host_state(copy.deepcopy(state))
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Builds houses, and closes their files after the test."""
+    built: list[House] = []
+
+    def one(*arguments: Any, **more: Any) -> House:
+        built.append(House(tmp_path, *arguments, **more))
+        return built[-1]
+
+    yield one
+    for house in built:
+        house.timeline.close()
+
+
+def make_config(values: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "data": {"task": "leg_counting", "train_batch_size": 4, "max_response_length": 8},
+        "rollout": {"n": 2, "temperature": 0.9, "val_kwargs": {"n": 3, "temperature": 0.5}},
+        "actor": {},
+        "algorithm": {},
+        "trainer": {"save_freq": 2},
+    }
+    for path, value in values.items():
+        section, option = path.split(".")
+        base[section][option] = value
+    return from_mapping(base)
+
+
+def kinds(log: list[Any]) -> list[Any]:
+    """The log without launches, and consecutive equal entries once."""
+    out: list[Any] = []
+    for entry in log:
+        if isinstance(entry, tuple) and entry[0] == "launch":
+            continue
+        name = entry[0] if isinstance(entry, tuple) and entry[0] == "accumulate" else entry
+        if not out or out[-1] != name:
+            out.append(name)
+    return out
+
+
+# ---------------------------------------------------------------- the order of things
+
+
+def test_a_step_from_the_first_phase_to_the_last(build: Build):
+    house = build({"actor.use_kl_loss": True, "trainer.test_freq": 2}, total_steps=2)
+    assert house.loop.run()
+    assert kinds(house.log) == [
+        ("enter", 0),
+        ("begin", 1, 0.9),
+        "leave",
+        ("logprobs", "actor"),
+        ("logprobs", "ref"),
+        "accumulate",
+        "apply",
+        ("enter", 1),
+        ("begin", 2, 0.9),
+        "leave",
+        ("logprobs", "actor"),
+        ("logprobs", "ref"),
+        "accumulate",
+        "apply",
+        ("enter", 2),
+        ("begin", 2, 0.5),  # the evaluation, on the new weights
+        ("save", 2),
+    ]
+    order = ["gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync"]
+    assert house.phases == [(1, name) for name in order] + [(2, name) for name in [*order, "testing", "save"]]
+
+
+def test_rollout_logprobs_may_serve_as_the_old_ones(build: Build):
+    house = build({"actor.old_logprobs": "rollout"}, total_steps=1)
+    house.loop.run()
+    assert not [entry for entry in house.log if entry[0] == "logprobs"]
+
+
+@pytest.mark.parametrize("adv_estimator", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
+def test_epochs_times_minibatches_of_whole_groups(build: Build, adv_estimator: str):
+    values = {"actor.ppo_epochs": 3, "actor.ppo_mini_batch_size": 2, "algorithm.adv_estimator": adv_estimator}
+    house = build(values, total_steps=1)
+    house.loop.run()
+    parts = [entry[1] for entry in house.log if entry[0] == "accumulate"]
+    assert len(parts) == 3 * 2
+    assert house.log.count("apply") == 3 * 2
+    for part in parts:
+        groups = [(key.epoch, key.prompt_index) for key in part]
+        assert len(part) == 2 * 2
+        assert all(groups.count(group) == 2 for group in groups), "whole groups"
+    assert parts[0] + parts[1] == sorted({key for part in parts for key in part}), "each sample once an epoch"
+    assert parts[:2] == parts[2:4] == parts[4:]
+    _, measured, _ = house.steps[0]
+    assert measured["actor/pg_loss"] == np.mean([1, 2, 3, 4, 5, 6]), "the mean over all updates"
+
+
+def test_versions_metrics_and_departures(build: Build):
+    house = build(total_steps=3)
+    house.loop.run()
+    assert [step for step, _, _ in house.steps] == [1, 2, 3]
+    for step, measured, groups in house.steps:
+        assert {v for g in groups for s in g.samples for v in s.versions.tolist()} == {step - 1}
+        assert measured["training/off_policy/max_staleness"] == measured["training/off_policy/share"] == 0
+        lengths = [len(s) for g in groups for s in g.samples]
+        assert measured["response_length/mean"] == np.mean(lengths)
+        assert measured["critic/rewards/mean"] == 0.5
+        assert measured["prompt_length/mean"] == 3
+        assert measured["perf/total_num_tokens"] == sum(lengths) + 3 * len(lengths)
+        seconds = measured["timing_s/gen"]
+        assert measured["perf/gen_throughput"] == pytest.approx(sum(lengths) / seconds / 2)
+    keys = [group.prompt.key for _, _, groups in house.steps for group in groups]
+    assert len(keys) == len(set(keys)) == 12
+    assert house.loop.departures.counts == {"trained": 12, "filtered": 0, "failed": 0}
+    assert all(house.loop.departures.has_left(key) for key in keys)
+
+
+def test_sampling_options_reach_the_backend(build: Build):
+    house = build({"rollout.top_k": -1, "rollout.top_p": 0.9, "rollout.min_p": 0.1, "rollout.stop": ["X"]})
+    house.loop.run()
+    expected = SamplingParams(0.9, 0, 0.9, 0.1, max_tokens=8, stop_token_ids=(2,), stop_strings=("X",))
+    assert house.backend.params == expected
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def test_evaluation_before_and_between(build: Build):
+    house = build({"trainer.test_freq": 2, "trainer.val_before_train": True}, total_steps=4)
+    house.loop.run()
+    assert [step for step, _, _ in house.evaluations] == [0, 2, 4]
+    for step, measured, groups in house.evaluations:
+        assert [group.prompt.text for group in groups] == ["held out 0", "held out 1", "held out 2"]
+        assert {v for g in groups for s in g.samples for v in s.versions.tolist()} == {step}
+        assert measured["val/accuracy"] == pytest.approx(1 / 3)
+        assert measured["val/best@3"] == 1.0
+        assert measured["val/num_prompts"] == 3
+        assert "val/response_length/mean" in measured
+    assert house.loop.departures.counts["trained"] == 16, "held-out prompts do not depart"
+    assert "timing_s/testing" not in house.steps[0][1], "what ran before the first step is not the first step's"
+    assert "timing_s/testing" in house.steps[1][1]
+
+
+def test_a_run_without_held_out_prompts_never_evaluates(build: Build):
+    house = build({"trainer.test_freq": 1, "trainer.val_before_train": True}, total_steps=2)
+    house.loop._validation = ()
+    house.loop.run()
+    assert house.evaluations == []
+
+
+# ---------------------------------------------------------------- saving, stopping, resuming
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "total", "expected"), [(2, 5, [2, 4, 5]), (2, 4, [2, 4]), (0, 3, [3]), (1, 2, [1, 2])]
+)
+def test_when_it_saves(build: Build, save_freq: int, total: int, expected: list[int]):
+    house = build({"trainer.save_freq": save_freq}, total_steps=total)
+    assert house.loop.run()
+    assert [step for step, _, _ in house.saves] == expected
+
+
+def test_a_finished_run_that_is_started_again_does_nothing(build: Build):
+    house = build(total_steps=2)
+    house.loop.run()
+    again = build(total_steps=2)
+    again.resume(house)
+    assert again.loop.run()
+    assert again.steps == []
+    assert again.saves == []
+
+
+@pytest.mark.parametrize("stop_after", range(1, 52, 3))
+def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(build: Build, stop_after: int):
+    values = {"trainer.test_freq": 2, "actor.ppo_mini_batch_size": 2}
+    whole = build(values, total_steps=3)
+    assert whole.loop.run()
+    first = build(values, total_steps=3, stop_after=stop_after)
+    done = first.loop.run()
+    assert done == (first.loop.step == 3)
+    step, state, _ = first.saves[-1]
+    assert step == state["step"] == len(first.steps), "what is saved is the last boundary"
+    assert len({at for at, _, _ in first.saves}) == len(first.saves), "no step is saved twice"
+    second = build(values, total_steps=3)
+    second.resume(first)
+    assert second.loop.run()
+    seen = [(at, [g.prompt.key for g in groups]) for at, _, groups in [*first.steps, *second.steps]]
+    assert seen == [(at, [g.prompt.key for g in groups]) for at, _, groups in whole.steps]
+    assert second.trainer.digest == whole.trainer.digest
+    assert second.loop.departures.counts == whole.loop.departures.counts
+    assert second.prompts.position == whole.prompts.position
+
+
+def test_a_stop_in_the_middle_of_a_round_saves_the_boundary(build: Build):
+    house = build({"trainer.save_freq": 0}, total_steps=3, stop_after=25)  # a round takes 17 events
+    assert not house.loop.run()
+    assert house.log[-2:] == ["cancel", ("save", 1)]
+    assert house.saves[0][1]["data"] == {"position": 4}
+    assert house.prompts.position == 8, "the prompts of step 2 had been taken: the checkpoint gives them back"
+    assert house.loop.step == 1
+
+
+def test_a_stop_while_it_evaluates_keeps_the_step(build: Build):
+    house = build({"trainer.test_freq": 1, "trainer.save_freq": 0}, total_steps=3, stop_after=20)
+    assert not house.loop.run()
+    assert house.evaluations == []
+    assert [step for step, _, _ in house.steps] == [1]
+    assert [step for step, _, _ in house.saves] == [1]
+
+
+def test_a_stop_before_the_first_step_saves_where_it_stands(build: Build):
+    house = build(total_steps=3, stop_after=0)
+    assert not house.loop.run()
+    assert [(step, state["step"]) for step, state, _ in house.saves] == [(0, 0)]
+    assert house.backend.num_waits == 0
+
+
+def test_a_checkpoint_of_another_schema_is_refused(build: Build):
+    house = build()
+    with pytest.raises(ValueError, match="state of schema 99; this version reads schema 1"):
+        house.loop.load_host_state(house.loop.host_state() | {"schema": 99})
+
+
+# ---------------------------------------------------------------- times
+
+
+def test_the_phases_of_a_step_add_up_to_it(build: Build):
+    values = {"trainer.test_freq": 1, "trainer.val_before_train": True, "trainer.save_freq": 1}
+    house = build(values, slow_s=0.01, total_steps=3)
+    house.loop.run()
+    for _, measured, _ in house.steps:
+        whole = measured["timing_s/step"]
+        parts = sum(value for name, value in measured.items() if name.startswith("timing_s/")) - whole
+        assert 0.98 * whole <= parts <= whole
