@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxlib.xla_client import Device
 
 from jaxrl.backend import RolloutBackend, stop_string_check
 from jaxrl.config import Config, ConfigError
@@ -49,7 +48,7 @@ from jaxrl.watchdog import Watchdog
 _log = logging.getLogger(__name__)
 
 
-def prepare_jax(config: Config) -> list[Device]:
+def prepare_jax(config: Config) -> list[Any]:
     """Sets what must be set before the first computation; returns the devices of the run."""
     wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
     if wide:
@@ -69,7 +68,7 @@ def prepare_jax(config: Config) -> list[Device]:
     return devices[:wanted]
 
 
-def device_bytes(devices: Sequence[Device]) -> int | None:
+def device_bytes(devices: Sequence[Any]) -> int | None:
     """Memory of one device; None where the backend does not say (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")

@@ -255,6 +255,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} must be a mapping, found {value!r}")
         return dict(value)
+    if hint is str and value is None:
+        value = ""  # `option=` on the command line, or `option:` in YAML
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads `1e-6` as text
         with contextlib.suppress(ValueError):
@@ -331,9 +333,7 @@ def _check_tokens(c: Config) -> None:
             )
     devices, tp = c.trainer.num_devices, c.rollout.tensor_model_parallel_size
     if devices and devices % tp:
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({devices}, trainer.num_devices)"
-        )
+        raise ConfigError(f"rollout.tensor_model_parallel_size ({tp}) must divide trainer.num_devices ({devices})")
 
 
 _AT_LEAST: dict[str, float] = {
