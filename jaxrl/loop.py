@@ -172,7 +172,9 @@ class Loop:
         trainer = self.config.trainer
         evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
         with self._phases.phase("step", step=step):
-            groups, measured = self._collect(self._prompts.next(self.config.data.train_batch_size), step)
+            with self._phase("data"):
+                prompts = self._prompts.next(self.config.data.train_batch_size)
+            groups, measured = self._collect(prompts, step)
             self._backend.leave_rollout()
             batch, more = self._learn_from(groups, step)
             measured |= more

@@ -36,9 +36,7 @@ class Worker(ReplayExecutor):
     """A replaying executor with the memory phases of a real one, which it notes."""
 
     def __init__(self, lengths: dict[SampleKey, int]) -> None:
-        super().__init__(
-            lengths, num_groups=1, num_slots=4, num_blocks=99, block_size=4, max_prefill_tokens=64
-        )
+        super().__init__(lengths, num_groups=1, num_slots=4, num_blocks=99, block_size=4, max_prefill_tokens=64)
         self.recompiles = 0
         self.host_s = 0.0
         self.calls: list[Any] = []

@@ -19,7 +19,6 @@ from jaxrl.scheduling.events import Command, Event, Launch, RoundStarted, Sample
 from jaxrl.timeline import Timeline
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
-
 Build = Callable[..., "House"]
 
 
@@ -230,7 +229,7 @@ def test_a_step_from_the_first_phase_to_the_last(build: Build):
         ("begin", 2, 0.5),  # the evaluation, on the new weights
         ("save", 2),
     ]
-    order = ["gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync"]
+    order = ["data", "gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync"]
     assert house.phases == [(1, name) for name in order] + [(2, name) for name in [*order, "testing", "save"]]
 
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,21 @@ STEPS = 6
 PATIENCE_S = 300.0  # on a loaded machine; none of these waits takes a tenth of it
 
 REWARD = """
+import os
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(solution_str.encode()) % 7 / 6
+    total = sum(solution_str.encode())
+    if total % 9 == 0:
+        os._exit(1)  # takes its process down: the journal's business
+    return total % 7 / 6
+"""
+
+HOLD = """
+import sys, time
+from jaxrl.run_dir import RunDir
+run_dir = RunDir(sys.argv[1])
+print("held", flush=True)
+time.sleep(600)
 """
 
 
@@ -140,14 +153,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def whole(runs: Runs) -> Iterator[Path]:
+def whole(runs: Runs) -> Path:
     """A run that nothing happens to."""
     run_dir = runs.folder / "whole"
     began = time.monotonic()
     output = runs.finish(run_dir)
     (run_dir / "seconds").write_text(str(time.monotonic() - began))
     (run_dir / "output").write_text(output)
-    yield run_dir
+    return run_dir
 
 
 # ---------------------------------------------------------------- what a run leaves
@@ -176,7 +189,12 @@ def test_the_run_directory(whole: Path):
     metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert all(line["actor/grad_norm"] > 0 for line in metrics), "every update was to move the weights"
-    assert (whole / "journal.jsonl").read_text() == '{"journal":1}\n'
+    assert sum(line["reward/crashes"] for line in metrics) > 0, "some scorers were to die"
+    header, *decisions = map(json.loads, (whole / "journal.jsonl").read_text().splitlines())
+    assert header == {"journal": 1}
+    assert all(line["kind"] == "verdict" and line["status"] == "crash" for line in decisions)
+    crashes = sum(line["reward/crashes"] for line in metrics if line["step"] > 4)
+    assert len(decisions) == crashes, "those of steps that an earlier checkpoint holds are gone"
     events = json.loads((whole / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     assert {"gen", "reward", "old_log_prob", "update_actor", "sync", "save"} <= {event["name"] for event in events}
     steps = {json.loads(line)["step"] for line in (whole / "samples.jsonl").read_text().splitlines()}
@@ -187,10 +205,12 @@ def test_the_run_directory(whole: Path):
 
 
 def test_the_phases_of_a_step_add_up_to_it(whole: Path):
-    for line in map(json.loads, (whole / "metrics.jsonl").read_text().splitlines()):
-        phases = {name: value for name, value in line.items() if name.startswith("timing_s/") and name != "timing_s/step"}
-        missing = line["timing_s/step"] - sum(phases.values())
-        assert 0 <= missing <= max(0.02 * line["timing_s/step"], 0.02), (line["step"], phases)
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        parts = sum(value for name, value in line.items() if name.startswith("timing_s/")) - line["timing_s/step"]
+        assert parts <= line["timing_s/step"]
+        # what lies between phases is host work of a millisecond; the rest allows for a loaded machine
+        assert line["timing_s/step"] - parts <= 0.02 * line["timing_s/step"] + 0.05, line
 
 
 # ---------------------------------------------------------------- killed, stopped, resumed
@@ -249,8 +269,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_under_a_changed_config(runs: Ru
 
 def test_a_second_run_in_the_same_directory_is_refused(runs: Runs, whole: Path):
     run_dir = runs.folder / "busy"
-    holder = "import sys, time; from jaxrl.run_dir import RunDir; d = RunDir(sys.argv[1]); print(1, flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", holder, str(run_dir)], stdout=subprocess.PIPE, cwd=ROOT) as first:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run_dir)], stdout=subprocess.PIPE, cwd=ROOT) as first:
         assert first.stdout is not None
         first.stdout.readline()
         try:
@@ -288,7 +307,12 @@ def test_eight_devices_then_one_or_four(runs: Runs):
         subprocess.run(["cp", "-r", first, run_dir], check=True)
         layout = f"rollout.tensor_model_parallel_size={tp}"
         output = runs.finish(
-            run_dir, *overrides[1:], layout, f"trainer.num_devices={count}", "trainer.total_training_steps=3", devices=forced
+            run_dir,
+            *overrides[1:],
+            layout,
+            f"trainer.num_devices={count}",
+            "trainer.total_training_steps=3",
+            devices=forced,
         )
         assert "after step 2 of 3" in output
         ends[count], host = state_of(run_dir)

@@ -28,6 +28,7 @@ from jaxrl.scheduling.plan import PlanResult, Request, Ticket
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
+from jaxrl.sim.executor import ReplayExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -369,8 +370,6 @@ class _Value:
 )
 def test_no_plan_needs_a_shape_that_warm_up_leaves_out(sizes: dict[str, int], num_groups_and_tp: tuple[int, int]):
     """Real plans, with fillers for tokens: only the shapes of the programs are looked at, nothing is compiled."""
-    from jaxrl.sim.executor import ReplayExecutor
-
     groups, tp = num_groups_and_tp
     layout = Layout(make_mesh(jax.devices()[: groups * tp]), tp)
     mesh = MeshExecutor(model_of((8, 4)), layout, ExecutorConfig(**sizes, decode_steps=8))

@@ -1,0 +1,264 @@
+"""A recorded round and its replay: the real model gives lengths, the replayed lengths give the same schedule.
+
+So what a simulation says of a schedule is what the mesh would do, and a round on the machine and one in the simulator
+are the same round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.backend import RolloutBackend
+from jaxrl.journal import Journal
+from jaxrl.models.loading import load_model
+from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.events import Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.plan import Request
+from jaxrl.scheduling.progress import Admitted, Completed, Preempted, TraceEvent
+from jaxrl.scheduling.round import Round
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sim.executor import ReplayExecutor
+from jaxrl.timeline import Timeline
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+
+SIZES = ExecutorConfig(
+    num_slots=6,
+    num_blocks=10,
+    block_size=8,
+    max_length=64,
+    max_prefill_tokens=16,
+    decode_steps=4,
+)
+BATCHER = BatcherConfig(decode_steps=4, max_model_len=64)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one group", "two groups"])
+def executor(request: pytest.FixtureRequest, tiny_model: Path) -> MeshExecutor:
+    mesh = make_mesh(jax.devices()[: request.param])
+    model, params = load_model(f"random:{tiny_model}", mesh)
+    executor = MeshExecutor(model, Layout(mesh, 1), SIZES)
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    return executor
+
+
+def replay_of(executor: MeshExecutor, lengths: dict[SampleKey, int]) -> ReplayExecutor:
+    return ReplayExecutor(
+        lengths,
+        num_groups=executor.num_groups,
+        num_slots=executor.num_slots,
+        num_blocks=executor.num_blocks,
+        block_size=executor.block_size,
+        max_prefill_tokens=executor.max_prefill_tokens,
+    )
+
+
+def make_prompts() -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    sizes = (25, 3, 17, 9, 24, 12, 8, 20)
+    ids = [tuple(rng.integers(4, 260, size).tolist()) for size in sizes]
+    return [Prompt(0, i, ids[i], f"prompt {i}", "test") for i in range(len(sizes))]
+
+
+# Every 20th token stops: a random model's responses end at the stop token or the limit of its request.
+STOPS = (7, 60, 90, 120, 150, 180, 210, 240)
+
+
+def make_requests() -> list[Request]:
+    rng = np.random.default_rng(1)
+    made: list[Request] = []
+    for prompt in make_prompts():
+        for i in range(4):
+            params = SamplingParams(max_tokens=int(rng.integers(8, 36)), stop_token_ids=STOPS)
+            key = SampleKey(0, prompt.index, i)
+            made.append(Request(len(made), key, prompt.token_ids, params, share=prompt.key))
+    return made
+
+
+def test_a_replay_admits_preempts_and_completes_in_the_same_plans(executor: MeshExecutor):
+    recorded: list[TraceEvent] = []
+    engine = Engine(executor, BATCHER, trace=recorded.append)
+    samples = engine.generate(make_requests())
+    lengths = {sample.key: len(sample) for sample in samples}
+    assert engine.counters.preemptions > 0, "the pool was to be too small"
+    assert engine.counters.shared_tokens > 0, "groups were to share prompts"
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    assert len(set(lengths.values())) > 5, "lengths were to be mixed"
+    assert {type(event) for event in recorded} == {Admitted, Preempted, Completed}
+
+    replayed: list[TraceEvent] = []
+    again = Engine(replay_of(executor, lengths), BATCHER, trace=replayed.append)
+    fillers = again.generate(make_requests())
+    assert replayed == recorded
+    assert again.counters == engine.counters
+    assert [(s.key, len(s), s.finish_reason) for s in fillers] == [(s.key, len(s), s.finish_reason) for s in samples]
+
+
+def test_a_second_round_of_an_engine_runs_like_the_first_of_a_new_one(executor: MeshExecutor):
+    """What a resumed run rests on: nothing of earlier rounds shows in a schedule or in a token."""
+
+    def one_round(engine: Engine, trace: list[TraceEvent]) -> tuple[list, list[Sample]]:
+        trace.clear()
+        first = engine.counters.plans
+        samples = engine.generate(make_requests())
+        return [(type(e), e.plan_index - first, e.key, e.dp_group, e.slot) for e in trace], samples
+
+    trace: list[TraceEvent] = []
+    used = Engine(executor, BATCHER, trace=trace.append)
+    used.generate(make_requests()[5:27])
+    old_trace, old = one_round(used, trace)
+    new_trace, new = one_round(Engine(executor, BATCHER, trace=trace.append), trace)
+    assert old_trace == new_trace
+    for a, b in zip(old, new, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes(), "to the last bit"
+
+
+# ---------------------------------------------------------------- the round
+
+
+class Words:
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass
+class SlowPool:
+    """A pool whose k-th sample takes a number of looks that depends on k; `durations` remembers how long."""
+
+    durations: dict[SampleKey, float] = field(default_factory=dict)
+    pending: dict[SampleKey, int] = field(default_factory=dict)
+
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        self.pending[sample.key] = 1 + (7 * len(self.durations)) % 5
+        self.durations[sample.key] = float(self.pending[sample.key])
+
+    def completed(self) -> list[Verdict]:
+        self.pending = {key: looks - 1 for key, looks in self.pending.items()}
+        done = [key for key, looks in self.pending.items() if looks <= 0]
+        self.pending = {key: looks for key, looks in self.pending.items() if looks > 0}
+        return [Verdict(0.0, key, key.sample_index / 3, "ok", {}, self.durations[key]) for key in done]
+
+    def wait(self, timeout_s: float) -> list[Verdict]:
+        return self.completed()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class Recording:
+    """What a round was told and what it answered."""
+
+    events: list[Event] = field(default_factory=list)
+    commands: list[list[Command]] = field(default_factory=list)
+
+    def run(self, round: Round, backend: RolloutBackend) -> Recording:
+        while not round.done:
+            self.events.append(backend.wait())
+            self.commands.append(round.handle(self.events[-1]))
+            for command in self.commands[-1]:
+                backend.apply(command)
+        return self
+
+
+def identities(commands: list[list[Command]]) -> list[list[tuple]]:
+    def one(command: Command) -> tuple:
+        match command:
+            case Launch(prompt=prompt, keys=keys):
+                return ("launch", prompt.key, keys)
+            case Score(sample=sample):
+                return ("score", sample.key)
+            case _:
+                return ("abort", command.keys)
+
+    return [[one(command) for command in some] for some in commands]
+
+
+def record(executor: MeshExecutor | ReplayExecutor, folder: Path) -> tuple[Recording, Round]:
+    folder.mkdir()
+    journal = Journal(folder / "journal.jsonl", 0)
+    with Timeline(folder / "timeline.json") as timeline:
+        worker: object = executor
+        if isinstance(executor, ReplayExecutor):
+            worker = _Still(executor)
+        backend = RolloutBackend(
+            Engine(executor, BATCHER),
+            worker,
+            SlowPool(),
+            Words(),
+            journal,
+            timeline,
+            lambda: None,  # pyright: ignore
+        )
+        backend._ready = True  # weights and pool are there already
+        backend.begin(1, SamplingParams(max_tokens=30, stop_token_ids=STOPS))
+        round = Round(make_prompts(), 3)
+        recording = Recording().run(round, backend)
+        backend.end()
+    journal.close()
+    return recording, round
+
+
+class _Still:
+    """The worker's side of a replay: its sizes, nothing to count."""
+
+    def __init__(self, executor: ReplayExecutor) -> None:
+        self.num_groups, self.num_slots, self.recompiles = executor.num_groups, executor.num_slots, 0
+
+
+def test_a_round_replayed_gives_the_same_commands(executor: MeshExecutor, tmp_path: Path):
+    real, round = record(executor, tmp_path / "real")
+    lengths = {sample.key: len(sample) for group in round.groups() for sample in group.samples}
+    simulated, _ = record(replay_of(executor, lengths), tmp_path / "simulated")
+    assert identities(simulated.commands) == identities(real.commands)
+    assert [_dispatch(event) for event in simulated.events] == [_dispatch(event) for event in real.events]
+
+
+def test_recorded_events_with_their_durations_give_the_same_commands(executor: MeshExecutor, tmp_path: Path):
+    """A heap of events ordered by time, as a simulation pops them: verdicts late, and in the order of completion."""
+    real, first = record(executor, tmp_path / "real")
+    finished = {e.sample.key: e for e in real.events if isinstance(e, SampleFinished)}
+    durations = {e.key: e.duration_s for e in real.events if isinstance(e, Verdict)}
+    rewards = {e.key: e.reward for e in real.events if isinstance(e, Verdict)}
+    again = Round(make_prompts(), 3)
+    answered = [again.handle(RoundStarted(0.0))]
+    waiting = deque(sorted(finished.values(), key=lambda e: e.dispatch))  # stable: (dispatch, dp group, slot)
+    due: deque[tuple[float, SampleKey]] = deque()
+    now = 0.0
+    while not again.done:
+        if due and (not waiting or due[0][0] <= waiting[0].dispatch):
+            ready_s, key = due.popleft()
+            now = max(now, ready_s)
+            answered.append(again.handle(Verdict(now, key, rewards[key], "ok", {}, durations[key])))
+        else:
+            event = waiting.popleft()
+            answered.append(again.handle(event))
+            due.append((event.dispatch + durations[event.sample.key], event.sample.key))
+
+    def by_cause(commands: list[list[tuple]]) -> list[tuple]:
+        return [command for some in commands for command in some]
+
+    assert by_cause(identities(answered)) == by_cause(identities(real.commands))
+    assert again.groups() is not None
+    for a, b in zip(first.groups(), again.groups(), strict=True):
+        assert [(s.key, s.reward) for s in a.samples] == [(s.key, s.reward) for s in b.samples]
+
+
+def _dispatch(event: Event) -> tuple:
+    match event:
+        case SampleFinished(sample=sample, dispatch=dispatch):
+            return ("finished", sample.key, len(sample), dispatch)
+        case Verdict(key=key, reward=reward, duration_s=duration_s):
+            return ("verdict", key, reward, duration_s)
+        case RoundStarted():
+            return ("started",)

@@ -1,0 +1,125 @@
+"""The command line: what a user can mend ends with status 2 and one sentence; help is there at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl.cli import main
+
+TASK = ["data.task=leg_counting", "data.task_size=8", "data.val_size=2", "data.max_prompt_length=400"]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence on stderr of a command that ends with status 2."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jaxrl: ")
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.sed=3"], "unknown option trainer.sed: did you mean trainer.seed?"),
+        (["trainers.seed=3"], "unknown option trainers"),
+        (["rollout.n=many"], "rollout.n must be int, found 'many'"),
+        (["rollout.n=0"], "rollout.n must be at least 1, found 0"),
+        (["rollout.dtype=float31"], "did you mean float32?"),
+        (["data.train_batch_size=8", "actor.ppo_mini_batch_size=3"], "must divide data.train_batch_size (8 prompts)"),
+        (["actor.ppo_max_token_len_per_gpu=16"], "must hold the longest sequence"),
+        (["rollout.num_blocks=2"], "must hold one request of"),
+        (["rollout.tensor_model_parallel_size=3", "trainer.num_devices=8"], "must divide the number of devices"),
+        ([], "trainer.run_dir is missing"),
+    ],
+)
+def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str], overrides: list[str], words: str):
+    assert words in fails(capsys, "train", "model.path=nowhere", *TASK, *overrides)
+
+
+def test_a_missing_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert str(tmp_path / "no.yaml") in fails(capsys, "train", "--config", str(tmp_path / "no.yaml"))
+
+
+def test_missing_models_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
+    run_dir = f"trainer.run_dir={tmp_path / 'run'}"
+    missing = str(tmp_path / "nothing")
+    assert missing in fails(capsys, "train", f"model.path={missing}", run_dir, *TASK)
+    assert "not installed" in fails(capsys, "train", "model.path=no_such_package:m.gguf", run_dir, *TASK)
+    model = [f"model.path={tiny_model}", "model.random_init=true"]
+    assert "no such file" in fails(capsys, "train", *model, run_dir, f"data.train_files=[{missing}.jsonl]")
+    assert "no task 'leg_countin'" in fails(capsys, "train", *model, run_dir, "data.task=leg_countin")
+    assert "there are (8)" in fails(capsys, "train", *model, run_dir, *TASK, "trainer.num_devices=64")
+    assert "no checkpoint" in fails(capsys, "train", *model, run_dir, *TASK, f"trainer.init_from={missing}")
+    assert "no checkpoint" in fails(capsys, "eval", *model, *TASK, "--checkpoint", missing)
+    assert missing in fails(capsys, "generate", "--model", missing, "hello")
+    assert missing in fails(capsys, "export", missing, str(tmp_path / "out"))
+    assert missing in fails(capsys, "report", missing)
+    assert missing in fails(capsys, "explain-config", f"model.path={missing}", *TASK)
+    assert not (tmp_path / "run" / "config.yaml").exists(), "a run that never began leaves no record"
+
+
+def test_a_model_folder_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
+    fails(capsys, "train", f"model.path={tiny_model}", f"trainer.run_dir={tmp_path / 'run'}", *TASK)
+
+
+def test_an_export_never_overwrites(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
+    (tmp_path / "something").write_text("mine")
+    assert "must be empty or absent" in fails(capsys, "export", f"random:{tiny_model}", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def test_generate_prints_a_line_per_response(capsys: pytest.CaptureFixture[str], tiny_model: Path):
+    options = ["--model", f"random:{tiny_model}", "--max-tokens", "6", "-n", "2", "--json"]
+    assert main(["generate", *options, "one", "two"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["one", "one", "two", "two"]
+    assert all(line["num_tokens"] == len(line["token_ids"]) <= 6 for line in lines)
+
+
+def test_export_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
+    assert main(["export", f"random:{tiny_model}", str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    written = capsys.readouterr().out.split()
+    assert {Path(file).name for file in written} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not list(tmp_path.glob("*.draft"))
+    greedy = ["--max-tokens", "6", "--temperature", "0", "hello"]
+    assert main(["generate", "--model", str(tmp_path / "out"), *greedy]) == 0
+    exported = capsys.readouterr().out
+    assert main(["generate", "--model", f"random:{tiny_model}", *greedy]) == 0
+    assert capsys.readouterr().out == exported
+
+
+def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
+    sizes = ["data.max_response_length=6", "rollout.max_num_seqs=4", "rollout.val_kwargs.n=2", "rollout.warmup=false"]
+    model = [f"model.path={tiny_model}", "model.random_init=true", "rollout.val_kwargs.temperature=1.0"]
+    out = tmp_path / "out.jsonl"
+    assert main(["eval", *model, *TASK, *sizes, "--out", str(out)]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[:2] == ["num_prompts", "avg@2"]
+    assert len(out.read_text().splitlines()) == 2 * 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["generate", "--help"]])
+def test_help_does_not_load_jax(arguments: list[str]):
+    code = f"""
+import sys
+from jaxrl.cli import main
+try:
+    main({arguments!r})
+except SystemExit as end:
+    assert end.code == 0
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_the_main_module_loads_no_jax():
+    """Reward workers import it."""
+    code = "import sys, jaxrl.__main__; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

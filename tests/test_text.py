@@ -1,0 +1,108 @@
+"""Text in, samples out, on the tiny model."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+from jaxrl.text import TextEngine
+from jaxrl.types import Sample, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+DRAWN = SamplingParams(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> TextEngine:
+    return TextEngine.from_path(
+        f"random:{tiny_model}", max_length=96, num_slots=8, max_prefill_tokens=32, decode_steps=4, truncate=False
+    )
+
+
+def ids(samples: list[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]
+
+
+def test_samples_come_in_the_order_of_the_prompts(engine: TextEngine):
+    prompts = ["one", "a longer prompt, which prefills in two chunks", "three"]
+    groups = engine.generate(prompts, DRAWN, n=3)
+    assert [[s.key.prompt_index for s in group] for group in groups] == [[0] * 3, [1] * 3, [2] * 3]
+    assert [[s.key.sample_index for s in group] for group in groups] == [[0, 1, 2]] * 3
+    for group in groups:
+        assert len({tuple(s.token_ids.tolist()) for s in group}) == 3, "three draws"
+        for sample in group:
+            assert sample.text == engine.tokenizer.decode(sample.token_ids.tolist())
+            assert 1 <= len(sample) <= 12
+            assert sample.finish_reason in ("stop", "length")
+    assert [ids(group) for group in engine.generate(prompts, DRAWN, n=3)] == [ids(group) for group in groups]
+
+
+def test_streaming_yields_the_same_samples(engine: TextEngine):
+    prompts = ["one", "two"]
+    groups = engine.generate(prompts, DRAWN, n=2)
+    streamed = {
+        (i, sample.key.sample_index): sample.token_ids.tolist() for i, sample in engine.stream(prompts, DRAWN, n=2)
+    }
+    assert streamed == {(i, j): ids(group)[j] for i, group in enumerate(groups) for j in range(2)}
+
+
+def test_who_stops_listening_leaves_an_idle_engine(engine: TextEngine):
+    for _ in engine.stream(["one", "two", "three"], DRAWN, n=4):
+        break
+    gc.collect()  # the generator is closed when it is dropped
+    assert engine.engine.is_idle
+    assert engine.generate(["one"], GREEDY)
+
+
+def test_a_question_is_a_conversation_and_ids_are_themselves(engine: TextEngine):
+    tokenizer = engine.tokenizer
+    conversation = [{"role": "user", "content": "hello"}]
+    rendered = tokenizer.encode(tokenizer.apply_chat_template(conversation))
+    by_text, by_messages, by_ids = engine.generate(["hello", conversation, rendered], GREEDY)
+    assert ids(by_text) == ids(by_messages) == ids(by_ids)
+    raw = engine.generate(["hello"], GREEDY, chat=False)[0]
+    plain = engine.generate([tokenizer.encode("hello", add_special_tokens=True)], GREEDY)[0]
+    assert ids(raw) == ids(plain)
+    assert ids(raw) != ids(by_text)
+
+
+def test_stop_strings_end_a_response(engine: TextEngine):
+    whole = engine.generate(["hello"], GREEDY)[0][0]
+    texts = [engine.tokenizer.decode(whole.token_ids.tolist()[:i]) for i in range(len(whole) + 1)]
+    stop = texts[4][-1]  # bytes of a random model: perhaps the replacement character, which is text like any other
+    keep = next(i for i, text in enumerate(texts) if stop in text)
+    cut = engine.generate(["hello"], SamplingParams(temperature=0, max_tokens=12, stop_strings=(stop,)))[0][0]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids.tolist() == whole.token_ids.tolist()[:keep]
+    assert cut.text.endswith(stop)
+
+
+def test_stop_ids_are_the_tokenizers_and_the_requests(engine: TextEngine):
+    whole = engine.generate(["hello"], GREEDY)[0][0]
+    assert set(engine.stop_token_ids) >= {engine.tokenizer.encode("<|im_end|>")[0]}
+    last = int(whole.token_ids[5])
+    first = whole.token_ids.tolist().index(last)
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(last,))
+    cut = engine.generate(["hello"], params)[0][0]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids.tolist() == whole.token_ids.tolist()[: first + 1]
+
+
+def test_what_cannot_run_is_refused_at_once(engine: TextEngine):
+    with pytest.raises(ValueError, match="truncate=True"):
+        engine.generate(["a"], SamplingParams(top_k=3))
+    with pytest.raises(ValueError, match="must be at most max_length"):
+        engine.generate(["a"], SamplingParams(max_tokens=96))
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.generate([[]], GREEDY)
+    assert engine.engine.is_idle
+    assert engine.generate([], GREEDY) == []
+
+
+def test_lengths_follow_from_the_prompts(tiny_model: Path):
+    engine = TextEngine.from_path(f"random:{tiny_model}", prompts=["a", "bcd"], max_tokens=7, num_slots=2)
+    tokenizer = engine.tokenizer
+    longest = len(tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": "bcd"}])))
+    assert engine.engine.batcher.config.max_model_len == longest + 7
