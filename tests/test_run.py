@@ -231,19 +231,29 @@ def test_a_run_killed_twice_ends_with_the_same_bits(runs: Runs, whole: Path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_ten_moments_ends_with_the_same_bits(runs: Runs, whole: Path):
-    run_dir, moments = runs.folder / "killed-often", random.Random(2)
-    duration_s = float((whole / "seconds").read_text())
-    seen: list[str] = []
-    for _ in range(10):
-        with runs.start(run_dir) as process:
-            try:
-                process.communicate(timeout=moments.uniform(0.2, 1.0) * duration_s)
-            except subprocess.TimeoutExpired:
-                kill(process)
-            seen.append(f"{num_steps(run_dir)} steps")
-    runs.finish(run_dir)
-    print("killed after", seen)
+def test_a_run_killed_at_ten_moments_ends_with_the_same_bits(runs: Runs):
+    """Eight moments in rollouts, updates and saves (a step takes a quarter of a second), two while the run starts."""
+    whole, run_dir, longer = (
+        runs.folder / "whole-longer",
+        runs.folder / "killed-often",
+        "trainer.total_training_steps=40",
+    )
+    began = time.monotonic()
+    runs.finish(whole, longer)
+    starting_s = time.monotonic() - began - 40 * 0.25
+    moments, seen = random.Random(2), []
+    for at_start in moments.sample([True] * 2 + [False] * 8, 10):
+        with runs.start(run_dir, longer) as process:
+            if at_start:
+                time.sleep(moments.uniform(0, max(starting_s, 1.0)))
+            else:
+                wait_for_steps(process, run_dir, num_steps(run_dir) + 1)
+                time.sleep(moments.uniform(0, 0.8))
+            assert process.poll() is None, "the run was to be alive"
+            kill(process)
+        seen.append(num_steps(run_dir))
+    runs.finish(run_dir, longer)
+    print("steps at the kills:", seen)
     assert_same_end(run_dir, whole)
 
 
