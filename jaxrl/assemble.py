@@ -208,11 +208,10 @@ class _Run:
         assert steps is not None
         self.total_steps = steps
         updates = steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
-        ref_params = params
         if config.trainer.init_from:
             params = restore_params_only(config.trainer.init_from, abstract(params))
-        self.trainer = Trainer(config, self.model, params, self.mesh, total_updates=updates, ref_params=ref_params)
-        del params, ref_params
+        self.trainer = Trainer(config, self.model, params, self.mesh, total_updates=updates)
+        del params
         self.store = Checkpointer(run_dir.checkpoints, max_to_keep=config.trainer.max_ckpt_to_keep)
         self.step = self.store.latest_step() or 0
         self.resuming = self.store.latest_step() is not None
@@ -302,7 +301,15 @@ class _Run:
                 journal.cut(committed)
 
         backend = RolloutBackend(
-            engine, executor, pool, self.tokenizer, journal, timeline, lambda: self.trainer.params, on_progress
+            engine,
+            executor,
+            pool,
+            self.tokenizer,
+            journal,
+            timeline,
+            weights=lambda: self.trainer.params,
+            on_progress=on_progress,
+            interrupted=self.stop,
         )
         loop = Loop(
             config,

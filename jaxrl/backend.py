@@ -19,7 +19,17 @@ from typing import Any, Protocol
 
 from jaxrl.journal import Journal
 from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.events import Abort, Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.events import (
+    Abort,
+    Command,
+    Event,
+    Interrupted,
+    Launch,
+    RoundStarted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
 from jaxrl.scheduling.plan import Request
 from jaxrl.scheduling.progress import Counters
 from jaxrl.timeline import Timeline
@@ -70,6 +80,7 @@ class RolloutBackend:
       timeline: rows busy and scoring times are drawn there.
       weights: gives the trainer's current weights, on the devices.
       on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
+      interrupted: whether a stop was asked for; looked at after every plan, for a response may be long.
     """
 
     def __init__(
@@ -82,6 +93,7 @@ class RolloutBackend:
         timeline: Timeline,
         weights: Callable[[], Any],
         on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.engine = engine
         self.worker = worker
@@ -91,6 +103,7 @@ class RolloutBackend:
         self._timeline = timeline
         self._weights = weights
         self._on_progress = on_progress
+        self._interrupted = interrupted
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
@@ -138,8 +151,13 @@ class RolloutBackend:
         return not self.engine.is_idle or any(not isinstance(event, Verdict) for event in self._events)
 
     def wait(self) -> Event:
-        """The next event; blocks on the engine while it runs, then on the reward pool."""
+        """The next event; blocks on the engine while it runs, then on the reward pool.
+
+        Raises `Interrupted` where a stop was asked for and no event is due.
+        """
         while not self._events:
+            if self._interrupted():
+                raise Interrupted
             self._take(self._rewards.completed())
             if self._events:
                 break

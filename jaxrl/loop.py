@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl import metrics as numbers
 from jaxrl.config import Config
-from jaxrl.scheduling.events import Command, Event
+from jaxrl.scheduling.events import Command, Event, Interrupted
 from jaxrl.scheduling.round import Departures, Round
 from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, SamplingParams, TrainBatch
@@ -29,7 +29,10 @@ STATE_SCHEMA = 1
 
 
 class Backend(Protocol):
-    """Rollout and rewards: `jaxrl.backend.RolloutBackend`, or a simulation."""
+    """Rollout and rewards: `jaxrl.backend.RolloutBackend`, or a simulation.
+
+    `wait` raises `Interrupted` where a stop was asked for; the loop then cancels the round.
+    """
 
     @property
     def generating(self) -> bool: ...
@@ -90,10 +93,6 @@ class Hooks:
     on_eval: Callable[[int, dict[str, float], Sequence[Group]], None]
     save: Callable[[int, dict[str, Any]], None]
     stop: Callable[[], bool]
-
-
-class Stopped(Exception):
-    """The round was dropped because a stop was asked for."""
 
 
 class Loop:
@@ -159,7 +158,7 @@ class Loop:
             boundary = self.host_state()
             try:
                 self._run_step()
-            except Stopped:
+            except Interrupted:
                 # the trainer has not moved since the boundary: the step will run again as if it had never begun
                 if self._saved_step != boundary["step"]:
                     self._hooks.save(boundary["step"], boundary)
@@ -208,18 +207,22 @@ class Loop:
         measured = numbers.spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
         measured |= numbers.length_metrics(lengths, self.config.data.max_response_length)
         measured |= numbers.spread("prompt_length", [len(group.prompt.token_ids) for group in groups])
-        measured["critic/solved_groups"] = float(np.mean([len({s.reward for s in g.samples}) > 1 for g in groups]))
+        measured["critic/mixed_reward_groups"] = float(
+            np.mean([len({s.reward for s in g.samples}) > 1 for g in groups])
+        )
         staleness = np.concatenate([step - 1 - sample.versions for sample in samples])
         measured["training/off_policy/share"] = float(np.mean(staleness > 0))
         measured["training/off_policy/max_staleness"] = float(np.max(staleness))
         return groups, measured | self._backend.end()
 
     def _handle(self, current: Round) -> None:
-        for command in current.handle(self._backend.wait()):
-            self._backend.apply(command)
-        if self._hooks.stop():
+        try:
+            event = self._backend.wait()
+        except Interrupted:
             self._backend.cancel()
-            raise Stopped
+            raise
+        for command in current.handle(event):
+            self._backend.apply(command)
 
     def _learn_from(self, groups: list[Group], step: int) -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates."""
@@ -272,7 +275,7 @@ class Loop:
             try:
                 while not current.done:
                     self._handle(current)
-            except Stopped:
+            except Interrupted:
                 return  # the step's update stands; only these numbers are missing
             self._backend.end()
         groups = current.groups()

@@ -14,7 +14,7 @@ from jaxrl.backend import RolloutBackend, stop_string_check
 from jaxrl.journal import Journal
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.events import Abort, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.events import Abort, Event, Interrupted, Launch, RoundStarted, SampleFinished, Score, Verdict
 from jaxrl.scheduling.plan import Request
 from jaxrl.scheduling.round import Round
 from jaxrl.sim.executor import ReplayExecutor
@@ -254,6 +254,21 @@ def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
     assert scored(events) == finished(events)
     assert len(house.pool.submitted) - submitted >= len(LENGTHS) - 1, "a timeout heard before the stop is journalled"
     house.backend.end()
+
+
+def test_a_stop_is_heard_while_no_event_comes(houses: Any):
+    """A response may take as long as all others together: a stop must not wait for its end."""
+    house = houses({key(0): 40}, Pool())
+    house.backend._interrupted = lambda: len(house.progress) >= 3
+    round = Round([PROMPTS[0]], 1)
+    house.backend.begin(1, PARAMS)
+    for command in round.handle(house.backend.wait()):
+        house.backend.apply(command)
+    with pytest.raises(Interrupted):
+        house.backend.wait()
+    assert len(house.progress) == 3, "it ran on after the stop"
+    house.backend.cancel()
+    assert house.engine.is_idle
 
 
 def test_abort_ends_also_those_whose_events_are_still_to_be_told(houses: Any):

@@ -35,7 +35,10 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["data.train_batch_size=8", "actor.ppo_mini_batch_size=3"], "must divide data.train_batch_size (8 prompts)"),
         (["actor.ppo_max_token_len_per_gpu=16"], "must hold the longest sequence"),
         (["rollout.num_blocks=2"], "must hold one request of"),
-        (["rollout.tensor_model_parallel_size=3", "trainer.num_devices=8"], "must divide the number of devices"),
+        (
+            ["rollout.tensor_model_parallel_size=3", "trainer.num_devices=8"],
+            "tensor_model_parallel_size (3) must divide",
+        ),
         ([], "trainer.run_dir is missing"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Loop
-from jaxrl.scheduling.events import Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.events import Command, Event, Interrupted, Launch, RoundStarted, SampleFinished, Score, Verdict
 from jaxrl.timeline import Timeline
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
@@ -49,6 +49,7 @@ class FakeBackend:
         self.params = SamplingParams()
         self.events: deque[Event] = deque()
         self.num_waits = 0
+        self.stop: Callable[[], bool] = lambda: False
 
     @property
     def generating(self) -> bool:
@@ -68,6 +69,8 @@ class FakeBackend:
         self.events.append(RoundStarted(0.0))
 
     def wait(self) -> Event:
+        if self.stop():
+            raise Interrupted
         self.num_waits += 1
         time.sleep(self.slow_s)
         return self.events.popleft()
@@ -132,6 +135,7 @@ class House:
         self.config = make_config(values or {})
         self.prompts = FakePrompts()
         self.backend = FakeBackend(self.log, slow_s)
+        self.backend.stop = self.stop
         self.trainer = FakeTrainer(self.log, slow_s)
         self.timeline = Timeline(folder / "timeline.json")
         self.loop = Loop(
@@ -146,12 +150,15 @@ class House:
                 on_step=lambda *at: self.steps.append(at),
                 on_eval=lambda *at: self.evaluations.append(at),
                 save=self.save,
-                stop=lambda: self.stop_after is not None and self.backend.num_waits >= self.stop_after,
+                stop=self.stop,
             ),
             stop_token_ids=(2,),
             total_steps=more.pop("total_steps", 3),
             num_devices=2,
         )
+
+    def stop(self) -> bool:
+        return self.stop_after is not None and self.backend.num_waits >= self.stop_after
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.log.append(("save", step))

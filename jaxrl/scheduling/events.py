@@ -14,6 +14,10 @@ from typing import Any, Literal
 from jaxrl.types import Prompt, Sample, SampleKey
 
 
+class Interrupted(Exception):
+    """Raised by a backend's `wait` when a stop was asked for before the next event came."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
     """The backend is ready; the first event of every round."""
