@@ -83,7 +83,7 @@ def build(options=None):
         ),
         (
             {"rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 6},
-            "rollout.tensor_model_parallel_size (4) must divide the number of devices (trainer.num_devices: 6)",
+            "rollout.tensor_model_parallel_size (4) must divide trainer.num_devices (6)",
         ),
     ],
 )
