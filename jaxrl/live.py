@@ -223,7 +223,7 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], to_go: float
         parts.append(f"{_value(seconds)}s" + (f": {shown}" if shown else ""))
     add("{} tokens/s/device", "perf/throughput")
     for name, value in metrics.items():
-        if name.startswith("val") and _finite(value) is not None:
+        if name.startswith("val") and name.count("/") == 1 and _finite(value) is not None:  # not the details below it
             parts.append(f"{name} {_value(value)}")
     if to_go is not None and to_go > 0:
         parts.append(f"eta {duration(to_go)}")

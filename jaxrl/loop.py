@@ -284,7 +284,6 @@ class Loop:
         measured = {
             "val/accuracy": float(rewards.mean()),
             f"val/best@{val.n}": float(rewards.max(axis=1).mean()),
-            "val/num_prompts": len(groups),
         }
         measured |= numbers.length_metrics(lengths, self.config.data.max_response_length, "val/response_length")
         self._hooks.on_eval(self.step, measured, groups)

@@ -202,7 +202,7 @@ def test_long_runs_are_averaged():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.12345, "0.123"), (1234, "1234"), (12345, "12.3k"), (2.5e9, "2.5G"), (-1.2e-5, "-1.2e-05")],
+    [(0, "0"), (0.12345, "0.123"), (1234, "1234"), (12345, "12.3k"), (2.5e9, "2.5G"), (-1.2e-5, "-1.2e-5")],
 )
 def test_numbers_are_short(value, text):
     assert _number(value) == text
