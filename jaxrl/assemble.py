@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,44 @@ def train(config: Config, say: Callable[[str], None] = print) -> Outcome:
         run_dir.close()
 
 
+@dataclass(slots=True)
+class _Outputs:
+    """Where what a run says of itself goes; the methods are hooks of the loop and the backend."""
+
+    view: LiveView
+    timeline: Timeline
+    watchdog: Watchdog
+    writer: MetricsWriter
+    samples: SampleLog
+    journal: Journal
+    phase_began_s: float = field(default_factory=time.monotonic)
+    evaluated: dict[str, float] = field(default_factory=dict)  # of the step that is running
+
+    def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
+        self.watchdog.beat()
+        seconds = max(time.monotonic() - self.phase_began_s, 1e-3)
+        self.view.rollout(busy, rows, tokens / seconds, done, launched)
+
+    def on_phase(self, step: int, name: str) -> None:
+        self.phase_began_s = time.monotonic()
+        self.watchdog.beat()
+        self.view.phase(name)
+
+    def on_step(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+        measured = measured | self.evaluated
+        self.evaluated = {}
+        self.writer.write(step, measured)
+        self.samples.write(step, groups)
+        self.view.step(step, measured)
+
+    def on_eval(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+        if step == 0:
+            self.writer.write(0, measured)
+        else:
+            self.evaluated = measured
+        self.view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
+
+
 class _Run:
     """A training run while it is being built and while it goes."""
 
@@ -245,7 +283,7 @@ class _Run:
             pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
             watchdog = stack.enter_context(closing(Watchdog(timeline, config.trainer.hang_timeout_s, view.message)))
             pool.warm()
-            loop = self._loop(pool, journal, timeline, view, watchdog, writer, samples)
+            loop = self._loop(pool, _Outputs(view, timeline, watchdog, writer, samples, journal))
             finished = loop.run()
             self.store.wait()
             self.step = loop.step
@@ -254,71 +292,35 @@ class _Run:
         view.final_table(summary)
         return Outcome(self.step, finished, summary, report)
 
-    def _loop(
-        self,
-        pool: RewardPool,
-        journal: Journal,
-        timeline: Timeline,
-        view: LiveView,
-        watchdog: Watchdog,
-        writer: MetricsWriter,
-        samples: SampleLog,
-    ) -> Loop:
+    def _loop(self, pool: RewardPool, outputs: _Outputs) -> Loop:
         config = self.config
         executor = build_executor(config, self.model, self.layout)
-        engine = build_engine(config, executor, self.tokenizer)
-        round_began = time.monotonic()
-
-        def on_progress(busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
-            watchdog.beat()
-            view.rollout(busy, rows, tokens / max(time.monotonic() - round_began, 1e-3), done, launched)
-
-        def on_phase(step: int, name: str) -> None:
-            nonlocal round_began
-            round_began = time.monotonic()
-            watchdog.beat()
-            view.phase(name)
-
-        evaluated: dict[str, float] = {}
-
-        def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-            measured |= evaluated
-            evaluated.clear()
-            writer.write(step, measured)
-            samples.write(step, groups)
-            view.step(step, measured)
-
-        def on_eval(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-            if step == 0:
-                writer.write(0, measured)
-            evaluated.update(measured if step else {})
-            view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
+        backend = RolloutBackend(
+            build_engine(config, executor, self.tokenizer),
+            executor,
+            pool,
+            self.tokenizer,
+            outputs.journal,
+            outputs.timeline,
+            weights=lambda: self.trainer.params,
+            on_progress=outputs.on_progress,
+            interrupted=self.stop,
+        )
 
         def save(step: int, state: Mapping[str, Any]) -> None:
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
             self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
             if committed is not None:
-                journal.cut(committed)
+                outputs.journal.cut(committed)
 
-        backend = RolloutBackend(
-            engine,
-            executor,
-            pool,
-            self.tokenizer,
-            journal,
-            timeline,
-            weights=lambda: self.trainer.params,
-            on_progress=on_progress,
-            interrupted=self.stop,
-        )
         loop = Loop(
             config,
             self.prompts,
             self.validation if config.trainer.test_freq or config.trainer.val_before_train else (),
             backend,
             self.trainer,
-            timeline,
-            Hooks(on_phase, on_step, on_eval, save, self.stop),
+            outputs.timeline,
+            Hooks(outputs.on_phase, outputs.on_step, outputs.on_eval, save, self.stop),
             stop_token_ids=stop_ids(self.tokenizer, self.model),
             total_steps=self.total_steps,
             num_devices=self.mesh.size,
@@ -328,22 +330,20 @@ class _Run:
             self.trainer.load_state(state)
             loop.load_host_state(join_arrays(host.values, host.arrays))
         if config.rollout.warmup and self.step < self.total_steps:
-            self._warm_up(backend, executor, view, timeline, watchdog)
+            self._warm_up(backend, executor, outputs)
         return loop
 
-    def _warm_up(
-        self, backend: RolloutBackend, executor: MeshExecutor, view: LiveView, timeline: Timeline, watchdog: Watchdog
-    ) -> None:
+    def _warm_up(self, backend: RolloutBackend, executor: MeshExecutor, outputs: _Outputs) -> None:
         began = time.monotonic()
 
         def progress(done: int, total: int) -> None:
-            watchdog.beat()
-            view.phase(f"compiling rollout programs {done}/{total}")
+            outputs.watchdog.beat()
+            outputs.view.phase(f"compiling rollout programs {done}/{total}")
 
-        with timeline.span("loop", "compile"):
+        with outputs.timeline.span("loop", "compile"):
             backend.enter_rollout(self.step)
             count = executor.warm_up(progress)
-        view.message(f"{count} rollout programs ready in {time.monotonic() - began:.0f} s")
+        outputs.view.message(f"{count} rollout programs ready in {time.monotonic() - began:.0f} s")
 
     def _summary(self, finished: bool, report: Path) -> dict[str, Any]:
         return {
