@@ -69,7 +69,9 @@ def test_missing_models_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_model_folder_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
-    fails(capsys, "train", f"model.path={tiny_model}", f"trainer.run_dir={tmp_path / 'run'}", *TASK)
+    error = fails(capsys, "train", f"model.path={tiny_model}", f"trainer.run_dir={tmp_path / 'run'}", *TASK)
+    assert str(tiny_model) in error
+    assert "safetensors" in error
 
 
 def test_an_export_never_overwrites(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):

@@ -118,7 +118,8 @@ def test_lower_bounds(path):
     ],
 )
 def test_what_is_accepted(options):
-    build(options)
+    config = build(options)
+    assert from_mapping(to_mapping(config)) == config, "a resolved config resolves to itself"
 
 
 def test_numbers_become_the_option_s_type():

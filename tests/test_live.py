@@ -77,7 +77,9 @@ def test_final_table_in_plain_text(rows):
 
 
 def test_an_empty_table():
-    LiveView(1, io.StringIO()).final_table([])
+    out = io.StringIO()
+    LiveView(1, out).final_table([])
+    assert out.getvalue() == ""
 
 
 def test_on_a_terminal(terminal):

@@ -7,8 +7,10 @@ then yields [K, R, S, D], the order in which XLA:CPU decodes fastest (design §6
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from functools import lru_cache
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +49,18 @@ def pool_sharding(layout: Layout, shape: CacheShape) -> NamedSharding:
 
 def allocate(layout: Layout, shape: CacheShape) -> Pool:
     """A zeroed pool, each device allocating its own shard."""
+    return cast(Pool, _zeros(layout, shape)())
+
+
+@lru_cache(maxsize=16)
+def _zeros(layout: Layout, shape: CacheShape) -> Callable[[], Any]:
+    """Compiled once per layout and shape: the pool is released and allocated again in every step."""
     dims = (layout.dp, shape.num_kv_heads, shape.num_blocks, shape.block_size, shape.head_dim)
     sharding = pool_sharding(layout, shape)
-    make = jax.jit(
+    return jax.jit(
         lambda: [(jnp.zeros(dims, shape.dtype), jnp.zeros(dims, shape.dtype)) for _ in range(shape.num_layers)],
         out_shardings=[(sharding, sharding)] * shape.num_layers,
     )
-    return cast(Pool, make())
 
 
 def attend(
