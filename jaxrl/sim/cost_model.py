@@ -1,0 +1,488 @@
+"""Seconds and bytes of what a simulated machine does: an analytic roofline, or a measured table, behind one protocol.
+
+Purpose: the simulated executor asks what a plan takes (`decode_step_s`, `prefill_s`); the simulated backend asks what
+training, a weight sync and a layout switch take, and how many KV blocks a device holds. `CostModel` below is all that
+either may ask. Every answer is for one dp group (one model copy on `tp` devices): groups of a layout run in lockstep,
+so a plan takes as long as its slowest group.
+
+Source: the roofline of Williams et al. (2009) over the bytes and FLOPs of a dense decoder; decode as a function of
+(batch, total context) is PAT §4.2 (Fig. 6); KV move, recomputation and their minimum are PAT §4.3 (equations 1-4); a
+mechanism for each term is named in its method.
+
+Departures: weights are resharded as design §5 nests them (a higher TP degree slices what is there, a lower one
+gathers), where PAT gathers and slices either way. Norms, biases and rope count as parameters and are taken as split.
+All factors by which software falls short of a peak are fields of `Efficiency`.
+
+Example::
+
+    cost = RooflineCost(ModelSizes.of(model_config), hardware("H800"))
+    cost.decode_step_s(tp=2, batch=64, context=64 * 1024)   # seconds of one step
+    measured = TableCost(predictor, rest=cost)                    # decode and prefill from `jaxrl profile`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+from jaxrl.sim.hardware import Hardware
+
+_OPTIMIZER_BYTES = 28  # per parameter and update: master, two moments (read, written: 24) and the gradient (4) in fp32
+_GRADIENT_BYTES = 4  # float32
+_LOGIT_BYTES = 4  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes of a dense decoder that cost anything; the names are those of `ModelConfig`.
+
+    `weight_bytes` and `kv_bytes` are bytes per number in rollout (2: bfloat16).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    weight_bytes: int = 2
+    kv_bytes: int = 2
+
+    @classmethod
+    def of(cls, config: Any, weight_bytes: int = 2, kv_bytes: int = 2) -> ModelSizes:
+        """The sizes of a `jaxrl.models.config.ModelConfig`, or of whatever has its attributes."""
+        names = [f.name for f in fields(cls) if f.name not in ("weight_bytes", "kv_bytes")]
+        if missing := [name for name in names if not hasattr(config, name)]:
+            raise ValueError(
+                f"ModelSizes.of: {type(config).__name__} must have {', '.join(missing)}, as ModelConfig has"
+            )
+        return cls(**{name: getattr(config, name) for name in names}, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer."""
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * query + 2 * self.hidden_size * kv
+        extra = self.qkv_bias * (query + 2 * kv) + self.qk_norm * 2 * self.head_dim + 2 * self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size + extra
+
+    @property
+    def num_params(self) -> int:
+        """All parameters; tied embeddings count once."""
+        head = 0 if self.tie_word_embeddings else self.embedding_params
+        return self.num_layers * self.layer_params + self.embedding_params + head + self.hidden_size
+
+    @property
+    def read_params(self) -> int:
+        """Parameters that a forward pass multiplies by: all but the input embedding, of which it takes single rows."""
+        return self.num_layers * self.layer_params + self.embedding_params + self.hidden_size
+
+    def kv_split(self, tp: int) -> int:
+        """Over how many of `tp` devices the key/value heads are split; over the rest they are copied (design §5)."""
+        return math.gcd(self.num_kv_heads, tp)
+
+    def kv_bytes_per_token(self, tp: int = 1) -> int:
+        """KV bytes of one token on one of `tp` devices."""
+        return 2 * self.num_layers * self.num_kv_heads // self.kv_split(tp) * self.head_dim * self.kv_bytes
+
+    def device_params(self, tp: int, params: int) -> float:
+        """Of `params` parameters, those on one of `tp` devices: copied key/value heads count in full."""
+        kv = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
+        return (params - kv) / tp + kv / self.kv_split(tp)
+
+    def attention_flops(self, pairs: float) -> float:
+        """FLOPs of scores and weighted sums, over all layers, for that many (query, key) pairs."""
+        return 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What software reaches of the peaks, and what it costs whatever the size. Defaults: see `jaxrl.sim.calibrate`.
+
+    Attributes:
+      memory: share of the memory bandwidth, reading weights and activations.
+      kv: share of it, reading KV (paged and ragged).
+      compute: share of the FLOP/s in inference.
+      link: share of the bandwidth between devices.
+      mfu: share of the FLOP/s in training, over everything between its first and last kernel.
+      launch_s: seconds per layer and pass that no amount of work hides: launches, small kernels.
+      step_s: seconds per decode step or prefill, once: host, sampling.
+      collective_s: latency of one collective step between devices.
+      train_fixed_s: seconds of a training step whatever its size: phases, loading of optimizer states, imbalance.
+      sync_fixed_s: the same of a weight sync.
+      switch_fixed_s: the same of a layout switch: graphs and programs of the new layout, pools.
+    """
+
+    memory: float = 0.8
+    kv: float = 0.6
+    compute: float = 0.5
+    link: float = 0.7
+    mfu: float = 0.3
+    launch_s: float = 40e-6
+    step_s: float = 0.5e-3
+    collective_s: float = 8e-6
+    train_fixed_s: float = 5.0
+    sync_fixed_s: float = 1.0
+    switch_fixed_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name.endswith("_s"):
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"Efficiency.{name} ({value!r}) must be a number of seconds >= 0")
+            elif not 0 < value <= 1:
+                raise ValueError(f"Efficiency.{name} ({value!r}) must be a share of a peak, in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLoad:
+    """What one training step computes.
+
+    Attributes:
+      tokens: prompt and response tokens of the batch.
+      pairs: (query, key) pairs of its attention; see `causal_pairs`.
+      updates: optimizer updates that the batch is cut into.
+      epochs: passes over the batch (each forward and backward).
+      extra_forwards: forward passes besides: old log-probabilities, the reference model.
+    """
+
+    tokens: float
+    pairs: float = 0.0
+    updates: int = 1
+    epochs: int = 1
+    extra_forwards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTimes:
+    """Seconds of a layout switch; KV is moved or computed again, whichever is cheaper (PAT §4.3)."""
+
+    weights_s: float
+    move_s: float
+    recompute_s: float
+    fixed_s: float
+
+    @property
+    def moves(self) -> bool:
+        return self.move_s <= self.recompute_s
+
+    @property
+    def total_s(self) -> float:
+        return self.weights_s + min(self.move_s, self.recompute_s) + self.fixed_s
+
+
+class CostModel(Protocol):
+    """All that the simulated executor and the simulated backend may ask. Pure: equal arguments, equal answers.
+
+    Executor, per dp group: `decode_step_s`, `prefill_s`. Backend: the rest.
+    """
+
+    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        """Seconds of one decode step of `batch` rows whose contexts add up to `context` tokens; 0 rows: 0."""
+        ...
+
+    def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
+        """Seconds to prefill `tokens` tokens in one pass, attending `pairs` (query, key) pairs; 0 tokens: 0."""
+        ...
+
+    def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
+        """Seconds of the update of one training step on all of `num_devices`."""
+        ...
+
+    def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        """Seconds of one forward pass over a batch for log-probabilities, on all of `num_devices`."""
+        ...
+
+    def weight_sync_s(self, tp: int, num_devices: int) -> float:
+        """Seconds until the trained weights are the rollout's."""
+        ...
+
+    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
+        """What changing the TP degree costs while a dp group holds `context` tokens of unfinished rows.
+
+        Args:
+          context: valid KV tokens of the fullest dp group before the switch.
+          pairs: (query, key) pairs of computing them again, see `causal_pairs`.
+        """
+        ...
+
+    def kv_bytes_per_token(self, tp: int) -> int:
+        """KV bytes of one token on one of `tp` devices."""
+        ...
+
+    def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
+        """KV blocks of a dp group that fit beside the weights, the reserved one included.
+
+        Args:
+          memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
+          reserved_bytes: what else lies on each device during rollout.
+
+        Raises ValueError if not even two blocks fit.
+        """
+        ...
+
+
+def causal_pairs(tokens: float, start: float = 0.0) -> float:
+    """(query, key) pairs of `tokens` tokens at positions `start`, `start + 1`, ...: each attends those up to itself."""
+    return tokens * start + tokens * (tokens + 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineCost:
+    """`CostModel` from sizes and peaks: time = max(bytes / bandwidth, FLOPs / peak) + what no size hides."""
+
+    model: ModelSizes
+    hardware: Hardware
+    efficiency: Efficiency = Efficiency()
+    # decode's coefficients by TP degree, once each: a simulation asks for millions of steps
+    _decode: dict[int, tuple[float, float, float, float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    # Inference, one dp group
+
+    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        if batch <= 0:
+            return 0.0
+        terms = self._decode.get(tp)
+        if terms is None:
+            terms = self._decode[tp] = self._decode_terms(tp)
+        weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = terms
+        memory = weights_s + row_memory_s * batch + token_memory_s * context
+        busy = max(memory, row_compute_s * batch + token_compute_s * context)
+        return busy + self._pass_s(tp, batch)
+
+    def _decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
+        """Seconds of reading the weights; of memory, per row and context token; of computing, per row and token."""
+        _check_tp(tp)
+        model, hw, eff = self.model, self.hardware, self.efficiency
+        bandwidth, flops = hw.memory_bytes_per_s, hw.flops_per_s * eff.compute * tp
+        return (
+            model.device_params(tp, model.read_params) * model.weight_bytes / (bandwidth * eff.memory),
+            self._activation_bytes(tp, 1, logits=1) / (bandwidth * eff.memory),
+            model.kv_bytes_per_token(tp) / (bandwidth * eff.kv),
+            2.0 * model.read_params / flops,
+            model.attention_flops(1) / flops,
+        )
+
+    def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
+        _check_tp(tp)
+        if tokens <= 0:
+            return 0.0
+        model, hw, eff = self.model, self.hardware, self.efficiency
+        layers = model.num_layers * model.layer_params  # the output head runs for last positions only: left out
+        weights = model.device_params(tp, layers) * model.weight_bytes
+        memory = (weights + self._activation_bytes(tp, tokens, logits=0)) / eff.memory
+        memory += tokens * model.kv_bytes_per_token(tp) / eff.kv
+        flops = (2.0 * layers * tokens + model.attention_flops(pairs)) / tp
+        busy = max(memory / hw.memory_bytes_per_s, flops / (hw.flops_per_s * eff.compute))
+        return busy + self._pass_s(tp, tokens)
+
+    def all_reduce_s(self, tp: int, num_bytes: float) -> float:
+        """Seconds of one all-reduce over `tp` devices: the better of ring and recursive doubling (Thakur et al. 2005).
+
+        Ring: 2 (tp - 1) steps, each sending 1/tp of the bytes. Recursive doubling: log2(tp) steps, each sending all.
+        """
+        if tp == 1:
+            return 0.0
+        bandwidth = self.hardware.bytes_per_s(tp) * self.efficiency.link
+        latency, steps, doublings = self.efficiency.collective_s, 2 * (tp - 1), math.ceil(math.log2(tp))
+        ring = steps * (latency + num_bytes / tp / bandwidth)
+        doubling = doublings * (latency + num_bytes / bandwidth)
+        return min(ring, doubling)
+
+    def _pass_s(self, tp: int, tokens: float) -> float:
+        """What a pass costs beside the roofline: launches, and two all-reduces of [tokens, hidden] per layer."""
+        model, eff = self.model, self.efficiency
+        reduce = self.all_reduce_s(tp, tokens * model.hidden_size * model.weight_bytes)
+        return eff.step_s + model.num_layers * (eff.launch_s + 2 * reduce)
+
+    def _activation_bytes(self, tp: int, tokens: float, logits: float) -> float:
+        """Activations written and read again once: per layer the residual twice, q, k, v, attention out, MLP."""
+        model = self.model
+        heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+        per_layer = 4 * model.hidden_size + (heads + 3 * model.intermediate_size) / tp
+        written = tokens * model.num_layers * per_layer * model.weight_bytes
+        return 2 * (written + logits * model.vocab_size / tp * _LOGIT_BYTES)
+
+    # Training and everything between, all devices
+
+    def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
+        """6 FLOPs per parameter and token (2 forward, 4 backward), the optimizer's bytes, and gradients and weights
+        across devices: a reduce-scatter in float32 and an all-gather per update."""
+        if num_devices < 1 or load.tokens < 0:
+            raise ValueError(f"train_step_s: num_devices ({num_devices}) must be >= 1 and tokens ({load.tokens}) >= 0")
+        model, hw, eff = self.model, self.hardware, self.efficiency
+        forward = 2.0 * model.read_params * load.tokens + model.attention_flops(load.pairs)
+        flops = forward * (3 * load.epochs + load.extra_forwards)
+        compute = flops / (num_devices * hw.flops_per_s * eff.mfu)
+        optimizer = _OPTIMIZER_BYTES * model.num_params / num_devices / (hw.memory_bytes_per_s * eff.memory)
+        crossing = (num_devices - 1) / num_devices * model.num_params * (_GRADIENT_BYTES + model.weight_bytes)
+        exchange = crossing / (hw.bytes_per_s(num_devices) * eff.link)
+        return compute + load.updates * (optimizer + exchange) + eff.train_fixed_s
+
+    def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        flops = 2.0 * self.model.read_params * tokens + self.model.attention_flops(pairs)
+        return flops / (num_devices * self.hardware.flops_per_s * self.efficiency.mfu)
+
+    def weight_sync_s(self, tp: int, num_devices: int) -> float:
+        """Training splits weights over all devices; rollout wants them split over `tp`: the rest is gathered."""
+        _check_tp(tp)
+        if num_devices % tp:
+            raise ValueError(f"weight_sync_s: tp ({tp}) must divide num_devices ({num_devices})")
+        model, hw, eff = self.model, self.hardware, self.efficiency
+        total = model.num_params * model.weight_bytes
+        kept = model.device_params(tp, model.num_params) * model.weight_bytes
+        gathered = (kept - total / num_devices) / (hw.bytes_per_s(num_devices) * eff.link)
+        written = kept / (hw.memory_bytes_per_s * eff.memory)
+        return max(gathered, 0.0) + written + eff.sync_fixed_s
+
+    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
+        """Groups that merge send each other what they hold; see PAT's equations 1-2 (KV) and 4 (recomputation).
+
+        A higher TP degree merges `new_tp / tp` groups: each device keeps `tp / new_tp` of the KV it has and sends the
+        rest, and recomputation runs for the merged rows. A lower one splits a group, and takes in as much.
+        """
+        _check_tp(tp)
+        _check_tp(new_tp)
+        if new_tp % tp and tp % new_tp:
+            raise ValueError(f"layout_switch: of tp ({tp}) and new tp ({new_tp}) one must divide the other")
+        if tp == new_tp:
+            return SwitchTimes(0.0, 0.0, 0.0, 0.0)
+        model, hw, eff = self.model, self.hardware, self.efficiency
+        link = hw.bytes_per_s(max(tp, new_tp)) * eff.link
+        held = [model.device_params(t, model.num_params) * model.weight_bytes for t in (tp, new_tp)]
+        gathered = max(held[1] - held[0], 0.0) / link
+        copied = 2 * held[1] / (hw.memory_bytes_per_s * eff.memory)
+        growth = new_tp / tp
+        share = 1 - min(growth, 1 / growth)
+        widest = max(model.kv_bytes_per_token(tp), model.kv_bytes_per_token(new_tp) * growth)
+        move = context * widest * share / link
+        # merged rows are prefilled together; a group that splits prefills its share of them
+        tokens = math.ceil(context * growth)
+        again = self.prefill_s(new_tp, tokens, pairs * growth)
+        return SwitchTimes(gathered + copied, move, again, eff.switch_fixed_s)
+
+    def kv_bytes_per_token(self, tp: int) -> int:
+        return self.model.kv_bytes_per_token(tp)
+
+    def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
+        _check_tp(tp)
+        model = self.model
+        weights = model.device_params(tp, model.num_params) * model.weight_bytes
+        left = self.hardware.memory_bytes * memory_fraction - weights - reserved_bytes
+        blocks = int(left // (block_size * model.kv_bytes_per_token(tp)))
+        if blocks < 2:
+            raise ValueError(
+                f"rollout.memory_fraction ({memory_fraction}) of a {self.hardware.name}'s {self.hardware.memory_bytes} "
+                f"bytes leaves {max(left, 0):.0f} for KV beside {weights:.0f} bytes of weights and "
+                f"{reserved_bytes:.0f} reserved, less than two blocks of {block_size} tokens: raise "
+                f"rollout.tensor_model_parallel_size ({tp})"
+            )
+        return blocks
+
+
+class TimePredictor(Protocol):
+    """What is asked of a measured table (`jaxrl.scheduling.latency.LatencyPredictor`), one dp group at a time."""
+
+    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        """Seconds of one decode step of `batch` rows with `context` tokens together."""
+        ...
+
+    def prefill_s(self, tp: int, batch: int, context: float) -> float:
+        """Seconds to prefill `batch` rows of `context` tokens each."""
+        ...
+
+
+class MeasuredSwitch(Protocol):
+    """Measured costs of a layout switch (`jaxrl.scheduling.latency.SwitchCost`)."""
+
+    @property
+    def weights_s(self) -> float: ...
+    @property
+    def kv_s_per_token(self) -> float: ...
+    @property
+    def fixed_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TableCost:
+    """`CostModel` whose inference comes from a measured table, and the rest from another cost model.
+
+    Attributes:
+      predictor: the table.
+      rest: what the table does not hold.
+      switch: (tp, new tp) -> measured costs of that switch; None: those of `rest`, recomputation from the table.
+      train_s_per_token: measured seconds of training per token of the batch.
+      train_fixed_s: measured seconds of a training step whatever its size; counts with `train_s_per_token` only.
+      forward_s_per_token: measured seconds per token of a pass for log-probabilities.
+      sync_s: measured seconds of a weight sync.
+
+    Measured values stand for the devices they were measured on: they are not scaled to another number of them.
+    """
+
+    predictor: TimePredictor
+    rest: CostModel
+    switch: Callable[[int, int], MeasuredSwitch] | None = None
+    train_s_per_token: float | None = None
+    train_fixed_s: float = 0.0
+    forward_s_per_token: float | None = None
+    sync_s: float | None = None
+
+    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        return self.predictor.decode_step_s(tp, batch, context) if batch > 0 else 0.0
+
+    def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
+        """By the equal rows that have as many tokens and pairs (PAT equation 3): 2 pairs / tokens long. The tokens of a
+        later chunk attend more than any such rows do; it counts as one row of its own length."""
+        if tokens <= 0:
+            return 0.0
+        context = min(max(2.0 * pairs / tokens - 1.0, 1.0), tokens) if pairs > 0 else float(tokens)
+        rows = max(round(tokens / context), 1)
+        return self.predictor.prefill_s(tp, rows, context) * tokens / (rows * context)
+
+    def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
+        if self.train_s_per_token is None:
+            return self.rest.train_step_s(load, num_devices)
+        forward = load.extra_forwards * self.forward_s(load.tokens, load.pairs, num_devices)
+        return self.train_s_per_token * load.tokens * load.epochs + forward + self.train_fixed_s
+
+    def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        if self.forward_s_per_token is None:
+            return self.rest.forward_s(tokens, pairs, num_devices)
+        return self.forward_s_per_token * tokens
+
+    def weight_sync_s(self, tp: int, num_devices: int) -> float:
+        return self.rest.weight_sync_s(tp, num_devices) if self.sync_s is None else self.sync_s
+
+    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
+        if tp == new_tp:
+            return SwitchTimes(0.0, 0.0, 0.0, 0.0)
+        growth = new_tp / tp
+        again = self.prefill_s(new_tp, math.ceil(context * growth), pairs * growth)
+        if self.switch is None:
+            return replace(self.rest.layout_switch(tp, new_tp, context, pairs), recompute_s=again)
+        measured = self.switch(tp, new_tp)
+        return SwitchTimes(measured.weights_s, measured.kv_s_per_token * context, again, measured.fixed_s)
+
+    def kv_bytes_per_token(self, tp: int) -> int:
+        return self.rest.kv_bytes_per_token(tp)
+
+    def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
+        return self.rest.num_kv_blocks(tp, block_size, memory_fraction, reserved_bytes)
+
+
+def _check_tp(tp: int) -> None:
+    if tp < 1:
+        raise ValueError(f"the TP degree ({tp}) must be >= 1 (rollout.tensor_model_parallel_size)")

@@ -1,0 +1,325 @@
+"""What the papers published about their baselines: the only numbers that `jaxrl.sim.calibrate` may be fitted to.
+
+Purpose: facts as data, each with paper and place, so that a calibration can name what it rests on. `REPORTED` holds
+what the papers' own methods gained; it is for tables that set ours beside theirs, and no calibration reads it (a test
+checks the source of `calibrate` and `baselines`).
+
+Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), RhymeRL (He et al. 2025), read
+from their text. Model sizes: the models' config.json on Hugging Face.
+
+Departures: a number that a figure shows only as a drawing is not here. Left out for that reason: RollPacker Fig. 2a's
+curves (P50 and P90 of each task; which task has which P75), Fig. 4a, 4b, 5, 8a's curve, 10 (veRL's step times), 11
+(step times on the bars), 12 and 16; APRIL Fig. 3 (length histograms) and 5-9; PAT Fig. 3a's bars, 10 and 13-14; RhymeRL
+Fig. 2-3's curves and 13. RhymeRL Table 2's columns cannot be told apart in the text. What our reading cannot use has
+the role `unused`, and a note that says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrl.sim.cost_model import ModelSizes
+
+Role = Literal["fit", "check", "input", "unused"]
+"""fit: enters the residuals; check: predicted and reported, with no weight; input: taken over as it is; unused: not
+predicted, `note` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One published number, or a range of which any value agrees (`low` == `high` for a number).
+
+    Attributes:
+      name: unique.
+      paper, where: paper and table, figure or section.
+      unit: of the value ("share", "s", "tokens", ...).
+      low, high: the value or range.
+      role: what a calibration may do with it.
+      tolerance: relative error that counts as one standard deviation: rounding, or how far our reading may be off.
+      note: how it was read or derived.
+    """
+
+    name: str
+    paper: str
+    where: str
+    unit: str
+    low: float
+    high: float
+    role: Role = "fit"
+    tolerance: float = 0.05
+    note: str = ""
+
+
+def _fact(name: str, place: str, unit: str, value: float | tuple[float, float], note: str = "", **more) -> Fact:
+    paper, where = place.split(": ", 1)
+    low, high = value if isinstance(value, tuple) else (value, value)
+    return Fact(name, paper, where, unit, low, high, note=note, **more)
+
+
+_ROLLPACKER = (
+    _fact("rollpacker.math.rollout_share", "RollPacker: Table 1", "share", 0.72, tolerance=0.01),
+    _fact("rollpacker.math.reward_share", "RollPacker: Table 1", "share", 0.05, tolerance=0.1),
+    _fact("rollpacker.math.train_share", "RollPacker: Table 1", "share", 0.23, tolerance=0.02),
+    _fact("rollpacker.code.rollout_share", "RollPacker: Table 1", "share", 0.66, tolerance=0.01),
+    _fact("rollpacker.code.reward_share", "RollPacker: Table 1", "share", 0.13, tolerance=0.04),
+    _fact("rollpacker.code.train_share", "RollPacker: Table 1", "share", 0.21, tolerance=0.02),
+    _fact("rollpacker.judge.rollout_share", "RollPacker: Table 1", "share", 0.71, tolerance=0.01),
+    _fact("rollpacker.judge.reward_share", "RollPacker: Table 1", "share", 0.07, tolerance=0.07),
+    _fact("rollpacker.judge.train_share", "RollPacker: Table 1", "share", 0.22, tolerance=0.02),
+    _fact(
+        "rollpacker.max_over_median",
+        "RollPacker: §1, Fig. 2a",
+        "ratio",
+        (25.0, 32.0),
+        "longest response over the median ('medium' in the text), over three tasks",
+        tolerance=0.02,
+    ),
+    _fact(
+        "rollpacker.p75",
+        "RollPacker: §2.2, Fig. 2a",
+        "tokens",
+        (755.0, 1100.0),
+        "range over three tasks ('755 and 1.1k')",
+        tolerance=0.02,
+    ),
+    _fact(
+        "rollpacker.longest",
+        "RollPacker: §2.2, Fig. 2a",
+        "tokens",
+        16384.0,
+        "'up to 16k tokens': read as the longest response of a batch, were there no cap (geometric mean over batches)",
+        tolerance=0.02,
+    ),
+    _fact(
+        "rollpacker.sandbox_timeout_share",
+        "RollPacker: §4.3, Fig. 8a",
+        "share",
+        0.05,
+        "'around 5% of prompts' reach the time-out; taken of samples",
+        role="input",
+    ),
+    _fact("rollpacker.code.timeout", "RollPacker: §4.3, §5", "s", 30.0, role="input"),
+    _fact("rollpacker.math.timeout", "RollPacker: §5", "s", 2.0, role="input"),
+    _fact(
+        "rollpacker.tpot_64_over_32",
+        "RollPacker: §4.1",
+        "ratio",
+        1.23,
+        "time per token, batch 64 over batch 32; model, TP and context are not said (read: 14B, TP 2, P75 context)",
+        role="check",
+    ),
+    _fact(
+        "rollpacker.prefill_max_length",
+        "RollPacker: §4.1",
+        "s",
+        (0.0, 0.1),
+        "prefill at the longest length, batch 1, 'within 100 milliseconds'; the model is not said: 14B at 16k on two "
+        "devices takes three times that at their peak FLOP/s, so it can be none of §6's pairs of model and TP",
+        role="unused",
+    ),
+    _fact(
+        "rollpacker.7b_long_round_step",
+        "RollPacker: Table 3 (column w/o)",
+        "s",
+        124.2,
+        "Qwen2.5-7B/8k, math, mean of five long rounds without GPU scaling: a step of prompts chosen for their length "
+        "and scored while others decode, so nearly but not quite a baseline",
+        role="check",
+    ),
+)
+
+_RHYMERL = (
+    _fact(
+        "rhymerl.math.rank_up_share",
+        "RhymeRL: §6.1, Fig. 9",
+        "share",
+        0.16,
+        "responses in a higher one of 8 ranking groups than their prompt's median in the epoch before",
+        tolerance=0.02,
+    ),
+    _fact("rhymerl.code.rank_up_share", "RhymeRL: §6.1, Fig. 9", "share", 0.28, "as for math", tolerance=0.02),
+    _fact(
+        "rhymerl.growth_320_steps",
+        "RhymeRL: §3.1, Fig. 3a",
+        "ratio",
+        10.0,
+        "mean response length 'from 1K to 10K in 320 steps'",
+        tolerance=0.02,
+    ),
+    _fact(
+        "rhymerl.math.rollout_share",
+        "RhymeRL: §3.1, Fig. 2",
+        "share",
+        0.91,
+        "32B, 16k, 64 devices whose kind is not named",
+        role="unused",
+    ),
+    _fact("rhymerl.code.rollout_share", "RhymeRL: §3.1, Fig. 2", "share", 0.84, "as for math", role="unused"),
+    _fact(
+        "rhymerl.first_device_idle",
+        "RhymeRL: §3.1, Fig. 3c",
+        "share",
+        0.76,
+        "of the rollout, the earliest device to finish; kind and batch are not named",
+        role="unused",
+    ),
+)
+
+_APRIL = (
+    _fact(
+        "april.4b.throughput",
+        "APRIL: Table 1 (baseline, GRPO)",
+        "tokens/s",
+        (9252.0, 9814.0),
+        "Qwen3-4B on three data sets: 9,814, 9,252, 9,459; tokens over wall-clock of a rollout, eight devices",
+    ),
+    _fact(
+        "april.8b.throughput",
+        "APRIL: Table 1 (baseline, GRPO)",
+        "tokens/s",
+        (7756.0, 8780.0),
+        "Qwen3-8B on three data sets: 8,780, 8,031, 7,756",
+    ),
+    _fact(
+        "april.batch_std",
+        "APRIL: §3.2.3, Fig. 5a",
+        "tokens",
+        (4000.0, 4500.0),
+        "standard deviation of response lengths over a batch, Qwen3-4B",
+    ),
+    _fact(
+        "april.instance_std",
+        "APRIL: §3.2.3, Fig. 5b",
+        "tokens",
+        (1200.0, 1500.0),
+        "within a prompt, GRPO: 'typically less than 1,500'; the lower end is our reading of 'typically'",
+    ),
+    _fact(
+        "april.4b.dapo_throughput",
+        "APRIL: Table 1 (baseline, DAPO)",
+        "tokens/s",
+        (12257.0, 13038.0),
+        "12,572, 12,257, 13,038; how many prompts its dynamic sampling launches is not said",
+        role="unused",
+    ),
+    _fact(
+        "april.8b.dapo_throughput",
+        "APRIL: Table 1 (baseline, DAPO)",
+        "tokens/s",
+        (11419.0, 11860.0),
+        "11,419, 11,470, 11,860; as for 4B",
+        role="unused",
+    ),
+)
+
+_PAT = (
+    _fact("pat.a40.tp2_batch1", "PAT: §3.1, Fig. 4", "s", 15.37e-3, "LLaMA3.1-8B, seconds per token"),
+    _fact("pat.a40.tp8_batch1", "PAT: §3.1, Fig. 4", "s", 9.64e-3),
+    _fact("pat.a40.tp2_batch128", "PAT: §3.1, Fig. 4", "s", 24.41e-3, "batch over all dp groups"),
+    _fact("pat.a40.tp8_batch128", "PAT: §3.1, Fig. 4", "s", 30.87e-3),
+    _fact("pat.share_over_8k", "PAT: §2.3, Fig. 3b", "share", 0.1085, "LLaMA3.1-8B on DeepScaleR", tolerance=0.02),
+    _fact("pat.share_over_16k", "PAT: §2.3, Fig. 3b", "share", 0.0218, tolerance=0.02),
+    _fact(
+        "pat.a40.generation_share",
+        "PAT: §2.3, Fig. 3a",
+        "share",
+        (0.6422, 0.817),
+        "of an iteration, over the maximum lengths tried; predicted for 16K",
+        role="check",
+    ),
+    _fact(
+        "pat.a40.single_row_share",
+        "PAT: §2.3, Fig. 3a",
+        "share",
+        (0.4629, 0.8158),
+        "of generation, 'with only a single remaining sample'; over the maximum lengths tried, predicted for 16K over "
+        "all devices. Fig. 3b's 2.8 responses over 16K per batch would end together at that cap: the text's two "
+        "statements agree only if the first is meant per engine, or Fig. 3b of other runs",
+        role="check",
+    ),
+    _fact("pat.h100.8b_generation", "PAT: §5.3, Fig. 11c (VeRL)", "s", 134.3, "LLaMA3.1-8B, 24K, 8 H100"),
+    _fact("pat.h100.8b_step", "PAT: §5.3, Fig. 11c (VeRL)", "s", 172.5),
+    _fact("pat.h100.14b_generation", "PAT: §5.3, Fig. 11c (VeRL)", "s", 133.9, "Qwen3-14B, 16K, 8 H100"),
+    _fact(
+        "pat.h100.8b_mean_length",
+        "PAT: §5.2-5.3, Fig. 11a, 11c (VeRL)",
+        "tokens",
+        2570.6 * 172.5 / 128,
+        "VeRL's 2,570.6 tokens/s of an iteration, times its 172.5 s, over 128 responses",
+        role="check",
+    ),
+)
+
+FACTS: dict[str, Fact] = {fact.name: fact for fact in (*_ROLLPACKER, *_RHYMERL, *_APRIL, *_PAT)}
+
+MODELS: dict[str, ModelSizes] = {
+    "Qwen2.5-7B": ModelSizes(152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True),
+    "Qwen2.5-14B": ModelSizes(152064, 5120, 13824, 48, 40, 8, 128, qkv_bias=True),
+    "Qwen2.5-32B": ModelSizes(152064, 5120, 27648, 64, 40, 8, 128, qkv_bias=True),
+    "Qwen3-4B": ModelSizes(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True, qk_norm=True),
+    "Qwen3-8B": ModelSizes(151936, 4096, 12288, 36, 32, 8, 128, qk_norm=True),
+    "Qwen3-14B": ModelSizes(151936, 5120, 17408, 40, 40, 8, 128, qk_norm=True),
+    "Llama-3.1-8B": ModelSizes(128256, 4096, 14336, 32, 32, 8, 128),
+}
+"""vocab, hidden, intermediate, layers, heads, key/value heads, head dim, from each model's config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a paper ran a baseline. `tp` is of rollout; `max_tokens` counts response tokens; groups of `group_size`."""
+
+    paper: str
+    where: str
+    model: str
+    hardware: str
+    num_devices: int
+    tp: int
+    num_prompts: int
+    group_size: int
+    max_tokens: int
+    note: str = ""
+
+
+SETUPS: dict[str, Setup] = {
+    "rollpacker.table1": Setup(
+        "RollPacker", "§2.2, Table 1", "Qwen2.5-14B", "H800", 32, 2, 128, 8, 16384, "TP 2: §2.2 on Fig. 2b"
+    ),
+    "rollpacker.7b": Setup("RollPacker", "§6", "Qwen2.5-7B", "H800", 16, 1, 128, 8, 8192),
+    "rollpacker.14b": Setup("RollPacker", "§6", "Qwen2.5-14B", "H800", 32, 2, 128, 8, 16384),
+    "rollpacker.32b": Setup("RollPacker", "§6", "Qwen2.5-32B", "H800", 64, 2, 128, 8, 32768),
+    "rollpacker.14b_512": Setup("RollPacker", "§6.8", "Qwen2.5-14B", "H800", 128, 2, 512, 8, 16384),
+    "april.4b": Setup("APRIL", "§3.1", "Qwen3-4B", "MI300X", 8, 1, 32, 8, 16384, "TP is not said; read: 1"),
+    "april.8b": Setup("APRIL", "§3.1", "Qwen3-8B", "MI300X", 8, 1, 32, 8, 16384, "TP is not said; read: 1"),
+    "pat.a40.8b": Setup(
+        "PAT", "§2.3", "Llama-3.1-8B", "A40", 8, 2, 128, 1, 16384, "TP 2: §3.1; 128 responses, prompts x group not said"
+    ),
+    "pat.h100.8b": Setup(
+        "PAT", "§5", "Llama-3.1-8B", "H100", 8, 2, 128, 1, 24576, "the tuned TP is not said; read: 2, as on the A40"
+    ),
+    "pat.h100.14b": Setup("PAT", "§5", "Qwen3-14B", "H100", 8, 2, 128, 1, 16384, "as for 8B"),
+}
+
+REPORTED: dict[str, dict[str, float]] = {
+    "RollPacker Table 2, + tail batching": {"7B/8k": 1.30, "14B/16k": 1.48, "32B/32k": 2.21},
+    "RollPacker Table 2, + reward scheduler": {"7B/8k": 2.01, "14B/16k": 1.99, "32B/32k": 2.48},
+    "RollPacker Table 2, + parallelism planner": {"7B/8k": 2.01, "14B/16k": 2.02, "32B/32k": 2.52},
+    "RollPacker Table 2, + stream trainer": {"7B/8k": 2.03, "14B/16k": 2.22, "32B/32k": 2.56},
+    "RollPacker §6.7, one-off pipeline": {"7B/8k": 1.71},
+    "APRIL Table 1, GRPO, tokens/s with APRIL, Qwen3-4B": {
+        "DAPO-Math-17k": 12210.0,
+        "DeepScaleR": 12183.0,
+        "DeepMath": 13027.0,
+    },
+    "APRIL Table 1, GRPO, tokens/s with APRIL, Qwen3-8B": {
+        "DAPO-Math-17k": 11096.0,
+        "DeepScaleR": 10821.0,
+        "DeepMath": 11594.0,
+    },
+    "APRIL Table 1, GRPO, mean improvement": {"Qwen3-4B": 0.313, "Qwen3-8B": 0.369},
+    "PAT §5.2-5.3, H100, speed-up of an iteration": {"Llama-3.1-8B/24K": 1.37, "Qwen3-14B/16K": 1.29},
+    "PAT §5.3, H100, generation with PAT in s": {"Llama-3.1-8B/24K": 87.9, "Qwen3-14B/16K": 91.1},
+    "PAT §5.2, A40, largest speed-up": {"Llama-3.1-8B, 8 devices": 1.27, "16 devices": 1.19, "Qwen3-14B, 16": 1.18},
+    "PAT §5.4, A40, switch TP 2 to 8 in s": {"all": 5.52, "weights": 1.03, "KV": 2.36, "graphs": 0.73},
+}
+"""What the papers' own methods reached. For comparison only: no calibration reads it."""

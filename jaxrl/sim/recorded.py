@@ -1,0 +1,197 @@
+"""Lengths of a real run, played again: `samples.jsonl` of a run directory as a `Workload`.
+
+Purpose: a simulation whose lengths come from a run instead of a formula.
+
+Source: bootstrap resampling (Efron 1979), by prompt so that a long prompt is long again (RollPacker §3, RhymeRL §6.1).
+
+Departures: `samples.jsonl` (`jaxrl.samples`) holds a few samples of each step and no prompt index, so a recorded prompt
+is known by its text. Responses that reached the run's own token limit would have been longer: they are played as
+recorded, and `num_truncated` says how many there are.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrl.sim.workload import RewardTime, normal, uniform
+from jaxrl.types import SampleKey
+
+Rule = Literal["by_prompt", "pooled"]
+# What a random number is for: apart from those of `jaxrl.sim.workload`.
+_PROMPT, _RESPONSE, _TIME, _HANGS = range(16, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A recorded response: the training step it was drawn in, its tokens, its reward."""
+
+    step: int
+    length: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPrompt:
+    """A prompt of a run: its length in tokens, its source, its recorded responses."""
+
+    prompt_tokens: int
+    source: str
+    responses: tuple[Response, ...]
+
+
+class RecordedWorkload:
+    """`jaxrl.sim.workload.Workload` that draws from a run's responses.
+
+    Args:
+      seed: of the draws.
+      prompts: what was recorded. Prompt index i is one of them, drawn by (seed, i): the same whenever it is asked for.
+      rule: `by_prompt`: a response is one of its prompt's recorded ones; `pooled`: one of any prompt's, so that prompts
+        have no length of their own.
+      follow_steps: draw only among responses of the recorded step nearest to the step asked for, so that growth over
+        training is played too.
+      reward_time: seconds of scoring, which the file does not hold.
+      num_truncated: recorded responses that ended at the run's token limit.
+
+    Raises ValueError without prompts, or for a prompt without responses.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        prompts: Sequence[RecordedPrompt],
+        rule: Rule = "by_prompt",
+        follow_steps: bool = True,
+        reward_time: RewardTime | None = None,
+        num_truncated: int = 0,
+    ) -> None:
+        if not prompts or any(not prompt.responses for prompt in prompts):
+            raise ValueError(f"RecordedWorkload: prompts ({len(prompts)}) must be at least one, each with a response")
+        if rule not in ("by_prompt", "pooled"):
+            raise ValueError(f"RecordedWorkload: rule ({rule!r}) must be 'by_prompt' or 'pooled'")
+        self.seed = seed
+        self.prompts = tuple(prompts)
+        self.rule: Rule = rule
+        self.reward_time = RewardTime() if reward_time is None else reward_time
+        self.num_truncated = num_truncated
+        pools = [prompt.responses for prompt in prompts]
+        if rule == "pooled":
+            pools = [tuple(response for pool in pools for response in pool)]
+        self._pools = [_by_step(pool, follow_steps) for pool in pools]
+
+    @classmethod
+    def read(
+        cls,
+        run_dir: str | Path,
+        seed: int,
+        rule: Rule = "by_prompt",
+        follow_steps: bool = True,
+        reward_time: RewardTime | None = None,
+        count_tokens: Callable[[str], int] | None = None,
+    ) -> RecordedWorkload:
+        """From `samples.jsonl` of a run directory.
+
+        Args:
+          count_tokens: tokens of a prompt's text; by default its characters over the characters per token of the
+            recorded responses.
+
+        Raises ValueError if the file is missing, holds no finished response, or a line is not one of `jaxrl.samples`.
+        """
+        path = Path(run_dir) / "samples.jsonl"
+        rows = [row for row in _read_lines(path) if row["finish_reason"] in ("stop", "length") and row["length"] > 0]
+        if not rows:
+            raise ValueError(f"{path}: holds no finished response to play; the run must have made at least one step")
+        characters, tokens = sum(len(row["response"]) for row in rows), sum(row["length"] for row in rows)
+        by_length = partial(_tokens_by_length, per_character=tokens / characters if characters else 0.0)
+        count = by_length if count_tokens is None else count_tokens
+        by_text: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            by_text.setdefault(row["prompt"], []).append(row)
+        prompts = [
+            RecordedPrompt(
+                prompt_tokens=count(text),
+                source=same[0]["source"],
+                responses=tuple(Response(row["step"], row["length"], float(row["reward"] or 0)) for row in same),
+            )
+            for text, same in by_text.items()
+        ]
+        truncated = sum(row["finish_reason"] == "length" for row in rows)
+        return cls(seed, prompts, rule, follow_steps, reward_time, truncated)
+
+    def length(self, key: SampleKey, step: int = 0) -> int:
+        return self._response(key, step).length
+
+    def prompt_length(self, prompt_index: int) -> int:
+        return self.prompts[self._recorded_index(prompt_index)].prompt_tokens
+
+    def kind_name(self, prompt_index: int) -> str:
+        return self.prompts[self._recorded_index(prompt_index)].source
+
+    def reward_s(self, key: SampleKey, step: int = 0) -> float:
+        words = (self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
+        return self.reward_time.seconds(normal(_TIME, *words), uniform(_HANGS, *words), self.length(key, step))
+
+    def reward(self, key: SampleKey, step: int = 0) -> float:
+        return self._response(key, step).reward
+
+    def _recorded_index(self, prompt_index: int) -> int:
+        return int(uniform(_PROMPT, self.seed, prompt_index) * len(self.prompts))
+
+    def _response(self, key: SampleKey, step: int) -> Response:
+        pool = self._pools[0 if self.rule == "pooled" else self._recorded_index(key.prompt_index)]
+        rows = pool[_nearest(list(pool), step)]
+        u = uniform(_RESPONSE, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
+        return rows[int(u * len(rows))]
+
+
+def _tokens_by_length(text: str, per_character: float) -> int:
+    return max(round(len(text) * per_character), 1)
+
+
+def _by_step(responses: Sequence[Response], follow_steps: bool) -> dict[int, list[Response]]:
+    """Responses by step, steps ascending; all under step 0 where steps are not followed."""
+    pool: dict[int, list[Response]] = {}
+    for response in sorted(responses, key=lambda response: response.step):
+        pool.setdefault(response.step if follow_steps else 0, []).append(response)
+    return pool
+
+
+def _nearest(steps: Sequence[int], step: int) -> int:
+    """Of ascending steps the one nearest to `step`, the earlier of two."""
+    i = bisect_left(steps, step)
+    return min(steps[max(i - 1, 0) : i + 1], key=lambda known: abs(known - step))
+
+
+_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "step": int,
+    "prompt": str,
+    "response": str,
+    "reward": (int, float, type(None)),
+    "length": int,
+    "finish_reason": (str, type(None)),
+    "source": str,
+}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; it is written by `jaxrl train` into its run directory") from None
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was cut off
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from None
+        fields = row if isinstance(row, dict) else {}
+        wrong = [name for name, kind in _FIELDS.items() if not isinstance(fields.get(name, ...), kind)]
+        if wrong:
+            raise ValueError(f"{path}, line {number}: {', '.join(wrong)} must be as `jaxrl.samples` writes them")
+        rows.append(row)
+    return rows

@@ -1,0 +1,39 @@
+"""Named shapes against what their authors say of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.shapes import SHAPES, named_shape
+
+# Parameters as the models' safetensors files on the Hub count them.
+PARAMS = {
+    "SmolLM2-135M": 134_515_008,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Llama-3.1-8B": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_number_of_parameters_is_the_published_one(name):
+    assert named_shape(name).num_params() == PARAMS[name]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_a_config_json(name):
+    """Every shape survives the way to Hugging Face's words and back, so that transformers can build the same."""
+    assert ModelConfig.from_hf(named_shape(name).to_hf()) == named_shape(name)
+
+
+def test_unknown_shape_names_the_known_and_the_nearest():
+    with pytest.raises(ValueError, match=r"Qwen2\.5-1\.5B.*did you mean Qwen2\.5-7B\?"):
+        named_shape("Qwen2.5-7b")
+    with pytest.raises(ValueError, match=r"--shape \(gpt\) must be one of tiny, SmolLM2-135M"):
+        named_shape("gpt")
+
+
+def test_shapes_cannot_be_changed():
+    with pytest.raises(TypeError):
+        SHAPES["mine"] = SHAPES["tiny"]  # pyright: ignore[reportIndexIssue]

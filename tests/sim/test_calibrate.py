@@ -1,0 +1,269 @@
+"""Published facts, closed-form baselines against hand counts, recovery of constants from made-up facts, the file."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxrl.sim import baselines, calibrate, published
+from jaxrl.sim.baselines import PROBLEMS, Constant, Problem, drain, rank_up_share, reward_stage_s, rollout_ends
+from jaxrl.sim.calibrate import Calibration, residual, solve
+from jaxrl.sim.cost_model import RooflineCost, causal_pairs
+from jaxrl.sim.hardware import H800, HARDWARE
+from jaxrl.sim.published import FACTS, MODELS, REPORTED, SETUPS, Fact
+
+BY_NAME = {problem.name: problem for problem in PROBLEMS}
+COST = RooflineCost(MODELS["Qwen2.5-7B"], H800)
+
+
+def made_up(name: str, low: float, high: float | None = None, role: str = "fit", tolerance: float = 0.01) -> Fact:
+    return Fact(name, "made up", "here", "1", low, low if high is None else high, role, tolerance)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- facts
+
+
+def test_facts_are_well_formed():
+    for name, fact in FACTS.items():
+        assert fact.name == name
+        assert 0 <= fact.low <= fact.high
+        assert fact.tolerance > 0
+        assert fact.paper in ("RollPacker", "RhymeRL", "APRIL", "PAT")
+        assert fact.role != "unused" or fact.note, name
+    for task in ("math", "code", "judge"):
+        assert sum(FACTS[f"rollpacker.{task}.{stage}_share"].low for stage in ("rollout", "reward", "train")) == 1
+    for setup in SETUPS.values():
+        assert setup.model in MODELS
+        assert setup.hardware in HARDWARE
+        assert setup.num_devices % setup.tp == 0
+
+
+def test_no_calibration_sees_what_the_papers_methods_reached():
+    for module in (baselines, calibrate):
+        assert module.__file__ is not None
+        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert "REPORTED" not in names
+        assert "FACTS" in names or module is baselines
+    assert REPORTED["RollPacker Table 2, + tail batching"]["32B/32k"] == 2.21
+
+
+def test_each_fact_has_a_problem_or_says_why_not():
+    predicted = [name for problem in PROBLEMS for name in problem.facts]
+    cited = [name for problem in PROBLEMS for name in problem.cited.values()]
+    assert len(predicted) == len(set(predicted))
+    assert {n for n, f in FACTS.items() if f.role in ("fit", "check")} == set(predicted)
+    assert {n for n, f in FACTS.items() if f.role == "input"} == set(cited)
+
+
+def test_simulation_loads_no_jax():
+    code = "import sys, jaxrl.sim.calibrate, jaxrl.sim.recorded; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ---------------------------------------------------------------- baselines
+
+
+def test_a_drain_is_the_sum_of_its_steps():
+    prompts, lengths = [5, 7, 9], [3, 1, 6]
+    now = COST.prefill_s(1, 21, sum(causal_pairs(p) for p in prompts))
+    expected = {}
+    for step in range(6):
+        rows = [i for i in range(3) if lengths[i] > step]
+        now += COST.decode_step_s(1, len(rows), sum(prompts[i] + step for i in rows))
+        expected |= {i: now for i in rows if lengths[i] == step + 1}
+    assert drain(COST, 1, prompts, lengths) == pytest.approx(sorted(expected.values()), rel=1e-9)
+
+
+def test_a_rollout_lasts_as_long_as_its_slowest_group():
+    setup = replace(SETUPS["rollpacker.7b"], num_devices=4, tp=2, num_prompts=3, group_size=2)
+    batch = [[3, 4], [100, 5], [6, 7]]
+    ends = rollout_ends(COST, setup, batch, 10)
+    assert len(ends) == 6
+    assert ends[-1] == drain(COST, 2, [10] * 2, [100, 5])[-1]
+    assert ends == sorted(ends)
+
+
+def test_rank_stability_has_its_limits():
+    assert rank_up_share(0.0) == pytest.approx(7 / 16, abs=0.02)  # half of what is not in the same of eight groups
+    assert rank_up_share(1.0) < 1e-3
+    shares = [rank_up_share(c / 10) for c in range(11)]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_the_reward_stage_by_hand():
+    values = {"reward.x.median_s": 0.5, "reward.x.workers": 4.0, "reward.x.hang_share": 0.0, "reward.x.timeout_s": 9.0}
+    assert reward_stage_s(values, "x", 100) == 12.5
+    assert reward_stage_s(values | {"reward.x.hang_share": 0.1}, "x", 100) == pytest.approx(100 * (0.45 + 0.9) / 4)
+    assert reward_stage_s(values | {"reward.x.hang_share": 0.1, "reward.x.workers": 99.0}, "x", 100) == 9
+
+
+# ---------------------------------------------------------------- solving
+
+
+def test_constants_are_recovered_from_made_up_facts():
+    problem = BY_NAME["pat_a40"]
+    truth = {
+        "efficiency.memory": 0.7,
+        "efficiency.launch_s": 80e-6,
+        "efficiency.collective_s": 30e-6,
+        "efficiency.link": 0.3,
+        "context": 1024.0,
+    }
+    facts = {name: made_up(name, value, tolerance=1e-4) for name, value in problem.predict(truth).items()}
+    alone = replace(problem, facts=tuple(facts), given={}, predict_checks=None)
+    found = solve(alone, {}, facts)
+    for constant in found.constants:
+        assert constant.value == pytest.approx(truth[constant.name], rel=0.02)
+        assert constant.informed > 0.98
+    assert all(abs(row.residual) < 1e-3 for row in found.facts)
+
+
+def test_length_constants_are_recovered_from_made_up_facts():
+    april = BY_NAME["april"]
+    truth = {"lengths.median": 3000.0, "lengths.sigma": 1.0, "correlation": 0.6, "efficiency.memory": 0.8}
+    launch = {"efficiency.launch_s": 90e-6}
+    facts = {name: made_up(name, value, tolerance=2e-3) for name, value in april.predict(truth | launch).items()}
+    free = tuple(constant for constant in april.constants if constant.name in truth)
+    found = solve(replace(april, constants=free, fixed=launch), {}, facts)
+    for constant in found.constants:
+        assert constant.value == pytest.approx(truth[constant.name], rel=0.05)
+
+
+def test_correlations_and_growth_are_recovered():
+    problem = BY_NAME["rhymerl"]
+    truth = {"math.correlation": 0.6, "code.correlation": 0.3, "lengths.growth": 0.002}
+    facts = {name: made_up(name, value) for name, value in problem.predict(truth).items()}
+    found = solve(problem, {}, facts)
+    assert {c.name: pytest.approx(c.value, rel=0.05) for c in found.constants} == truth
+
+
+SQUARE = Problem(
+    name="square",
+    constants=(Constant("a", "1", 2.0, 0.5, 0.1, 10.0), Constant("b", "1", 3.0, 0.5, 0.1, 10.0)),
+    facts=("area", "watched"),
+    predict=lambda values: {"area": values["a"] ** 2 * values["scale"]},
+    predict_checks=lambda values: {"watched": values["b"]},
+    fixed={"scale": 1.0},
+)
+
+
+def test_what_no_fact_determines_stays_at_its_prior_and_is_said_to():
+    found = solve(SQUARE, {}, {"area": made_up("area", 25.0), "watched": made_up("watched", 4.0, role="check")})
+    a, b = found.constants
+    assert a.value == pytest.approx(5.0, rel=1e-3)
+    assert (a.fitted_to, b.fitted_to) == (("area",), ())
+    assert a.informed > 0.99
+    assert (b.value, b.informed) == (pytest.approx(3.0), pytest.approx(0.0, abs=1e-9))
+    area, watched = found.facts
+    assert abs(area.residual) < 0.01
+    assert watched.residual == pytest.approx(math.log(3 / 4))  # seen, and without weight
+
+
+def test_a_fact_that_cannot_be_met_leaves_its_residual():
+    found = solve(SQUARE, {}, {"area": made_up("area", 400.0), "watched": made_up("watched", 3.0, role="check")})
+    assert found.values["a"] == pytest.approx(10.0)  # its bound
+    assert found.facts[0].residual == pytest.approx(math.log(100 / 400))
+
+
+def test_within_a_range_nothing_pulls():
+    facts = {"area": made_up("area", 3.0, 9.0), "watched": made_up("watched", 3.0, role="check")}
+    assert solve(SQUARE, {}, facts).values["a"] == pytest.approx(2.0)
+    assert solve(SQUARE, {}, facts | {"area": made_up("area", 5.0, 9.0)}).values["a"] == pytest.approx(
+        math.sqrt(5), rel=0.01
+    )
+    fact = made_up("x", 2.0, 4.0)
+    assert residual(fact, 3.0) == 0
+    assert residual(fact, 1.0) == pytest.approx(math.log(0.5))
+    assert residual(fact, 8.0) == pytest.approx(math.log(2))
+
+
+def test_what_cannot_be_solved():
+    watched = made_up("watched", 3.0, role="check")
+    with pytest.raises(ValueError, match="'area' is not published"):
+        solve(SQUARE, {}, {"watched": watched})
+    with pytest.raises(ValueError, match="'area' is of role 'unused'"):
+        solve(SQUARE, {}, {"area": made_up("area", 1.0, role="unused"), "watched": watched})
+    with pytest.raises(ValueError, match="must hold one of role 'fit'"):
+        solve(SQUARE, {}, {"area": made_up("area", 1.0, role="check"), "watched": watched})
+    with pytest.raises(ValueError, match=r"\['c'\] must be solved before"):
+        solve(replace(SQUARE, given={"c": "other"}), {}, {"area": made_up("area", 1.0), "watched": watched})
+    with pytest.raises(ValueError, match="must be > 0"):
+        residual(watched, 0.0)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def quick() -> Calibration:
+    return calibrate.calibrate([BY_NAME["pat_lengths"], BY_NAME["rhymerl"]])
+
+
+def test_the_file_says_what_each_constant_was_fitted_to(tmp_path: Path):
+    quick().write(tmp_path / "c.json")
+    document = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
+    assert document["version"] == 1
+    sigma = document["problems"]["pat_lengths"]["constants"]["lengths.sigma"]
+    assert [(row["source"], row["published"]) for row in sigma["fitted_to"]] == [
+        ("PAT, §2.3, Fig. 3b", [0.1085, 0.1085]),
+        ("PAT, §2.3, Fig. 3b", [0.0218, 0.0218]),
+    ]
+    for row in sigma["fitted_to"]:
+        assert row["residual"] == pytest.approx(math.log(row["predicted"] / row["published"][0]), abs=1e-5)
+    # By hand: two quantiles of a lognormal, 8,192 and 16,384 tokens.
+    assert sigma["value"] == pytest.approx(math.log(2) / (2.0179 - 1.2347), rel=2e-3)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path):
+    written = quick()
+    written.write(tmp_path / "c.json")
+    read = Calibration.read(tmp_path / "c.json")
+    assert read.values["pat_lengths"] == pytest.approx(written.values["pat_lengths"], rel=1e-5)
+    assert read.value("rhymerl", "lengths.growth") == pytest.approx(10 ** (1 / 320) - 1, rel=1e-3)
+    assert read.lengths("pat_lengths", 16384).survival(8192) == pytest.approx(0.1085, rel=1e-3)
+    read.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "c.json").read_bytes()
+    with pytest.raises(ValueError, match="no problem 'x'"):
+        read.lengths("x", 10)
+    with pytest.raises(ValueError, match="has no 'x'"):
+        read.value("rhymerl", "x")
+
+
+def test_files_that_must_not_be_used(tmp_path: Path):
+    path = tmp_path / "c.json"
+    with pytest.raises(ValueError, match="no such calibration file"):
+        Calibration.read(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        Calibration.read(path)
+    path.write_text('{"version": 2}')
+    with pytest.raises(ValueError, match="version 2 must be 1"):
+        Calibration.read(path)
+    document = json.loads(json.dumps(quick().document))
+    document["problems"]["pat_lengths"]["facts"][0]["published"] = [0.2, 0.2]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"fitted to pat.share_over_8k = \[0.2, 0.2\].*calibrate again"):
+        Calibration.read(path)
+
+
+@pytest.mark.slow
+def test_the_whole_calibration_explains_its_facts(tmp_path: Path):
+    found = calibrate.calibrate()
+    found.write(tmp_path / "c.json")
+    assert Calibration.read(tmp_path / "c.json").efficiency("rollpacker").memory <= 1
+    for entry in found.document["problems"].values():
+        for row in entry["facts"]:
+            if row["role"] == "fit":
+                assert abs(row["residual"]) < 0.2, row
+    assert found.efficiency("rollpacker").launch_s > 0
+    assert published.FACTS["rollpacker.code.timeout"].low == found.value("rollpacker", "reward.code.timeout_s")

@@ -1,0 +1,301 @@
+"""The roofline by hand for one small machine, its monotonicity and limits, tables behind the same protocol."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.scheduling.latency import LatencyPredictor, Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.sim.cost_model import (
+    CostModel,
+    Efficiency,
+    ModelSizes,
+    RooflineCost,
+    SwitchTimes,
+    TableCost,
+    TrainLoad,
+    causal_pairs,
+)
+from jaxrl.sim.hardware import A40, H800, HARDWARE, Hardware, hardware
+from jaxrl.sim.published import MODELS
+
+SMALL = ModelSizes(1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+SLOW = Hardware(
+    "slow", 1e12, 1e9, memory_bytes=1_000_000, link_bytes_per_s=1e8, inter_node_bytes_per_s=1e7, node_size=4
+)
+WHOLE = Efficiency(
+    memory=1,
+    kv=1,
+    compute=1,
+    link=1,
+    mfu=1,
+    launch_s=1e-4,
+    step_s=1e-3,
+    collective_s=1e-6,
+    train_fixed_s=7,
+    sync_fixed_s=3,
+    switch_fixed_s=2,
+)
+COST = RooflineCost(SMALL, SLOW, WHOLE)
+QWEN = RooflineCost(MODELS["Qwen2.5-14B"], H800)
+
+
+def bare(cost: RooflineCost) -> RooflineCost:
+    """Without what no size hides."""
+    return replace(cost, efficiency=replace(cost.efficiency, launch_s=0, step_s=0, collective_s=0))
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen2.5-7B", 7.615616512), ("Qwen3-4B", 4.022468096), ("Qwen3-8B", 8.19073536), ("Llama-3.1-8B", 8.030261248)],
+)
+def test_parameters_of_published_models(name: str, billions: float):
+    assert MODELS[name].num_params == round(billions * 1e9)  # as their model cards count
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig("llama", 128, 64, 96, 2, 4, 2, 16),
+        ModelConfig("qwen2", 100, 60, 96, 3, 6, 3, 10, qkv_bias=True),
+        ModelConfig("qwen3", 100, 64, 96, 3, 4, 1, 32, qk_norm=True, tie_word_embeddings=True),
+    ],
+)
+def test_parameters_are_those_of_the_model_itself(config: ModelConfig):
+    assert ModelSizes.of(config).num_params == config.num_params()
+
+
+def test_sizes_of_something_else():
+    with pytest.raises(ValueError, match="object must have vocab_size, hidden_size"):
+        ModelSizes.of(object())
+
+
+def test_kv_bytes_and_their_split():
+    assert SMALL.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 2  # k and v, layers, heads, head_dim, bfloat16
+    assert [SMALL.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]  # two heads split over two at most
+    assert MODELS["Qwen2.5-14B"].kv_bytes_per_token() == 196_608
+
+
+def test_copied_key_value_heads_take_memory_on_every_device():
+    kv = 2 * 2 * 64 * 32  # two projections, two layers
+    assert SMALL.device_params(4, SMALL.num_params) == (SMALL.num_params - kv) / 4 + kv / 2
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_decode_by_hand():
+    weights = (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 1000 * 64 + 64) * 2
+    activations = 2 * (2 * 2 * (4 * 64 + 2 * 6 * 16 + 3 * 128) * 2 + 2 * 1000 * 4)
+    assert (weights, activations) == (276_096, 29_312)
+    seconds = (276_096 + 29_312 + 100 * 256) / 1e9  # far above the FLOPs: 603,392 / 1e12
+    assert COST.decode_step_s(1, 2, 100) == pytest.approx(seconds + 1e-3 + 2 * 1e-4, rel=1e-12)
+
+
+def test_decode_bound_by_compute_by_hand():
+    cost = replace(COST, hardware=replace(SLOW, flops_per_s=1e6))
+    flops = 2 * 138_048 * 2 + 4 * 2 * 4 * 16 * 100
+    assert cost.decode_step_s(1, 2, 100) == pytest.approx(flops / 1e6 + 1.2e-3, rel=1e-12)
+
+
+def test_all_reduce_is_the_better_of_ring_and_doubling():
+    assert COST.all_reduce_s(1, 1e6) == 0
+    assert COST.all_reduce_s(2, 256) == pytest.approx(1e-6 + 2.56e-6)  # doubling: one step with all bytes
+    assert COST.all_reduce_s(4, 4e6) == pytest.approx(6 * (1e-6 + 1e6 / 1e8))  # ring: six steps with a quarter each
+    assert COST.all_reduce_s(4, 40) == pytest.approx(2 * (1e-6 + 40 / 1e8))
+    assert COST.all_reduce_s(8, 4e6) > 9 * COST.all_reduce_s(4, 4e6)  # leaves the node of four
+
+
+def test_collectives_of_a_step_by_hand():
+    extra = COST.decode_step_s(2, 2, 0) - bare(COST).decode_step_s(2, 2, 0)
+    assert extra == pytest.approx(1e-3 + 2 * 1e-4 + 2 * 2 * 1e-6)  # two layers, two all-reduces each, one latency
+
+
+def test_prefill_by_hand():
+    cost = replace(COST, hardware=replace(SLOW, flops_per_s=1e6))
+    flops = 2 * (2 * 36_992) * 50 + 4 * 2 * 4 * 16 * causal_pairs(50)
+    assert cost.prefill_s(1, 50, causal_pairs(50)) == pytest.approx(flops / 1e6 + 1.2e-3, rel=1e-12)
+
+
+@given(st.integers(0, 40), st.integers(1, 40))
+def test_causal_pairs_counts_them(start: int, tokens: int):
+    assert causal_pairs(tokens, start) == sum(position + 1 for position in range(start, start + tokens))
+
+
+def test_training_by_hand():
+    load = TrainLoad(tokens=1000, pairs=5e4, updates=2, epochs=2, extra_forwards=1)
+    forward = 2 * 138_048 * 1000 + 4 * 2 * 4 * 16 * 5e4
+    optimizer = 28 * 202_048 / 4 / 1e9
+    exchange = 3 / 4 * 202_048 * 6 / 1e8
+    expected = 7 * forward / (4 * 1e12) + 2 * (optimizer + exchange) + 7
+    assert COST.train_step_s(load, 4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_weight_sync_by_hand():
+    total = 202_048 * 2
+    assert COST.weight_sync_s(1, 4) == pytest.approx((total - total / 4) / 1e8 + total / 1e9 + 3)
+    assert COST.weight_sync_s(2, 2) == pytest.approx(total / 2 / 1e9 + 3)  # as training has them: nothing to gather
+
+
+def test_layout_switch_by_hand():
+    up = COST.layout_switch(1, 2, context=100, pairs=causal_pairs(100))
+    assert up.weights_s == pytest.approx(2 * 202_048 / 1e9)  # read and write of one half in bfloat16; nothing crosses
+    assert up.move_s == pytest.approx(100 * 256 / 2 / 1e8)  # half of what it holds goes to the other
+    assert up.recompute_s == pytest.approx(COST.prefill_s(2, 200, 2 * causal_pairs(100)))
+    assert up.total_s == pytest.approx(up.weights_s + min(up.move_s, up.recompute_s) + 2)
+    down = COST.layout_switch(2, 1, context=100, pairs=causal_pairs(100))
+    assert down.weights_s == pytest.approx(202_048 / 1e8 + 4 * 202_048 / 1e9)  # the other half comes in
+    assert down.move_s == pytest.approx(50 * 128 / 1e8)  # 50 rows' other half of the heads
+    assert COST.layout_switch(2, 2, 100, 5050) == SwitchTimes(0, 0, 0, 0)
+
+
+def test_switching_past_the_key_value_heads_moves_copies():
+    # Two groups of two devices become one of four, with as many key/value heads on each as before.
+    assert COST.layout_switch(2, 4, 100, 0).move_s == pytest.approx(100 * 128 / 1e8)
+
+
+def test_the_cheaper_of_moving_and_computing_again():
+    assert SwitchTimes(1, 2, 3, 4).total_s == 7
+    assert SwitchTimes(1, 2, 3, 4).moves
+    assert SwitchTimes(1, 9, 3, 4).total_s == 8
+
+
+def test_blocks_that_fit():
+    weights = 202_048 * 2
+    assert COST.num_kv_blocks(1, 16, 0.9) == math.floor((900_000 - weights) / (16 * 256))
+    assert COST.num_kv_blocks(1, 16, 0.9, reserved_bytes=200_000) == math.floor((700_000 - weights) / (16 * 256))
+    assert COST.num_kv_blocks(2, 16, 0.9) == math.floor((900_000 - weights / 2) / (16 * 128))
+    with pytest.raises(ValueError, match=r"rollout.memory_fraction \(0.4\).*tensor_model_parallel_size"):
+        COST.num_kv_blocks(1, 16, 0.4)
+
+
+# ---------------------------------------------------------------- shape
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 512),
+    st.integers(0, 1_000_000),
+    st.integers(0, 64),
+    st.integers(0, 100_000),
+)
+def test_more_rows_or_tokens_are_never_faster(tp: int, batch: int, context: int, rows: int, tokens: int):
+    for cost in (QWEN, replace(QWEN, hardware=A40)):
+        assert cost.decode_step_s(tp, batch + rows, context + tokens) >= cost.decode_step_s(tp, batch, context)
+        assert cost.prefill_s(tp, batch + rows, context + tokens) >= cost.prefill_s(tp, batch, context)
+        more, less = TrainLoad(batch + rows, context + tokens), TrainLoad(batch, context)
+        assert cost.train_step_s(more, 8) >= cost.train_step_s(less, 8)
+        assert cost.decode_step_s(tp, batch, context) > 0
+
+
+@given(st.integers(1, 64), st.integers(0, 1_000_000))
+def test_better_software_is_never_slower(batch: int, context: int):
+    better = replace(QWEN.efficiency, memory=0.9, kv=0.7, compute=0.6, link=0.8)
+    assert replace(QWEN, efficiency=better).decode_step_s(2, batch, context) <= QWEN.decode_step_s(2, batch, context)
+
+
+def test_tensor_parallelism_halves_the_memory_time():
+    cost = bare(replace(QWEN, hardware=replace(H800, link_bytes_per_s=1e30)))
+    for slower, faster in pairwise(cost.decode_step_s(tp, 1, 0) for tp in (1, 2, 4, 8)):
+        assert slower / faster == pytest.approx(2, rel=1e-3)  # the residual's activations are whole on each device
+
+
+def test_large_batches_prefer_a_small_degree_and_small_ones_a_large_one():
+    # over PCIe; PAT §3.1 has the same crossing
+    cost = RooflineCost(MODELS["Llama-3.1-8B"], A40, Efficiency(link=0.4, collective_s=20e-6))
+    assert cost.decode_step_s(8, 1, 1024) < cost.decode_step_s(2, 1, 1024)
+    assert cost.decode_step_s(8, 128, 128 * 1024) > cost.decode_step_s(2, 32, 32 * 1024)
+
+
+def test_nothing_takes_no_time():
+    assert QWEN.decode_step_s(1, 0, 0) == 0
+    assert QWEN.prefill_s(1, 0) == 0
+
+
+# ---------------------------------------------------------------- tables
+
+
+IDENTITY = ProfileIdentity("m", "f", "cpu", 8, "0", "float32")
+PROFILE = Profile(
+    IDENTITY,
+    decode=tuple(Measurement(1, b, c, 0.001 * b + 1e-6 * b * c) for b in (1, 4) for c in (16, 1024)),
+    prefill=tuple(Measurement(tp, b, c, 1e-4 * b * c) for tp in (1, 2) for b in (1, 4) for c in (16, 1024)),
+    switches=(SwitchCost(1, 2, weights_s=0.5, kv_s_per_token=0.001, fixed_s=0.25),),
+)
+
+
+def table(**more) -> TableCost:
+    return TableCost(LatencyPredictor(PROFILE), rest=COST, **more)
+
+
+def test_a_table_answers_for_inference_and_leaves_the_rest():
+    cost: CostModel = table()
+    assert cost.decode_step_s(1, 4, 4 * 16) == pytest.approx(0.004 + 64e-6)
+    assert cost.decode_step_s(1, 0, 0) == 0
+    assert cost.prefill_s(1, 0) == 0
+    load = TrainLoad(100, 100)
+    assert cost.train_step_s(load, 4) == COST.train_step_s(load, 4)
+    assert cost.forward_s(100, 100, 4) == COST.forward_s(100, 100, 4)
+    assert cost.weight_sync_s(1, 4) == COST.weight_sync_s(1, 4)
+    assert cost.num_kv_blocks(1, 16, 0.9) == COST.num_kv_blocks(1, 16, 0.9)
+    assert cost.kv_bytes_per_token(2) == 128
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 16), (1, 1024), (4, 16), (3, 100)])
+def test_prefill_of_equal_rows_is_looked_up_as_such(rows: int, length: int):
+    seconds = table().prefill_s(1, rows * length, rows * causal_pairs(length))
+    assert seconds == pytest.approx(PROFILE_PREFILL.prefill_s(1, rows, length))
+
+
+PROFILE_PREFILL = LatencyPredictor(PROFILE)
+
+
+def test_measured_training_sync_and_switch_take_over():
+    cost = table(
+        switch=PROFILE_PREFILL.switch_cost, train_s_per_token=0.01, train_fixed_s=2, forward_s_per_token=0.002, sync_s=5
+    )
+    assert cost.train_step_s(TrainLoad(100, epochs=2, extra_forwards=1), 4) == pytest.approx(2 + 0.2 + 2)
+    assert cost.weight_sync_s(1, 4) == 5
+    switch = cost.layout_switch(1, 2, context=100, pairs=causal_pairs(100))
+    assert (switch.weights_s, switch.move_s, switch.fixed_s) == (0.5, pytest.approx(0.1), 0.25)
+    assert switch.recompute_s == pytest.approx(1e-4 * 200)
+    assert cost.layout_switch(2, 2, 1, 1).total_s == 0
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_hardware_by_name():
+    assert hardware("h800") is H800
+    assert set(HARDWARE) == {"A40", "A100", "H100", "H800", "H200", "MI300X"}
+    with pytest.raises(ValueError, match="hardware 'T4' must be one of A40"):
+        hardware("T4")
+    with pytest.raises(ValueError, match=r"flops_per_s \(0\) must be > 0"):
+        replace(H800, flops_per_s=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"memory": 1.5}, r"memory \(1.5\)"), ({"mfu": 0}, r"mfu \(0\)"), ({"launch_s": -1}, r"launch_s \(-1\)")],
+)
+def test_efficiencies_are_shares_and_seconds(change: dict[str, float], message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(WHOLE, **change)
+
+
+def test_layouts_that_cannot_be():
+    with pytest.raises(ValueError, match=r"TP degree \(0\)"):
+        COST.decode_step_s(0, 1, 1)
+    with pytest.raises(ValueError, match="one must divide the other"):
+        COST.layout_switch(2, 3, 1, 1)
+    with pytest.raises(ValueError, match=r"tp \(3\) must divide num_devices \(8\)"):
+        COST.weight_sync_s(3, 8)

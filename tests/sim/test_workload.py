@@ -1,0 +1,316 @@
+"""Lengths by identity: pinned values, distributions against theory, correlation, growth; recorded runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.samples import SampleLog
+from jaxrl.sim.recorded import RecordedPrompt, RecordedWorkload, Response
+from jaxrl.sim.workload import (
+    LengthDistribution,
+    ModelledWorkload,
+    RewardTime,
+    TaskKind,
+    Workload,
+    batch_statistics,
+    draw_batches,
+    normal,
+    uniform,
+)
+from jaxrl.types import Group, Prompt, Sample, SampleKey
+
+LENGTHS = LengthDistribution(median=600, sigma=0.8, cap=16384, tail_from=0.9, tail_index=1.9)
+PLAIN = LengthDistribution(median=600, sigma=0.8, cap=1 << 30)
+WORKLOAD = ModelledWorkload(7, (TaskKind("math", LENGTHS, correlation=0.8),))
+
+
+def key(prompt: int, sample: int = 0, epoch: int = 0, attempt: int = 0) -> SampleKey:
+    return SampleKey(epoch, prompt, sample, attempt)
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_values_are_the_same_on_every_python():
+    assert [uniform(1), uniform(1, 2), uniform(2, 1), uniform(-1)] == PINNED_UNIFORM
+    assert [WORKLOAD.length(key(p, s)) for p in range(3) for s in range(3)] == PINNED_LENGTHS
+    assert [WORKLOAD.length(key(0, 0, epoch, attempt)) for epoch in (0, 1) for attempt in (0, 1)] == PINNED_RELAUNCHED
+    assert [WORKLOAD.prompt_length(p) for p in range(4)] == PINNED_PROMPTS
+
+
+PINNED_UNIFORM = [0.5665615751722809, 0.737699252690117, 0.8766756214195505, 0.8939429202831845]
+PINNED_LENGTHS = [1006, 2756, 1552, 3547, 3381, 2445, 422, 575, 366]
+PINNED_RELAUNCHED = [1006, 7355, 7129, 5396]
+PINNED_PROMPTS = [281, 208, 203, 189]
+
+
+def test_lengths_do_not_depend_on_what_was_asked_before():
+    other = ModelledWorkload(7, WORKLOAD.kinds)
+    keys = [key(p, s, attempt=a) for p in range(20) for s in range(4) for a in range(2)]
+    forward = {k: WORKLOAD.length(k) for k in keys}
+    assert {k: other.length(k) for k in reversed(keys)} == forward
+    assert ModelledWorkload(8, WORKLOAD.kinds).length(keys[0]) != forward[keys[0]]
+
+
+def test_the_hash_is_uniform_and_its_streams_independent():
+    draws = np.array([[uniform(stream, i) for i in range(20_000)] for stream in range(3)])
+    assert 0 < draws.min() < draws.max() < 1
+    for row in draws:
+        counts = np.histogram(row, bins=50, range=(0, 1))[0]
+        chi_square = float((((counts - 400) ** 2) / 400).sum())
+        assert chi_square < 85.4  # 99.9 % of 49 degrees of freedom
+    assert np.abs(np.corrcoef(draws)[np.triu_indices(3, 1)]).max() < 0.03
+    assert abs(np.corrcoef(draws[0][1:], draws[0][:-1])[0, 1]) < 0.03  # neighbours
+
+
+# ---------------------------------------------------------------- distribution
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.75, 0.9, 0.99])
+def test_quantiles_of_the_lognormal(share: float):
+    theory = 600 * math.exp(0.8 * NormalDist().inv_cdf(share))
+    assert PLAIN.quantile(share) == round(theory)
+    assert PLAIN.survival(theory) == pytest.approx(1 - share)
+
+
+@pytest.mark.parametrize(("share", "excess"), [(0.95, 2), (0.99, 10), (0.999, 100)])
+def test_quantiles_of_the_tail(share: float, excess: float):
+    start = 600 * math.exp(0.8 * NormalDist().inv_cdf(0.9))
+    theory = start * excess ** (1 / 1.9)
+    assert replace(LENGTHS, cap=1 << 30).quantile(share) == pytest.approx(theory, rel=1e-3)
+    assert LENGTHS.survival(theory) == pytest.approx(1 - share, rel=1e-9)
+
+
+def test_the_tail_joins_the_body_and_ends_at_the_cap():
+    z = NormalDist().inv_cdf(0.9)
+    assert LENGTHS.length_of_score(z + 1e-9) == pytest.approx(LENGTHS.length_of_score(z - 1e-9), abs=1)
+    assert LENGTHS.length_of_score(6) == LENGTHS.length_of_score(60) == 16384
+    assert LENGTHS.length_of_score(-60) == 1
+    assert LENGTHS.survival(100_000) > 0  # the cap is no part of it
+
+
+@given(st.floats(-8, 8), st.floats(0, 4))
+def test_a_higher_score_is_never_shorter(z: float, more: float):
+    assert LENGTHS.length_of_score(z) <= LENGTHS.length_of_score(z + more)
+
+
+def test_drawn_lengths_have_the_distribution_whatever_the_correlation():
+    for correlation in (0.0, 0.5):
+        workload = ModelledWorkload(3, (TaskKind("a", LENGTHS, correlation=correlation),))
+        drawn = np.array([workload.length(key(p, s)) for p in range(3000) for s in range(4)])
+        for share in (0.5, 0.75, 0.9, 0.99):
+            # three standard errors of a quantile, at the effective number of draws that correlated ones are worth
+            width = 3 * math.sqrt(share * (1 - share) / (12_000 / (1 + 3 * correlation)))
+            assert abs(float((drawn <= LENGTHS.quantile(share)).mean()) - share) < width
+
+
+def test_lengths_grow_by_step_up_to_a_limit():
+    growing = replace(PLAIN, growth=0.01, growth_limit=4)
+    assert growing.quantile(0.5, 100) == round(600 * 1.01**100)
+    assert growing.quantile(0.5, 0) == 600
+    assert growing.quantile(0.5, 10_000) == 2400
+    shrinking = replace(growing, growth=-0.01)
+    assert shrinking.quantile(0.5, 10_000) == 150
+    assert replace(growing, cap=1000).quantile(0.9, 10_000) == 1000
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_a_long_prompt_is_long_again():
+    scores = np.array([[WORKLOAD.score(key(p, 0)), WORKLOAD.score(key(p, 1, epoch=1))] for p in range(4000)])
+    assert np.corrcoef(scores.T)[0, 1] == pytest.approx(0.8, abs=0.02)
+    assert scores.mean() == pytest.approx(0, abs=0.04)
+    assert scores.std() == pytest.approx(1, abs=0.03)
+    same = ModelledWorkload(7, (TaskKind("math", LENGTHS, correlation=1.0),))
+    assert len({same.length(key(5, s, epoch, a)) for s in range(3) for epoch in range(3) for a in range(2)}) == 1
+
+
+def test_a_relaunch_and_an_epoch_draw_anew():
+    assert len({WORKLOAD.score(key(0, 0, epoch, attempt)) for epoch in range(3) for attempt in range(3)}) == 9
+
+
+def test_prompts_keep_their_kind_and_come_in_the_weights():
+    kinds = (TaskKind("math", LENGTHS, weight=1), TaskKind("code", LENGTHS, weight=3))
+    workload = ModelledWorkload(1, kinds)
+    names = [workload.kind_name(p) for p in range(8000)]
+    assert names.count("code") / 8000 == pytest.approx(0.75, abs=0.02)
+    assert names == [workload.kind_name(p) for p in range(8000)]
+
+
+def test_statistics_of_batches():
+    found = batch_statistics([[[1, 3], [5, 7]], [[1, 1], [1, 9]]], cap=9)
+    assert found.mean == 3.5
+    assert found.p50 == 2.0
+    assert found.batch_max == 8
+    assert found.batch_std == pytest.approx((math.sqrt(5) + math.sqrt(12)) / 2)
+    assert found.instance_std == pytest.approx((1 + 1 + 0 + 4) / 4)
+    assert found.capped_share == 1 / 8
+    drawn = batch_statistics(list(draw_batches(WORKLOAD, 64, 8, 4)), cap=16384)
+    assert drawn.instance_std < 0.7 * drawn.batch_std
+    assert drawn.p50 < drawn.p75 < drawn.p90 < drawn.p99 < drawn.batch_max
+    with pytest.raises(ValueError, match="must be"):
+        batch_statistics([], cap=9)
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def test_seconds_of_scoring():
+    assert RewardTime(median_s=0.5).seconds(3.0, 0.9, 100) == 0.5
+    assert RewardTime(2.0, sigma=0.5).seconds(1.0, 0.9, 0) == pytest.approx(2 * math.exp(0.5))
+    assert RewardTime(1.0, per_token_s=0.01).seconds(0.0, 0.9, 300) == pytest.approx(4)
+    code = RewardTime(1.0, hang_share=0.05, timeout_s=30)
+    assert code.seconds(0.0, 0.04, 10) == 30
+    assert code.seconds(9.0, 0.06, 10) == 1.0
+    assert RewardTime(40.0, timeout_s=30).seconds(0.0, 0.9, 10) == 30
+
+
+def test_five_per_cent_of_code_responses_hang():
+    time = RewardTime(1.0, 0.4, hang_share=0.05, timeout_s=30)
+    workload = ModelledWorkload(1, (TaskKind("code", LENGTHS, reward_time=time),))
+    seconds = np.array([workload.reward_s(key(p, s)) for p in range(2000) for s in range(4)])
+    assert (seconds == 30).mean() == pytest.approx(0.05, abs=0.01)
+    assert np.median(seconds) == pytest.approx(math.exp(0.4 * NormalDist().inv_cdf(0.5 / 0.95)), rel=0.03)
+
+
+def test_rewards_are_of_the_prompts_own_rate():
+    certain = TaskKind("a", LENGTHS, pass_rate=0.5, pass_spread=100.0)
+    workload = ModelledWorkload(1, (certain,))
+    groups = [{workload.reward(key(p, s)) for s in range(8)} for p in range(500)]
+    assert np.mean([len(group) == 1 for group in groups]) > 0.9  # nearly no variance within a prompt
+    even = ModelledWorkload(1, (replace(certain, pass_rate=0.3, pass_spread=0.0),))
+    assert np.mean([even.reward(key(p, s)) for p in range(500) for s in range(8)]) == pytest.approx(0.3, abs=0.03)
+
+
+# ---------------------------------------------------------------- recorded runs
+
+
+def write_run(folder: Path) -> None:
+    """Two prompts over two steps, and one aborted response."""
+    log = SampleLog(folder / "samples.jsonl", last_step=-1)
+    for step, lengths in ((1, {0: (10, 12), 1: (100, 120)}), (5, {0: (20, 22), 1: (200, 512)})):
+        groups = []
+        for index, pair in lengths.items():
+            prompt = Prompt(0, index, (1,), text="x" * 40 * (index + 1), source=f"set{index}", answer=None)
+            samples = []
+            for i, length in enumerate(pair):
+                sample = Sample.empty(SampleKey(0, index, i))
+                sample.token_ids = np.zeros(length, np.int32)
+                sample.text, sample.reward = "y" * length * 2, float(i)
+                sample.finish_reason = "length" if length == 512 else "stop"
+                samples.append(sample)
+            groups.append(Group(prompt, samples))
+        log.write(step, groups)
+    aborted = Sample.empty(SampleKey(0, 0, 0))
+    aborted.finish_reason = "abort"
+    log.write(6, [Group(Prompt(0, 0, (1,), "other", "set0"), [aborted])])
+    log.close()
+
+
+def test_recorded_lengths_are_drawn_by_prompt_and_step(tmp_path: Path):
+    write_run(tmp_path)
+    workload: Workload = RecordedWorkload.read(tmp_path, seed=3)
+    seen: dict[str, set[int]] = {"set0": set(), "set1": set()}
+    for prompt in range(40):
+        for sample in range(8):
+            seen[workload.kind_name(prompt)].add(workload.length(key(prompt, sample), step=2))
+    assert seen == {"set0": {10, 12}, "set1": {100, 120}}  # step 1 is nearest
+    late = {workload.length(key(p, s), step=99) for p in range(40) for s in range(8)}
+    assert late == {20, 22, 200, 512}
+    assert {workload.prompt_length(p) for p in range(40)} == {20, 40}  # two characters a token
+    assert {workload.reward(key(p, s)) for p in range(10) for s in range(8)} == {0.0, 1.0}
+    assert workload.length(key(3, 1), 2) == RecordedWorkload.read(tmp_path, seed=3).length(key(3, 1), 2)
+
+
+def test_resampling_rules(tmp_path: Path):
+    write_run(tmp_path)
+    every = {10, 12, 20, 22, 100, 120, 200, 512}
+    flat = RecordedWorkload.read(tmp_path, seed=3, follow_steps=False)
+    assert {flat.length(key(p, s)) for p in range(40) for s in range(8)} == every
+    pooled = RecordedWorkload.read(tmp_path, seed=3, rule="pooled", follow_steps=False)
+    assert {pooled.length(key(0, s)) for s in range(200)} == every  # a prompt has no length of its own
+    assert flat.num_truncated == 1
+    assert RecordedWorkload.read(tmp_path, 3, count_tokens=lambda text: 7).prompt_length(0) == 7
+
+
+def test_recorded_scoring_times(tmp_path: Path):
+    write_run(tmp_path)
+    assert RecordedWorkload.read(tmp_path, 3).reward_s(key(0)) == 0
+    timed = RecordedWorkload.read(tmp_path, 3, reward_time=RewardTime(0.5, per_token_s=1.0))
+    assert timed.reward_s(key(0), 1) == 0.5 + timed.length(key(0), 1)
+
+
+def test_runs_that_cannot_be_played(tmp_path: Path):
+    with pytest.raises(ValueError, match="no such file; it is written by `jaxrl train`"):
+        RecordedWorkload.read(tmp_path, 0)
+    path = tmp_path / "samples.jsonl"
+    path.write_text("")
+    with pytest.raises(ValueError, match="holds no finished response"):
+        RecordedWorkload.read(tmp_path, 0)
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match="line 1: step, prompt, response"):
+        RecordedWorkload.read(tmp_path, 0)
+    path.write_text("[]\n")
+    with pytest.raises(ValueError, match="line 1: step"):
+        RecordedWorkload.read(tmp_path, 0)
+    path.write_text("no\n")
+    with pytest.raises(ValueError, match="line 1: not valid JSON"):
+        RecordedWorkload.read(tmp_path, 0)
+    with pytest.raises(ValueError, match=r"prompts \(0\)"):
+        RecordedWorkload(0, [])
+    prompt = RecordedPrompt(3, "a", (Response(0, 5, 0.0),))
+    with pytest.raises(ValueError, match="rule"):
+        RecordedWorkload(0, [prompt], rule="other")  # type: ignore[arg-type]
+
+
+def test_the_last_line_of_a_run_that_was_cut_off_is_left_out(tmp_path: Path):
+    write_run(tmp_path)
+    path = tmp_path / "samples.jsonl"
+    path.write_text(path.read_text() + json.dumps({"step": 9})[:-3])
+    assert len(RecordedWorkload.read(tmp_path, 0).prompts) == 2
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"median": 0},
+        {"sigma": -1},
+        {"cap": 0},
+        {"tail_from": 0},
+        {"tail_index": 0},
+        {"growth": -1},
+        {"growth_limit": 0.5},
+    ],
+)
+def test_lengths_that_cannot_be(change: dict[str, float]):
+    (name,) = change
+    with pytest.raises(ValueError, match=f"LengthDistribution.{name}"):
+        replace(LENGTHS, **change)
+
+
+def test_workloads_that_cannot_be():
+    with pytest.raises(ValueError, match="at least one"):
+        ModelledWorkload(0, ())
+    with pytest.raises(ValueError, match="names that differ"):
+        ModelledWorkload(0, (TaskKind("a", LENGTHS), TaskKind("a", LENGTHS)))
+    for change in ({"correlation": 1.5}, {"weight": 0}, {"pass_rate": 1.0}):
+        with pytest.raises(ValueError, match="TaskKind 'a'"):
+            TaskKind("a", LENGTHS, **change)
+    with pytest.raises(ValueError, match="needs a timeout_s"):
+        RewardTime(hang_share=0.1)
+    with pytest.raises(ValueError, match="share"):
+        LENGTHS.quantile(1.0)
+    assert normal(1) == NormalDist().inv_cdf(uniform(1))
