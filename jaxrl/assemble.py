@@ -97,6 +97,7 @@ def build_executor(config: Config, model: ModelConfig, layout: Layout) -> MeshEx
             max_length=config.max_model_length,
             max_prefill_tokens=rollout.max_num_batched_tokens,
             decode_steps=rollout.decode_steps,
+            attention=rollout.attention,
             dtype=rollout.dtype,
             seed=config.trainer.seed,
             truncate=any(truncates),

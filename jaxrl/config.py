@@ -74,6 +74,7 @@ class RolloutSection:
     max_num_seqs: int = 32  # rows that decode at once, per dp group (samples)
     max_num_batched_tokens: int = 512  # prefill tokens per plan, per dp group
     decode_steps: int = 16  # decode steps per plan
+    attention: Literal["auto", "reference", "pallas"] = "auto"  # what reads the KV cache; auto: kernels on GPU
     num_blocks: int = 0  # KV blocks per dp group; 0: what the memory leaves, at most what max_num_seqs can use
     memory_fraction: float = 0.85  # of a device's memory, for weights and KV pool together
     warmup: bool = True  # compile every shape before the first step
@@ -100,6 +101,7 @@ class ActorSection:
     ppo_mini_batch_size: int = 0  # prompts per optimizer update; 0: the whole batch
     ppo_epochs: int = 1
     ppo_max_token_len_per_gpu: int = 2048  # tokens per microbatch and device, padding included
+    share_prompts: bool = True  # a prompt is computed once per row for all of its samples there; false: per sample
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float = 0.0  # dual clip; 0: off

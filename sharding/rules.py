@@ -38,6 +38,8 @@ class Weight(Protocol):
     def dims(self) -> tuple[str, ...]: ...
     @property
     def init(self) -> Any: ...
+    @property
+    def outputs_first(self) -> tuple[int, ...]: ...
 
 
 class Model(Protocol):
@@ -104,20 +106,23 @@ def train_shardings(config: Model, mesh: Mesh) -> Tree:
     return map_weights(lambda weight: NamedSharding(mesh, train_spec(weight, mesh)), config.weights())
 
 
-def rollout_spec(weight: Weight, layout: Layout, padded: Model) -> PartitionSpec:
+def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: bool = False) -> PartitionSpec:
     """One layer's weight in rollout form: tensor dims over tp, key/value heads over as much of it as divides them."""
     kv_axes = layout.kv_axes(padded.num_kv_heads)
     entries: dict[str, str | tuple[str, ...]] = {**dict.fromkeys(TENSOR_DIMS, "tp"), "kv_heads": kv_axes}
     dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
-    return layout.spec(*(entries.get(dim) for dim in dims))
+    order = weight.outputs_first if features_first else range(len(dims))
+    return layout.spec(*(entries.get(dims[i]) for i in order))
 
 
-def rollout_shardings(config: Model, layout: Layout, max_tp: int | None = None) -> Tree:
+def rollout_shardings(
+    config: Model, layout: Layout, max_tp: int | None = None, *, features_first: bool = False
+) -> Tree:
     """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
     padded = padded_config(config, _checked(layout, max_tp))
 
     def one(weight: Weight) -> NamedSharding:
-        return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded))
+        return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
 
     tree = map_weights(one, config.weights())
     return tree | {"layers": [dict(tree["layers"]) for _ in range(config.num_layers)]}
@@ -171,14 +176,14 @@ def _convert(weight: Weight, padded_weight: Weight, group: tuple[int, int], arra
 
 
 def rollout_params_fn(
-    config: Model, layout: Layout, dtype: Any, max_tp: int | None = None
+    config: Model, layout: Layout, dtype: Any, max_tp: int | None = None, *, features_first: bool = False
 ) -> tuple[Callable[[Tree], Tree], Tree]:
     """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
 
     The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
     """
-    shardings = rollout_shardings(config, layout, max_tp)
-    outer, layers = _converters(config, _checked(layout, max_tp), dtype)
+    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first)
+    outer, layers = _converters(config, _checked(layout, max_tp), dtype, features_first)
 
     def function(params: Tree) -> Tree:
         rest = {name: value for name, value in params.items() if name != "layers"}
@@ -187,19 +192,25 @@ def rollout_params_fn(
     return function, shardings
 
 
-def _converters(config: Model, max_tp: int, dtype: Any) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
+def _converters(
+    config: Model, max_tp: int, dtype: Any, features_first: bool
+) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
     """The conversion of what is outside the layers, and of `count` layers from `start` on."""
     padded = padded_config(config, max_tp)
     before, after = config.weights(), padded.weights()
     group = (config.num_heads // config.num_kv_heads, padded.num_heads // padded.num_kv_heads)
 
+    def convert(weight: Weight, padded_weight: Weight, array: jax.Array) -> jax.Array:
+        array = _convert(weight, padded_weight, group, array, dtype)
+        return jnp.transpose(array, weight.outputs_first) if features_first else array
+
     def outer(params: Tree) -> Tree:
-        return {name: _convert(before[name], after[name], group, array, dtype) for name, array in params.items()}
+        return {name: convert(before[name], after[name], array) for name, array in params.items()}
 
     def layers(stacked: Tree, start: int | jax.Array, count: int) -> list[Tree]:
         def one(name: str, index: int | jax.Array) -> jax.Array:
             array = lax.dynamic_index_in_dim(stacked[name], index, keepdims=False)
-            return _convert(before["layers"][name], after["layers"][name], group, array, dtype)
+            return convert(before["layers"][name], after["layers"][name], array)
 
         return [{name: one(name, start + i) for name in stacked} for i in range(count)]
 
@@ -207,9 +218,11 @@ def _converters(config: Model, max_tp: int, dtype: Any) -> tuple[Callable[[Tree]
 
 
 @lru_cache(maxsize=64)
-def _compiled(config: Any, layout: Layout, dtype: Any, max_tp: int, count: int) -> tuple[Any, Any]:
-    shardings = rollout_shardings(config, layout, max_tp)
-    outer, layers = _converters(config, max_tp, dtype)
+def _compiled(
+    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, features_first: bool
+) -> tuple[Any, Any]:
+    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first)
+    outer, layers = _converters(config, max_tp, dtype, features_first)
     rest = {name: value for name, value in shardings.items() if name != "layers"}
     chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
     return jax.jit(outer, out_shardings=rest), chunk
@@ -222,6 +235,7 @@ def to_rollout(
     dtype: Any,
     max_tp: int | None = None,
     *,
+    features_first: bool = False,
     layers_per_call: int = 4,
 ) -> Tree:
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
@@ -232,16 +246,17 @@ def to_rollout(
       layout: where the result lives.
       dtype: of the result's matrices and biases (norms: at least float32).
       max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
+      features_first: matrices as [out..., in...], for a forward pass whose activations have features first.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
     max_tp = _checked(layout, max_tp)
     dtype = jnp.dtype(dtype)
-    outer, chunk = _compiled(config, layout, dtype, max_tp, layers_per_call)
+    outer, chunk = _compiled(config, layout, dtype, max_tp, layers_per_call, features_first)
     out = outer({name: value for name, value in params.items() if name != "layers"})
     layers: list[Tree] = []
     for start in range(0, config.num_layers, layers_per_call):
         count = min(layers_per_call, config.num_layers - start)
         if count < layers_per_call:
-            _, chunk = _compiled(config, layout, dtype, max_tp, count)
+            _, chunk = _compiled(config, layout, dtype, max_tp, count, features_first)
         layers += chunk(params["layers"], start)
     return out | {"layers": layers}

@@ -6,6 +6,9 @@ Training and rollout share `layer`; what differs is the attention that it is han
   stacked on a leading dim and scanned (fast compiles);
 - *rollout form*: the same, but `layers` is a list of dicts without that dim, and the forward pass is unrolled: a
   scanned stack makes XLA copy each layer's weights before every product, which is what decoding spends its time on.
+  With `features_first` its matrices are [out..., in...] and the residual stream is [E, ...] instead of [..., E]:
+  XLA:CPU then multiplies weights from the left, two to three times as fast for a few dozen rows
+  (docs/performance.md). Attention is handed heads last in either order.
 
 Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
 head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -121,10 +125,13 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, features_first: bool = False) -> jax.Array:
     wide = x.astype(_at_least_float32(x.dtype))
-    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(wide.dtype)).astype(x.dtype)
+    scale = scale.astype(wide.dtype)
+    if features_first:
+        scale = scale.reshape(-1, *(1,) * (x.ndim - 1))
+    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=0 if features_first else -1, keepdims=True) + eps)
+    return (normed * scale).astype(x.dtype)
 
 
 def _at_least_float32(dtype: Any) -> Any:
@@ -138,16 +145,19 @@ def layer(
     sin: jax.Array,
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
     config: ModelConfig,
+    *,
+    features_first: bool = False,
 ) -> tuple[jax.Array, Any]:
     """One decoder layer on x [..., E]. Computes in x's dtype, to which the weights are cast.
 
     Args:
       lp: the layer's weights, without the leading dim.
-      x: the residual stream; any leading dims.
+      x: the residual stream; any other dims. With `features_first` it is [E, ...], and so is the result.
       cos, sin: [..., D / 2] from `rope_tables`.
       attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
         key/value head h // (H // K). Scaling by 1/sqrt(D) is attend's.
       config: only constants are taken from it (eps).
+      features_first: matrices are [out..., in...].
 
     Returns:
       (x, extra).
@@ -156,18 +166,39 @@ def layer(
     def weight(name: str) -> jax.Array:
         return lp[name].astype(x.dtype)
 
-    h = _rms_norm(x, lp["attn_norm"], config.rms_norm_eps)
-    q, k, v = (jnp.einsum("...e,ehd->...hd", h, weight(name)) for name in ("q", "k", "v"))
+    def norm(name: str) -> jax.Array:
+        return _rms_norm(x, lp[name], config.rms_norm_eps, features_first)
+
+    def heads(name: str) -> jax.Array:
+        if features_first:
+            return jnp.moveaxis(jnp.einsum("hde,e...->hd...", weight(name), h), (0, 1), (-2, -1))
+        return jnp.einsum("...e,ehd->...hd", h, weight(name))
+
+    h = norm("attn_norm")
+    q, k, v = (heads(name) for name in ("q", "k", "v"))
     if "q_bias" in lp:
         q, k, v = q + weight("q_bias"), k + weight("k_bias"), v + weight("v_bias")
     if "q_norm" in lp:
         q, k = _rms_norm(q, lp["q_norm"], config.rms_norm_eps), _rms_norm(k, lp["k_norm"], config.rms_norm_eps)
     out, extra = attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
-    x = x + jnp.einsum("...hd,hde->...e", out.astype(x.dtype), weight("o"))
+    out = out.astype(x.dtype)
+    if features_first:
+        # one dim to sum over: with two, XLA:CPU transposes the weights in every call
+        out = out.reshape(*out.shape[:-2], -1)
+        x = x + jnp.einsum("ef,...f->e...", weight("o").reshape(-1, out.shape[-1]), out)
+    else:
+        x = x + jnp.einsum("...hd,hde->...e", out, weight("o"))
 
-    h = _rms_norm(x, lp["mlp_norm"], config.rms_norm_eps)
+    h = norm("mlp_norm")
+    if features_first:
+        h = jax.nn.silu(_left(weight("gate"), h)) * _left(weight("up"), h)
+        return x + _left(weight("down"), h), extra
     h = jax.nn.silu(h @ weight("gate")) * (h @ weight("up"))
     return x + h @ weight("down"), extra
+
+
+def _left(matrix: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tensordot(matrix, x, 1)
 
 
 def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
@@ -176,15 +207,22 @@ def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
     return jnp.take(params["embed"], tokens, axis=0, mode="clip").astype(dtype)
 
 
-def final_norm(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+def final_norm(params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False) -> jax.Array:
     """The norm before the vocabulary head."""
-    return _rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    return _rms_norm(x, params["final_norm"], config.rms_norm_eps, features_first)
 
 
-def logits(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary."""
+def logits(params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False) -> jax.Array:
+    """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary.
+
+    With `features_first`, x is [E, ...] and a separate head [V, E]; logits are [..., V] all the same.
+    """
     wide = _at_least_float32(x.dtype)
-    if "lm_head" in params:
+    if features_first:
+        head = params["lm_head"] if "lm_head" in params else params["embed"]
+        out = jnp.einsum("ve,e...->v...", head.astype(x.dtype), x, preferred_element_type=wide)
+        out = jnp.moveaxis(out, 0, -1)
+    elif "lm_head" in params:
         out = jnp.einsum("...e,ev->...v", x, params["lm_head"].astype(x.dtype), preferred_element_type=wide)
     else:
         out = jnp.einsum("...e,ve->...v", x, params["embed"].astype(x.dtype), preferred_element_type=wide)
@@ -248,15 +286,20 @@ def forward_layers(
     config: ModelConfig,
     *,
     dtype: Any,
+    features_first: bool = False,
 ) -> tuple[jax.Array, list[Any]]:
     """Rollout form, unrolled: (final-normed hidden states [..., E], each layer's cache).
 
-    `attends(layer_index, q, k, v) -> (out, cache_of_layer)`.
+    `attends(layer_index, q, k, v) -> (out, cache_of_layer)`. With `features_first` hidden states are [E, ...], and the
+    weights as `to_rollout(..., features_first=True)` gives them.
     """
     cos, sin = rope_tables(positions, config, dtype)
     x = embed(params, tokens, dtype)
+    if features_first:
+        x = jnp.moveaxis(x, -1, 0)
     caches = []
     for i, lp in enumerate(params["layers"]):
-        x, cache = layer(lp, x, cos, sin, lambda q, k, v, i=i: attends(i, q, k, v), config)
+        attend = partial(attends, i)
+        x, cache = layer(lp, x, cos, sin, attend, config, features_first=features_first)
         caches.append(cache)
-    return final_norm(params, x, config), caches
+    return final_norm(params, x, config, features_first=features_first), caches

@@ -57,6 +57,20 @@ class Weight:
         """The dims without the leading dim of layers."""
         return self.dims[1:] if self.stacked else self.dims
 
+    @property
+    def num_inputs(self) -> int:
+        """How many leading dims of a layer's matrix a product sums over; 0 for norms, biases and the embedding."""
+        if not self.transpose:
+            return 0
+        sizes = self.layer_shape
+        return next(n for n in range(1, len(sizes)) if prod(sizes[:n]) == self.hf_shape[1])
+
+    @property
+    def outputs_first(self) -> tuple[int, ...]:
+        """The permutation that brings a layer's matrix from [in..., out...] to [out..., in...]."""
+        order = tuple(range(len(self.layer_shape)))
+        return order[self.num_inputs :] + order[: self.num_inputs]
+
     def names(self, kind: Literal["hf", "gguf"] = "hf") -> list[str]:
         """Its tensors' names in a file, one per layer where it is stacked."""
         name = self.hf_name if kind == "hf" else self.gguf_name

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.kernels.attention import Implementation
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, Programs, RowState, host_rows, row_state_shapes
@@ -48,6 +49,8 @@ class ExecutorConfig:
       seed: the run's; folded into every token's key.
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
+      attention: what reads the paged cache (`jaxrl.kernels.attention`).
+      features_first, gathered: how programs are built (`programs.Programs`); None: as the platform runs them fastest.
     """
 
     num_slots: int
@@ -60,6 +63,9 @@ class ExecutorConfig:
     seed: int = 0
     truncate: bool = False
     max_tp: int = 1
+    attention: Implementation = "auto"
+    features_first: bool | None = None
+    gathered: bool | None = None
 
 
 def buckets(most: int, factor: int, least: int = 1) -> tuple[int, ...]:
@@ -112,7 +118,15 @@ class MeshExecutor:
         self.policy_version = 0
         self.recompiles = 0
         self.host_s = 0.0
-        self._programs = Programs(model, layout, jnp.dtype(config.dtype), config.decode_steps)
+        self._programs = Programs(
+            model,
+            layout,
+            jnp.dtype(config.dtype),
+            config.decode_steps,
+            attention=config.attention,
+            features_first=config.features_first,
+            gathered=config.gathered,
+        )
         self._compiled: dict[tuple, Any] = {}
         self._warm = False
         self._params: Any = None
@@ -140,7 +154,14 @@ class MeshExecutor:
         """Takes over the trainer's weights, on the devices: cast, padded and resharded to this layout."""
         self._params = None  # the old copy goes first: two never exist at once
         config = self.config
-        self._params = to_rollout(train_params, self.model, self.layout, config.dtype, config.max_tp)
+        self._params = to_rollout(
+            train_params,
+            self.model,
+            self.layout,
+            config.dtype,
+            config.max_tp,
+            features_first=self._programs.features_first,
+        )
         self.policy_version = policy_version
 
     def allocate(self) -> None:

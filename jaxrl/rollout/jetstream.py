@@ -189,7 +189,8 @@ class JetStreamEngine(engine_api.Engine):
         if params is None:
             dtype = "float64" if jnp.dtype(self.config.dtype) == jnp.float64 else "float32"
             params = load_model(self.path, self.mesh, dtype)[1]
-        return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp)
+        first = self._programs.features_first
+        return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp, features_first=first)
 
     def prefill(
         self, *, params: Any, existing_prefix: Prefix | None = None, padded_tokens: Any, true_length: int

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels import attention
+from jaxrl.kernels import attention, gathered
 from jaxrl.sharding.layout import Layout
 
 Pool = list[tuple[jax.Array, jax.Array]]
@@ -72,6 +72,8 @@ def attend(
     tables: jax.Array,
     positions: jax.Array,
     valid: jax.Array,
+    *,
+    implementation: attention.Implementation = "auto",
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Writes k and v, then attends; in `shard_map` over dp and tp, so that block numbers stay local to their pool.
 
@@ -79,6 +81,7 @@ def attend(
       q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
       pool: this layer's arrays.
       tables: int32 [dp, R, W]; positions, valid: [dp, R, C].
+      implementation: see `jaxrl.kernels.attention`.
 
     Returns:
       The attention's output [dp, R, C, H, D] and the layer's new arrays.
@@ -91,7 +94,8 @@ def attend(
     def local(q, k, v, pool_k, pool_v, tables, positions, valid):
         pool_k = attention.write_kv(pool_k[0], k[0], tables[0], positions[0], valid[0])
         pool_v = attention.write_kv(pool_v[0], v[0], tables[0], positions[0], valid[0])
-        out = attention.paged_attention(q[0], pool_k, pool_v, tables[0], positions[0])
+        args = q[0], pool_k, pool_v, tables[0], positions[0]
+        out = attention.paged_attention(*args, implementation=implementation)
         return out[None], pool_k[None], pool_v[None]
 
     out, pool_k, pool_v = jax.shard_map(
@@ -102,3 +106,97 @@ def attend(
         check_vma=False,  # key/value heads may be replicated over a part of tp
     )(q, k, v, *pool, tables, positions, valid)
     return out, (pool_k, pool_v)
+
+
+class GatheredCache:
+    """Decode over windows (`jaxrl.kernels.gathered`), in `shard_map` over dp and tp.
+
+    Arrays of windows and fresh buffers have a leading dim dp here, and their next is split over the axes of key/value
+    heads. `open` gathers, `attend` is one layer of one step, and `close` writes the steps back to the pool.
+    """
+
+    def __init__(self, layout: Layout, num_kv_heads: int) -> None:
+        self._mesh = layout.mesh
+        dp, kv = layout.dp_axes or None, layout.kv_axes(num_kv_heads) or None
+        self._rows, self._paged = PartitionSpec(dp), PartitionSpec(dp, kv)
+        self._window, self._fresh = gathered.Window(*[self._paged] * 2), gathered.Fresh(*[self._paged] * 2)
+        self._queries, self._keys = PartitionSpec(dp, None, layout.tp_axes or None), PartitionSpec(dp, None, kv)
+
+    def open(self, pool: Pool, tables: jax.Array, num_steps: int) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
+        """Each layer's window of the rows with block tables [dp, R, W], and its empty buffer for `num_steps` steps."""
+
+        def local(keys: jax.Array, values: jax.Array, tables: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
+            window = gathered.gather(keys[0], values[0], tables[0])
+            return _lead((window, gathered.blank(window, num_steps)))
+
+        gather = self._map(local, (self._paged, self._paged, self._rows), (self._window, self._fresh))
+        both = [gather(*layer, tables) for layer in pool]
+        return [window for window, _ in both], [fresh for _, fresh in both]
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        window: gathered.Window,
+        fresh: gathered.Fresh,
+        start: jax.Array,
+        step: jax.Array,
+    ) -> tuple[jax.Array, gathered.Fresh]:
+        """One step of one layer.
+
+        Args:
+          q: [dp, R, H, D]; k, v: [dp, R, K, D].
+          window, fresh: this layer's.
+          start: int32 [dp, R], the position of step 0 in each row; step: int32 scalar.
+
+        Returns:
+          The attention's output [dp, R, H, D] and the layer's new buffer.
+        """
+
+        def local(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            window: gathered.Window,
+            fresh: gathered.Fresh,
+            start: jax.Array,
+            step: jax.Array,
+        ) -> tuple[jax.Array, gathered.Fresh]:
+            own = gathered.put(_own(fresh), k[0], v[0], step)
+            return gathered.attend(q[0], _own(window), own, start[0], step)[None], _lead(own)
+
+        in_specs = (self._queries, self._keys, self._keys, self._window, self._fresh, self._rows, PartitionSpec())
+        return self._map(local, in_specs, (self._queries, self._fresh))(q, k, v, window, fresh, start, step)
+
+    def close(
+        self, pool: Pool, fresh: list[gathered.Fresh], tables: jax.Array, start: jax.Array, counts: jax.Array
+    ) -> Pool:
+        """The pool with each row's first `counts` [dp, R] steps in it."""
+
+        def local(
+            keys: jax.Array,
+            values: jax.Array,
+            fresh: gathered.Fresh,
+            tables: jax.Array,
+            start: jax.Array,
+            counts: jax.Array,
+        ) -> tuple[jax.Array, jax.Array]:
+            return _lead(gathered.scatter(keys[0], values[0], _own(fresh), tables[0], start[0], counts[0]))
+
+        in_specs = (self._paged, self._paged, self._fresh, self._rows, self._rows, self._rows)
+        scatter = self._map(local, in_specs, (self._paged, self._paged))
+        return [scatter(*layer, own, tables, start, counts) for layer, own in zip(pool, fresh, strict=True)]
+
+    def _map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # check_vma off: key/value heads may be replicated over a part of tp
+        return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _own(tree: Any) -> Any:
+    """A dp group's own arrays, inside shard_map."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _lead(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)

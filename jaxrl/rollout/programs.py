@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.kernels.attention import Implementation
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
@@ -93,9 +94,29 @@ def _stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
 
 
 class Programs:
-    """The two programs for one model on one layout; `decode_steps` is the most that one dispatch may take."""
+    """The two programs for one model on one layout; `decode_steps` is the most that one dispatch may take.
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, decode_steps: int) -> None:
+    Attributes:
+      features_first: the order of activations and matrices (`models.decoder`): features first on CPU.
+      gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`), which pays
+        where no kernel reads a block table in place: on CPU.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: Layout,
+        dtype: jnp.dtype,
+        decode_steps: int,
+        *,
+        attention: Implementation = "auto",
+        features_first: bool | None = None,
+        gathered: bool | None = None,
+    ) -> None:
+        on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+        self.features_first = on_cpu if features_first is None else features_first
+        self.gathered = on_cpu if gathered is None else gathered
+        self.attention: Implementation = attention
         self.config = config
         self.layout = layout
         self.dtype = dtype
@@ -112,9 +133,18 @@ class Programs:
         valid: jax.Array,
     ) -> tuple[jax.Array, kv_cache.Pool]:
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-            return kv_cache.attend(self.layout, q, k, v, pool[layer], tables, positions, valid)
+            cached = (pool[layer], tables, positions, valid)
+            return kv_cache.attend(self.layout, q, k, v, *cached, implementation=self.attention)
 
-        return decoder.forward_layers(params, tokens, positions, attend, self.config, dtype=self.dtype)
+        return self._layers(params, tokens, positions, attend)
+
+    def _layers(self, params: Any, tokens: jax.Array, positions: jax.Array, attends: Any) -> tuple[jax.Array, Any]:
+        return decoder.forward_layers(
+            params, tokens, positions, attends, self.config, dtype=self.dtype, features_first=self.features_first
+        )
+
+    def _logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        return decoder.logits(params, hidden, self.config, features_first=self.features_first)
 
     def prefill(
         self,
@@ -141,9 +171,12 @@ class Programs:
         valid = offset < length[..., None]
         positions = jnp.where(valid, start[..., None] + offset, 0)
         hidden, pool = self._forward(params, pool, tokens, tables, positions, valid)
-        last = jnp.maximum(length - 1, 0)[..., None, None]
-        ends = jnp.take_along_axis(hidden, last, axis=2)[:, :, 0]
-        logits = decoder.logits(params, ends, self.config)
+        last = jnp.maximum(length - 1, 0)[..., None]
+        if self.features_first:
+            ends = jnp.take_along_axis(hidden, last[None], axis=3)[..., 0]
+        else:
+            ends = jnp.take_along_axis(hidden, last[..., None], axis=2)[:, :, 0]
+        logits = self._logits(params, ends)
         position = start + length
         drawn = sample(logits, position, rows.sampling, truncate=truncate)
         real = slots < state.token.shape[1]
@@ -192,12 +225,12 @@ class Programs:
             stopped = jnp.sum(may_stop & ~rows.active)
             return (step < num_steps) & jnp.any(rows.active) & (stopped < leave_after)
 
+        cache, forward, close = self._decode_cache(params, pool, tables, rows)
+
         def advance(carry: tuple) -> tuple:
-            step, rows, counts, pool, out = carry
-            hidden, pool = self._forward(
-                params, pool, rows.token[..., None], tables, rows.position[..., None], rows.active[..., None]
-            )
-            logits = decoder.logits(params, hidden[:, :, 0], self.config)
+            step, rows, counts, cache, out = carry
+            hidden, cache = forward(cache, rows, step)
+            logits = self._logits(params, hidden)
             position = rows.position + 1
             drawn = sample(logits, position, rows.sampling, truncate=truncate)
             new = (drawn.token, drawn.sampled_logprob, drawn.rollout_logprob)
@@ -209,12 +242,34 @@ class Programs:
                 position=jnp.where(going, position, rows.position),
                 active=going & ~_stops(drawn.token, position, rows),
             )
-            return step + 1, rows, counts + going, pool, out
+            return step + 1, rows, counts + going, cache, out
 
-        carry = (jnp.int32(0), rows, jnp.zeros(slots.shape, jnp.int32), pool, out)
-        steps, rows, counts, pool, out = jax.lax.while_loop(go_on, advance, carry)
+        carry = (jnp.int32(0), rows, jnp.zeros(slots.shape, jnp.int32), cache, out)
+        steps, rows, counts, cache, out = jax.lax.while_loop(go_on, advance, carry)
         generated = Generated(*out, counts, started & ~rows.active)
-        return pool, self._pin(_put(state, slots, rows)), self._pin(generated), steps
+        return close(cache, counts), self._pin(_put(state, slots, rows)), self._pin(generated), steps
+
+    def _decode_cache(self, params: Any, pool: kv_cache.Pool, tables: jax.Array, began: RowState) -> tuple[Any, ...]:
+        """(cache to carry, forward(cache, rows, step) -> (hidden, cache), close(cache, tokens per row) -> pool)."""
+        if not self.gathered:
+
+            def paged(pool: kv_cache.Pool, rows: RowState, step: jax.Array) -> tuple[jax.Array, kv_cache.Pool]:
+                token, position, active = (x[..., None] for x in (rows.token, rows.position, rows.active))
+                hidden, pool = self._forward(params, pool, token, tables, position, active)
+                return hidden[..., 0] if self.features_first else hidden[:, :, 0], pool
+
+            return pool, paged, lambda pool, counts: pool
+
+        gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1]), began.position
+        windows, blank = gathered.open(pool, tables, self.decode_steps)
+
+        def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
+            def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+                return gathered.attend(q, k, v, windows[layer], fresh[layer], start, step)
+
+            return self._layers(params, rows.token, rows.position, attend)
+
+        return blank, windowed, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
 
     def _pin(self, tree: Any) -> Any:
         """Keeps per-row values where they are, so that programs chain without a reshard between them."""

@@ -17,6 +17,11 @@ follow from that.
 - Tokens that arrive late belong to a preempted request (it may turn out finished) but no longer to an aborted one. So a
   request is not let in while a plan in flight names its id: what it runs again must include those tokens.
 
+Prefill goes first: while prompts that have a row, or could have one, wait for prefill budget, a plan decodes nothing. A
+decode step costs nearly the same for few rows as for many, so rows that advance while others are still empty only make
+more steps. Decode cannot starve: every row that is filled ends a part of the wait, and once all are full only decode
+empties one.
+
 Fairness: requests are served in the order of arrival. The youngest request of a dp group is preempted when its pool
 runs dry, and the preempted come first when there is room again, so the oldest always advances: no livelock.
 """
@@ -27,7 +32,7 @@ import heapq
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from jaxrl.scheduling.blocks import BlockManager
@@ -98,9 +103,21 @@ class _Draft:
     budget: list[int]  # prefill tokens left, per dp group
     headroom: list[int]  # blocks that the rows of each dp group may want in the next plan
     closed: set[int] = field(default_factory=set)  # dp groups that let nobody in
+    lacks_budget: bool = False  # somebody's prefill waits for the next plan
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
     named: list[_Named] = field(default_factory=list)
+
+    def put_off_decode(self) -> None:
+        """Leaves prefill only."""
+        assert self.prefill, "who lacks prefill budget leaves it to somebody"
+        self.decode = []
+        prefilled = {chunk.request.request_id for chunk in self.prefill}
+        self.named = [
+            replace(named, max_new=int(named.ends_prefill))
+            for named in self.named
+            if named.progress.request.request_id in prefilled
+        ]
 
 
 class Batcher:
@@ -189,6 +206,8 @@ class Batcher:
         if not draft.named:
             assert self._flights or not self._requests, "requests wait, nothing runs, and none can be admitted"
             return None
+        if draft.lacks_budget:
+            draft.put_off_decode()
         plan = Plan(
             index=self.next_index,
             prefill=tuple(draft.prefill),
@@ -207,6 +226,7 @@ class Batcher:
         """Gives a running request its place in the plan, preempting younger ones for its blocks."""
         group, left = progress.group, len(progress.prefix) - progress.prefilled
         num_chunk = min(left, draft.budget[group])
+        draft.lacks_budget |= num_chunk < left
         if num_chunk < left:  # all blocks of its prefill were allocated when it was admitted
             self._name(draft, progress, num_chunk, grows_from=len(progress.prefix))
             return
@@ -249,7 +269,10 @@ class Batcher:
         admitted: list[Progress] = []
         everywhere = set(range(self.capacity.num_groups))
         for progress in self._queue():
-            if draft.closed == everywhere or not any(draft.budget[g] for g in everywhere - draft.closed):
+            if draft.closed == everywhere:
+                break
+            if not any(draft.budget[g] for g in everywhere - draft.closed):
+                draft.lacks_budget |= self._room_somewhere(draft, progress)
                 break
             if self._in_flight[progress.request.request_id]:
                 continue
@@ -280,7 +303,12 @@ class Batcher:
             draft.closed.update(range(self.capacity.num_groups))
             return None
         with_budget = [g for g in candidates if draft.budget[g]]
+        draft.lacks_budget |= not with_budget
         return max(with_budget, key=self._room) if with_budget else None  # the first of equals
+
+    def _room_somewhere(self, draft: _Draft, progress: Progress) -> bool:
+        groups = range(self.capacity.num_groups)
+        return any(self._has_room(draft, progress, group) for group in groups if group not in draft.closed)
 
     def _room(self, group: int) -> int:
         """How much room a dp group has: the scarcer of slots and blocks, as a part of what there is."""
@@ -305,6 +333,7 @@ class Batcher:
         prompt_len = len(request.prompt_ids)
         num_shared = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
         num_chunk = min(len(progress.prefix) - num_shared, draft.budget[group])
+        draft.lacks_budget |= num_shared + num_chunk < len(progress.prefix)
         need = len(progress.prefix)
         if num_shared + num_chunk == need:
             need = min(need + self.config.decode_steps, progress.limit)

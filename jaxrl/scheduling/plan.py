@@ -92,7 +92,7 @@ class Plan:
     Attributes:
       index: dispatch number, from 0: the engine's logical time.
       prefill: chunks, run first, all in one program.
-      decode: rows to advance, those whose prefill ends in this plan included.
+      decode: rows to advance, those whose prefill ends in this plan included; nobody while prefill goes first.
       num_steps: the most decode steps before the host looks again.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row
         lets a waiting request in); at the latest it is left when no row is active.

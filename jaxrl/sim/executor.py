@@ -89,7 +89,7 @@ class ReplayExecutor:
         for chunk in plan.prefill:
             if chunk.is_last:
                 slot = self._slots[chunk.dp_group, chunk.slot] = self._activate(chunk)
-                self._advance(slot, gained[chunk.request.request_id], stopped)
+                self._advance(slot, gained.setdefault(chunk.request.request_id, []), stopped)
         rows = [self._slots[row.dp_group, row.slot] for row in plan.decode]
         assert all(s.request.request_id == r.request_id for s, r in zip(rows, plan.decode, strict=True)), plan
         num_steps = 0

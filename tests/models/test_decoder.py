@@ -1,5 +1,6 @@
 """The decoder against transformers, against recorded logits, and against itself in its two forms."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.safetensors import export_hf
+from jaxrl.sharding import rules
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
 
 from .conftest import FAMILIES, SCALINGS, causal, lively, positions_of, tiny_config
 
@@ -70,6 +74,28 @@ def test_scanned_and_unrolled_forms_agree(family, x64):
     assert scanned.dtype == jnp.float64
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-12)
     assert [index for index, _ in caches] == [0, 1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_first_gives_what_features_last_gives(family, tied, x64):
+    config = dataclasses.replace(tiny_config(family), tie_word_embeddings=tied)
+    params = lively(decoder.init(config, jax.random.key(0), jnp.float64), dtype=np.float64)
+    layout = Layout(make_mesh(jax.devices()[:1]), 1)
+    shardings = rules.train_shardings(config, layout.mesh)
+    turned = rules.to_rollout(jax.device_put(params, shardings), config, layout, jnp.float64, features_first=True)
+    tokens = jnp.asarray(TOKENS)
+
+    def attends(index, q, k, v):
+        return causal(q, k, v), (index, q.shape)
+
+    hidden, seen = decoder.forward_layers(
+        turned, tokens, positions_of(tokens), attends, config, dtype=jnp.float64, features_first=True
+    )
+    assert hidden.shape == (config.hidden_size, *tokens.shape)
+    assert seen == [(i, (*tokens.shape, config.num_heads, config.head_dim)) for i in range(config.num_layers)]
+    actual = decoder.logits(turned, hidden, config, features_first=True)
+    np.testing.assert_allclose(actual, scan_logits(params, config, dtype=jnp.float64), rtol=0, atol=1e-12)
 
 
 def test_batched_and_flat_tokens_agree(x64):

@@ -177,13 +177,13 @@ class Recorder:
 
 
 @functools.cache
-def executor_of(num_devices: int, tp: int, heads: tuple[int, int]) -> MeshExecutor:
+def executor_of(num_devices: int, tp: int, heads: tuple[int, int], **options: Any) -> MeshExecutor:
     mesh = make_mesh(jax.devices()[:num_devices])
-    return MeshExecutor(model_of(heads), Layout(mesh, tp), replace(SIZES, max_tp=tp))
+    return MeshExecutor(model_of(heads), Layout(mesh, tp), replace(SIZES, max_tp=tp, **options))
 
 
-def start(num_devices: int, tp: int, heads: tuple[int, int]) -> tuple[Engine, Recorder]:
-    executor = executor_of(num_devices, tp, heads)
+def start(num_devices: int, tp: int, heads: tuple[int, int], **options: Any) -> tuple[Engine, Recorder]:
+    executor = executor_of(num_devices, tp, heads, **options)
     executor.sync_weights(placed(executor, weights_of(heads)), 0)
     executor.allocate()
     recorder = Recorder(executor)
@@ -242,6 +242,25 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
     assert engine.counters.shared_tokens > 0, "samples of a prompt were to share its blocks"
     assert len({len(one) for one in samples}) > 4, "lengths were to be mixed"
     assert {one.finish_reason for one in samples} == {"stop", "length"}
+
+
+@pytest.mark.parametrize(
+    ("features_first", "gathered"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_every_form_of_the_programs_draws_the_same_tokens(features_first: bool, gathered: bool):
+    """The other tests run what a CPU runs: features first, decode over gathered windows."""
+    heads = (14, 2)
+    engine, recorder = start(4, 4, heads, features_first=features_first, gathered=gathered)
+    assert recorder.inner.config.features_first is features_first
+    asked = requests()
+    samples = engine.generate(asked)
+    check(heads, asked, samples)
+    assert engine.counters.preemptions > 0, "the pool was to be too small"
 
 
 @pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)

@@ -75,7 +75,7 @@ class CheckingExecutor:
         assert len(set(chunked)) == len(chunked)
         assert len(set(decoding)) == len(decoding)
         last = {c.request.request_id for c in plan.prefill if c.is_last}
-        assert last <= set(decoding), "a row whose prefill ends decodes in the same plan"
+        assert not decoding or last <= set(decoding), "a row whose prefill ends decodes in the same plan, if any does"
         assert not (set(chunked) - last) & set(decoding), "a row in the middle of its prefill does not"
         spent = Counter[int]()
         owners: dict[tuple[int, int], set[int]] = {}
@@ -128,7 +128,11 @@ class CheckingExecutor:
 
     def _run_decode(self, plan: Plan, result: PlanResult) -> None:
         fresh = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
-        assert set(result.rows) == {row.request_id for row in plan.decode}
+        assert set(result.rows) == {row.request_id for row in plan.decode} | fresh
+        for chunk in plan.prefill:
+            if chunk.is_last and not plan.decode:  # its first token, and nobody decodes
+                assert len(result.rows[chunk.request.request_id].token_ids) == 1
+                self._rows[chunk.dp_group, chunk.slot].num_generated += 1
         for named in plan.decode:
             row, gained = self._rows[named.dp_group, named.slot], len(result.rows[named.request_id].token_ids)
             request = row.request
@@ -286,14 +290,14 @@ def test_samples_of_a_prompt_share_its_blocks():
     assert_empty(engine)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode():
+def test_a_long_prompt_is_prefilled_in_chunks_before_anybody_decodes():
     short, long = make_request(0, num_prompt=3, prompt=0), make_request(1, num_prompt=20, prompt=1)
     engine, executor = make_engine({short.key: 20, long.key: 3}, max_prefill_tokens=8)
     samples = engine.generate([short, long])
     assert_whole(samples[1], long, 3)
     chunks = [[(c.request.request_id, c.start, len(c.tokens), c.is_last) for c in p.prefill] for p in executor.plans]
     assert chunks[:4] == [[(0, 0, 3, True), (1, 0, 5, False)], [(1, 5, 8, False)], [(1, 13, 7, True)], []]
-    assert [len(p.decode) for p in executor.plans[:3]] == [1, 1, 2]
+    assert [len(p.decode) for p in executor.plans[:3]] == [0, 0, 2]
 
 
 def test_preempted_requests_keep_their_tokens():

@@ -1,0 +1,368 @@
+"""Attention over packed rows as Pallas kernels for NVIDIA GPUs, forward and backward, for training.
+
+Nothing of size [T, T] exists: scores live in tiles, and which tiles hold anything to see is found beforehand from each
+tile's range of segments and positions, so a row of many short segments costs what its segments cost.
+
+Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691, sections 3.1 and 3.2) for the running softmax and the backward
+pass from the saved log-sum-exp; the lists of tiles to visit follow FlexAttention's block masks (Dong et al. 2024,
+arXiv:2412.05496, section 4.2). Departures: lists come from ranges, not from every pair of tokens, so a tile may be
+visited in vain but is never missed; gradients of keys and values are summed over a group's query heads inside one
+program, in a fixed order and without atomics, so a result does not change from run to run.
+
+Backend and house words as in `paged_pallas`. Dims: R rows, T tokens of a row, H query heads, K key/value heads,
+G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxrl.kernels.paged_pallas import DTYPES, HEAD_DIMS, NEVER, dot, load_rows, softmax_step, store_rows
+
+OUTSIDE = -1  # the segment of tokens past the end of a row
+NO_PREFIX = -2  # a segment that no key has
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Queries and keys per tile (powers of two, at least 16), and the compiler's warps and stages.
+
+    The forward pass and the gradient of queries keep a tile of queries and walk over keys; the gradients of keys and
+    values keep a tile of keys and walk over queries.
+    """
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(dtype: Any) -> tuple[Tiles, Tiles, Tiles]:
+    """For the forward pass, the gradient of queries, and those of keys and values. A rule of thumb, not measured."""
+    if jnp.dtype(dtype) == jnp.float32:  # three products for one: smaller tiles, or registers spill
+        return Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2)
+    # Five stages, as in `paged_pallas`: the number of the tile to visit is looked up before its keys and values.
+    return Tiles(128, 64, 8, 5), Tiles(64, 64, 8, 5), Tiles(64, 64, 8, 5)
+
+
+def refusal(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Why the kernels cannot serve these arrays, or None if they can; depends on shapes and dtypes only."""
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
+        return f"queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) must be all bfloat16 or all float32"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim ({q.shape[-1]}) must be one of {HEAD_DIMS}"
+    if q.shape[2] % k.shape[2]:
+        return f"key/value heads ({k.shape[2]}) must divide query heads ({q.shape[2]})"
+    return None
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+    *,
+    prefix_ids: jax.Array | None = None,
+    tiles: tuple[Tiles, Tiles, Tiles] | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention within segments of packed rows and to the segments that they continue; differentiable once.
+
+    A token sees the tokens at earlier or equal positions of its own segment and of the one that `prefix_ids` names.
+    Padding (segment 0, position 0) sees padding only.
+
+    Args:
+      q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
+      segment_ids, positions: int32 [R, T], none negative.
+      prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none.
+      tiles: how to cut the work; `choose_tiles` decides if None.
+      interpret: run as plain JAX, on any device (slow; for tests).
+
+    Returns:
+      [R, T, H, D] in q's dtype; scores, softmax and sums are float32.
+
+    Raises:
+      ValueError: for shapes or dtypes that `refusal` names.
+    """
+    if reason := refusal(q, k, v):
+        raise ValueError(f"packed attention's Pallas kernel: {reason}; use implementation='reference'")
+    prefix_ids = segment_ids if prefix_ids is None else prefix_ids
+    integers = (segment_ids.astype(jnp.int32), prefix_ids.astype(jnp.int32), positions.astype(jnp.int32))
+    return _packed(q, k, v, integers, tiles or choose_tiles(q.dtype), interpret)
+
+
+Integers = tuple[jax.Array, jax.Array, jax.Array]  # segment_ids, prefix_ids, positions
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _packed(q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, tiles: Any, interpret: bool) -> jax.Array:
+    return _forward(q, k, v, ids, tiles, interpret)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, tiles: Any, interpret: bool) -> tuple[Any, Any]:
+    listed = list_tiles(visible_tiles(*ids, tiles[0].queries, tiles[0].keys))
+    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    out, lse = _call(_forward_kernel, tiles[0], q, k, (q, k, v), ids, listed, (q, lse), interpret)
+    return out, (q, k, v, ids, out, lse)
+
+
+def _backward(tiles: Any, interpret: bool, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, ids, out, lse = residuals
+    d_out = d_out.astype(q.dtype)
+    # What a row's gradients of scores share: the derivative of the softmax's normaliser.
+    shift = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    inputs = (q, k, v, d_out, lse, shift)
+    segment_ids, prefix_ids, positions = ids
+    visible = visible_tiles(segment_ids, prefix_ids, positions, tiles[1].queries, tiles[1].keys)
+    (d_q,) = _call(_query_gradient_kernel, tiles[1], q, k, inputs, ids, list_tiles(visible), (q,), interpret)
+    visible = visible_tiles(segment_ids, prefix_ids, positions, tiles[2].queries, tiles[2].keys)
+    listed = list_tiles(jnp.swapaxes(visible, 1, 2))
+    d_k, d_v = _call(_key_gradient_kernel, tiles[2], q, k, inputs, ids, listed, (k, v), interpret, over_keys=True)
+    return d_q, d_k, d_v, (None, None, None)
+
+
+_packed.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------- which tiles to visit
+
+
+def visible_tiles(
+    segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array, queries: int, keys: int
+) -> jax.Array:
+    """bool [R, I, J]: False only where no query of tile i sees a key of tile j."""
+    far = jnp.iinfo(jnp.int32).max
+    first_I, last_I = _lowest(segment_ids, queries), _highest(segment_ids, queries)
+    # Tokens without a prefix leave an empty range: its first segment lies beyond its last.
+    prefix_first_I = _lowest(jnp.where(prefix_ids == 0, far, prefix_ids), queries)
+    prefix_last_I = _highest(jnp.where(prefix_ids == 0, NO_PREFIX, prefix_ids), queries)
+    first_J, last_J = (of(segment_ids, keys)[:, None, :] for of in (_lowest, _highest))
+    own = (first_J <= last_I[..., None]) & (last_J >= first_I[..., None])
+    prefix = (first_J <= prefix_last_I[..., None]) & (last_J >= prefix_first_I[..., None])
+    early = _lowest(positions, keys)[:, None, :] <= _highest(positions, queries)[..., None]
+    return (own | prefix) & early
+
+
+def _lowest(x_RT: jax.Array, size: int) -> jax.Array:
+    return _tiled(x_RT, size).min(axis=-1)
+
+
+def _highest(x_RT: jax.Array, size: int) -> jax.Array:
+    return _tiled(x_RT, size).max(axis=-1)
+
+
+def _tiled(x_RT: jax.Array, size: int) -> jax.Array:
+    """[R, tiles, size]; the last token is repeated where the last tile is not full."""
+    rows, tokens = x_RT.shape
+    return jnp.pad(x_RT, ((0, 0), (0, -tokens % size)), mode="edge").reshape(rows, -1, size)
+
+
+def list_tiles(visible_RIJ: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Per row and tile the numbers of the tiles to visit, [R, I, J] in rising order, and how many they are, [R, I]."""
+    numbers = jnp.argsort(~visible_RIJ, axis=-1, stable=True).astype(jnp.int32)
+    return numbers, visible_RIJ.sum(axis=-1, dtype=jnp.int32)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    """Refs of a row's integers, each [T]."""
+
+    segments: Any
+    prefixes: Any
+    positions: Any
+
+    def visible(self, query_M: jax.Array, key_B: jax.Array) -> jax.Array:
+        """bool [M, B]."""
+        tokens = self.segments.shape[0]
+        in_M, in_B = query_M < tokens, key_B < tokens
+        segment_M = plgpu.load(self.segments.at[query_M], mask=in_M, other=OUTSIDE)[:, None]
+        prefix_M = plgpu.load(self.prefixes.at[query_M], mask=in_M, other=0)[:, None]
+        position_M = plgpu.load(self.positions.at[query_M], mask=in_M, other=0)[:, None]
+        segment_B = plgpu.load(self.segments.at[key_B], mask=in_B, other=OUTSIDE)[None, :]
+        position_B = plgpu.load(self.positions.at[key_B], mask=in_B, other=0)[None, :]
+        prefix_M = jnp.where(prefix_M == 0, NO_PREFIX, prefix_M)
+        return ((segment_B == segment_M) | (segment_B == prefix_M)) & (position_B <= position_M)
+
+
+def _call(
+    kernel: Callable[..., None],
+    tiles: Tiles,
+    q: jax.Array,
+    k: jax.Array,
+    inputs: tuple[jax.Array, ...],
+    ids: Integers,
+    listed: tuple[jax.Array, jax.Array],
+    outputs: tuple[Any, ...],
+    interpret: bool,
+    *,
+    over_keys: bool = False,
+) -> list[jax.Array]:
+    """Runs a kernel for every kept tile, head and row; arrays [R, T, heads, ...] go in and come out as [R, T * heads,
+    ...], so that a token and head are one index."""
+    (rows, tokens, heads), kv_heads = q.shape[:3], k.shape[2]
+    numbers, counts = listed
+
+    def of_row(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, h, r: (r, *(0,) * (x.ndim - 1)))
+
+    def merged(x: Any) -> tuple[int, ...]:
+        return (rows, x.shape[1] * x.shape[2], *x.shape[3:])
+
+    flat = [x.reshape(merged(x)) for x in inputs]
+    shapes = [jax.ShapeDtypeStruct(merged(x), x.dtype) for x in outputs]
+    outs = pl.pallas_call(
+        partial(kernel, tiles=tiles, heads=heads, group=heads // kv_heads),
+        grid=(pl.cdiv(tokens, tiles.keys if over_keys else tiles.queries), kv_heads if over_keys else heads, rows),
+        in_specs=[
+            *map(of_row, (*ids, *flat)),
+            pl.BlockSpec((None, None, numbers.shape[2]), lambda i, h, r: (r, i, 0)),
+            pl.BlockSpec((None, counts.shape[1]), lambda i, h, r: (r, 0)),
+        ],
+        out_specs=[of_row(x) for x in shapes],
+        out_shape=shapes,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+    )(*ids, *flat, numbers, counts)
+    return [out.reshape(x.shape) for out, x in zip(outs, outputs, strict=True)]
+
+
+def _at(number: Any, size: int) -> jax.Array:
+    return number * size + jnp.arange(size, dtype=jnp.int32)
+
+
+def _forward_kernel(
+    segments: Any,
+    prefixes: Any,
+    positions: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    numbers_ref: Any,
+    counts_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    *,
+    tiles: Tiles,
+    heads: int,
+    group: int,
+) -> None:
+    tile, head = pl.program_id(0), pl.program_id(1)
+    ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
+    query_M = _at(tile, tiles.queries)
+    in_M, row_M = query_M < tokens, query_M * heads + head
+    q_MD = load_rows(q_ref, row_M, in_M)
+
+    def step(i: Any, carry: tuple) -> tuple:
+        key_B = _at(numbers_ref[i], tiles.keys)
+        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens
+        k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
+        return softmax_step(q_MD, k_BD, v_BD, ids.visible(query_M, key_B), *carry)
+
+    per_query = (tiles.queries,)
+    start = (jnp.zeros(q_MD.shape, jnp.float32), jnp.full(per_query, NEVER, jnp.float32), jnp.zeros(per_query))
+    sum_MD, top_M, total_M = lax.fori_loop(0, counts_ref[tile], step, start)
+    total_M = jnp.where(total_M > 0, total_M, 1)  # of queries past the end of the row; all others see themselves
+    store_rows(out_ref, row_M, sum_MD / total_M[:, None], in_M)
+    plgpu.store(lse_ref.at[row_M], top_M + jnp.log2(total_M), mask=in_M)
+
+
+def _query_gradient_kernel(
+    segments: Any,
+    prefixes: Any,
+    positions: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    lse_ref: Any,
+    shift_ref: Any,
+    numbers_ref: Any,
+    counts_ref: Any,
+    d_q_ref: Any,
+    *,
+    tiles: Tiles,
+    heads: int,
+    group: int,
+) -> None:
+    tile, head = pl.program_id(0), pl.program_id(1)
+    ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
+    query_M = _at(tile, tiles.queries)
+    in_M, row_M = query_M < tokens, query_M * heads + head
+    q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
+    lse_M, shift_M = (plgpu.load(ref.at[row_M], mask=in_M, other=0) for ref in (lse_ref, shift_ref))
+
+    def step(i: Any, d_q_MD: jax.Array) -> jax.Array:
+        key_B = _at(numbers_ref[i], tiles.keys)
+        row_B, in_B = key_B * kv_heads + lax.div(head, group), key_B < tokens
+        k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
+        weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B), lse_M)
+        d_scores_MB = weights_MB * (dot(d_out_MD, v_BD, 1, 1) - shift_M[:, None])
+        return d_q_MD + dot(d_scores_MB.astype(k_BD.dtype), k_BD, 1, 0)
+
+    d_q_MD = lax.fori_loop(0, counts_ref[tile], step, jnp.zeros(q_MD.shape, jnp.float32))
+    store_rows(d_q_ref, row_M, d_q_MD * q_MD.shape[1] ** -0.5, in_M)
+
+
+def _key_gradient_kernel(
+    segments: Any,
+    prefixes: Any,
+    positions: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    lse_ref: Any,
+    shift_ref: Any,
+    numbers_ref: Any,
+    counts_ref: Any,
+    d_k_ref: Any,
+    d_v_ref: Any,
+    *,
+    tiles: Tiles,
+    heads: int,
+    group: int,
+) -> None:
+    tile, kv_head = pl.program_id(0), pl.program_id(1)
+    ids, (tokens,), kv_heads = _Ids(segments, prefixes, positions), segments.shape, heads // group
+    key_B = _at(tile, tiles.keys)
+    in_B, row_B = key_B < tokens, key_B * kv_heads + kv_head
+    k_BD, v_BD = load_rows(k_ref, row_B, in_B), load_rows(v_ref, row_B, in_B)
+    count = counts_ref[tile]
+
+    def step(i: Any, carry: tuple) -> tuple:
+        # One loop over the group's heads and the tiles of each: loads of the next step start before this one ends.
+        query_M = _at(numbers_ref[lax.rem(i, count)], tiles.queries)
+        in_M, row_M = query_M < tokens, query_M * heads + kv_head * group + lax.div(i, count)
+        q_MD, d_out_MD = load_rows(q_ref, row_M, in_M), load_rows(d_out_ref, row_M, in_M)
+        lse_M, shift_M = (plgpu.load(ref.at[row_M], mask=in_M, other=0) for ref in (lse_ref, shift_ref))
+        weights_MB = _weights(q_MD, k_BD, ids.visible(query_M, key_B), lse_M)
+        d_scores_MB = weights_MB * (dot(d_out_MD, v_BD, 1, 1) - shift_M[:, None])
+        d_k_BD, d_v_BD = carry
+        d_v_BD += dot(weights_MB.astype(d_out_MD.dtype), d_out_MD, 0, 0)
+        return d_k_BD + dot(d_scores_MB.astype(q_MD.dtype), q_MD, 0, 0), d_v_BD
+
+    start = (jnp.zeros(k_BD.shape, jnp.float32), jnp.zeros(v_BD.shape, jnp.float32))
+    d_k_BD, d_v_BD = lax.fori_loop(0, count * group, step, start)
+    store_rows(d_k_ref, row_B, d_k_BD * k_BD.shape[1] ** -0.5, in_B)
+    store_rows(d_v_ref, row_B, d_v_BD, in_B)
+
+
+def _weights(q_MD: jax.Array, k_BD: jax.Array, visible_MB: jax.Array, lse_M: jax.Array) -> jax.Array:
+    """The softmax's weights once more, from scores and the saved base-2 log-sum-exp."""
+    scores_MB = dot(q_MD, k_BD, 1, 1) * (q_MD.shape[1] ** -0.5 * math.log2(math.e))
+    return jnp.where(visible_MB, jnp.exp2(scores_MB - lse_M[:, None]), 0)

@@ -1,0 +1,58 @@
+"""Decode over gathered windows against the paged oracle, step by step, and what is written back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels import gathered, reference
+
+BLOCK, WIDTH, STEPS = 4, 3, 4
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 4), (14, 2), (2, 2)])
+def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, x64):
+    rows, dim = 3, 8
+    rng = np.random.default_rng(0)
+    shape = (kv_heads, 1 + rows * WIDTH, BLOCK, dim)
+    pool_k, pool_v = (jnp.asarray(rng.normal(size=shape)) for _ in range(2))
+    tables = jnp.asarray(1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
+    start = jnp.asarray([0, 3, 8], jnp.int32)  # nothing cached yet, across a block, the last block from its beginning
+    counts = jnp.asarray([4, 2, 0], jnp.int32)
+    window = gathered.gather(pool_k, pool_v, tables)
+    fresh = gathered.blank(window, STEPS)
+    paged_k, paged_v = pool_k, pool_v
+    for step in range(STEPS):
+        q = jnp.asarray(rng.normal(size=(rows, heads, dim)))
+        k, v = (jnp.asarray(rng.normal(size=(rows, kv_heads, dim))) for _ in range(2))
+        positions = (start + step)[:, None]
+        valid = (step < counts)[:, None]
+        paged_k = reference.write_kv(paged_k, k[:, None], tables, positions, valid)
+        paged_v = reference.write_kv(paged_v, v[:, None], tables, positions, valid)
+        expected = reference.paged_attention(q[:, None], paged_k, paged_v, tables, positions)[:, 0]
+        fresh = gathered.put(fresh, k, v, jnp.int32(step))
+        actual = gathered.attend(q, window, fresh, start, jnp.int32(step))
+        going = np.asarray(valid[:, 0])
+        assert np.isfinite(actual).all()
+        np.testing.assert_allclose(actual[going], expected[going], rtol=0, atol=1e-12)
+    written = gathered.scatter(pool_k, pool_v, fresh, tables, start, counts)
+    for new, expected in zip(written, (paged_k, paged_v), strict=True):
+        np.testing.assert_array_equal(new[:, 1:], expected[:, 1:])  # block 0 belongs to nobody
+
+
+def test_scores_and_sums_are_float32_for_bfloat16():
+    rng = np.random.default_rng(1)
+    pool = [jnp.asarray(rng.normal(size=(1, 9, BLOCK, 16)), jnp.bfloat16) for _ in range(2)]
+    tables = jnp.arange(1, 9, dtype=jnp.int32)[None]
+    window = gathered.gather(*pool, tables)
+    fresh = gathered.blank(window, 1)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 1, 16)), jnp.bfloat16) for _ in range(3))
+    fresh = gathered.put(fresh, k, v, jnp.int32(0))
+    actual = gathered.attend(q, window, fresh, jnp.asarray([32]), jnp.int32(0))
+    keys = jnp.concatenate([window.keys_BDS[0].T, k[0]]).astype(jnp.float32)
+    values = jnp.concatenate([window.values_BSD[0], v[0]]).astype(jnp.float32)
+    expected = jax.nn.softmax(q[0].astype(jnp.float32) @ keys.T / 4) @ values
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(actual[0], np.float32), expected, atol=2e-2)

@@ -1,0 +1,152 @@
+"""The packed kernels in interpret mode, values and gradients, against dense attention; and their lowering for CUDA.
+
+Errors are relative to the largest entry. float32: products are 21 bits and gradients sum a few hundred of them: 2e-6.
+bfloat16: weights and gradients of scores are rounded to 8 bits before they are multiplied, and the results too: 2e-2
+(dense attention in bfloat16 is as far from float32: 1.0e-2 where the kernels are at most 1.0e-2).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxrl.kernels import attention, packed_pallas, reference
+from jaxrl.kernels.packed_pallas import Tiles
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+SMALL = (Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2))
+
+
+def naive(q, k, v, segments, positions, prefixes):
+    """Dense, in float32, heads repeated: nothing shared with the kernels."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)))
+    scores = jnp.einsum("rthd,rshd->rhts", q, k) / np.sqrt(q.shape[-1])
+    prefix = (prefixes[:, :, None] != 0) & (prefixes[:, :, None] == segments[:, None])
+    visible = (prefix | (segments[:, :, None] == segments[:, None])) & (positions[:, :, None] >= positions[:, None])
+    return jnp.einsum("rhts,rshd->rthd", jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), -1), v)
+
+
+def rows_of(tokens):
+    """Row 0: a prompt, two responses that continue it, a sample of its own, padding. Row 1: one long sample.
+    Row 2: many short ones, then padding."""
+    segments, positions, prefixes = np.zeros((3, 3, tokens), np.int32)
+    n = tokens // 5
+    for i, (segment, start, prefix) in enumerate([(1, 0, 0), (2, n, 1), (3, n, 1), (4, 0, 0)]):
+        part = (0, slice(i * n, (i + 1) * n))
+        segments[part], positions[part], prefixes[part] = segment, start + np.arange(n), prefix
+    segments[1], positions[1] = 1, np.arange(tokens)
+    for i in range(tokens // 12):
+        segments[2, i * 10 : (i + 1) * 10], positions[2, i * 10 : (i + 1) * 10] = i + 1, np.arange(10)
+    return segments, positions, prefixes
+
+
+def arrays_of(tokens, heads, kv_heads, dim, dtype):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(3, tokens, h, dim)), dtype) for h in (heads, kv_heads, kv_heads, heads)]
+
+
+def expect_close(got, expected, dtype):
+    got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
+    assert np.abs(got - expected).max() <= TOLERANCE[dtype] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim", "dtype", "tiles"),
+    [
+        (100, 6, 2, 16, "float32", SMALL),  # tokens that no tile divides
+        pytest.param(96, 3, 1, 64, "float32", SMALL, marks=pytest.mark.slow),
+        pytest.param(100, 2, 2, 64, "bfloat16", SMALL, marks=pytest.mark.slow),
+        pytest.param(200, 12, 2, 128, "bfloat16", None, marks=pytest.mark.slow),
+        pytest.param(160, 9, 3, 64, "float32", None, marks=pytest.mark.slow),
+    ],
+)
+def test_values_and_gradients(tokens, heads, kv_heads, dim, dtype, tiles):
+    q, k, v, d_out = arrays_of(tokens, heads, kv_heads, dim, dtype)
+    segments, positions, prefixes = rows_of(tokens)
+
+    def kernel(q, k, v):
+        return packed_pallas.packed_attention(
+            q, k, v, segments, positions, prefix_ids=prefixes, tiles=tiles, interpret=True
+        )
+
+    out, pull = jax.vjp(kernel, q, k, v)
+    expected, pull_naive = jax.vjp(lambda *x: naive(*x, segments, positions, prefixes), q, k, v)
+    assert out.dtype == q.dtype
+    expect_close(out, expected, dtype)
+    for got, want in zip(pull(d_out), pull_naive(d_out.astype(jnp.float32)), strict=True):
+        assert got.dtype == q.dtype
+        expect_close(got, want, dtype)
+
+
+def test_tokens_that_are_not_seen_change_nothing():
+    """nan in row 0's prompt and its continuations: the sample of its own and the other rows stay as they were."""
+    q, k, v, _ = arrays_of(100, 2, 1, 16, "float32")
+    segments, positions, prefixes = rows_of(100)
+
+    def kernel(k, v):
+        # What a tile reads in vain is multiplied by zero, which nan survives; so tokens 64..79 are a tile of their own.
+        tiles = (Tiles(16, 16, 4, 2),) * 3
+        options = {"prefix_ids": prefixes, "tiles": tiles, "interpret": True}
+        return packed_pallas.packed_attention(q, k, v, segments, positions, **options)
+
+    poisoned = [x.at[0, :48].set(jnp.nan) for x in (k, v)]
+    clean, out = kernel(k, v), kernel(*poisoned)
+    np.testing.assert_array_equal(clean[0, 64:80], out[0, 64:80])
+    np.testing.assert_array_equal(clean[1:], out[1:])
+    assert np.isnan(out[0, :60]).any()
+
+
+def test_no_visible_tile_is_missed_and_most_invisible_ones_are_skipped():
+    segments, positions, prefixes = rows_of(1000)
+    own = segments[:, :, None] == segments[:, None]
+    pairs = (own | ((prefixes[:, :, None] != 0) & (prefixes[:, :, None] == segments[:, None]))) & (
+        positions[:, :, None] >= positions[:, None]
+    )
+    needed = np.pad(pairs, ((0, 0), (0, 24), (0, 8))).reshape(3, 32, 32, 63, 16).any((2, 4))
+    visible = np.asarray(packed_pallas.visible_tiles(segments, prefixes, positions, 32, 16))
+    assert visible.shape == needed.shape
+    assert not (needed & ~visible).any()
+    assert visible.sum() <= 1.1 * needed.sum()
+    numbers, counts = packed_pallas.list_tiles(visible)
+    for row, tile in np.ndindex(*counts.shape):
+        listed = np.asarray(numbers[row, tile, : counts[row, tile]])
+        np.testing.assert_array_equal(listed, np.flatnonzero(visible[row, tile]))
+
+
+@pytest.mark.parametrize("prefixes", ["none", "zeros", "given"])
+def test_the_interface_on_cpu_is_the_reference(prefixes):
+    q, k, v, _ = arrays_of(40, 4, 2, 16, "float32")
+    segments, positions, given = rows_of(40)
+    chosen = {"none": None, "zeros": np.zeros_like(given), "given": given}[prefixes]
+    out = attention.packed_attention(q, k, v, segments, positions, prefix_ids=chosen)
+    expected = naive(q, k, v, segments, positions, given if prefixes == "given" else np.zeros_like(given))
+    expect_close(out, expected, "float32")
+    if chosen is None:
+        np.testing.assert_array_equal(out, reference.packed_attention(q, k, v, segments, positions))
+
+
+def test_what_the_kernel_refuses():
+    q, k, v, _ = arrays_of(40, 4, 2, 16, "float16")
+    with pytest.raises(ValueError, match=r"float16.*must be all bfloat16 or all float32; use implementation='ref"):
+        attention.packed_attention(q, k, v, *rows_of(40)[:2], implementation="pallas")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), [(8192, 12, 2, 128), (1000, 9, 3, 64)])
+def test_lowers_for_cuda(tokens, heads, kv_heads, dim, dtype):
+    def gradients(q, k, v, d_out, segments, positions):
+        def kernel(q, k, v):
+            return attention.packed_attention(q, k, v, segments, positions, implementation="pallas")
+
+        return jax.vjp(kernel, q, k, v)[1](d_out)
+
+    of = [jax.ShapeDtypeStruct((1, tokens, h, dim), dtype) for h in (heads, kv_heads, kv_heads, heads)]
+    integers = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.jit(gradients).trace(*of, integers, integers).lower(lowering_platforms=("cuda",))
+    assert program.as_text().count("custom_call @__gpu$xla.gpu.triton") == 3
+    assert f"{tokens}x{tokens}" not in program.as_text(), "nothing of size [T, T]"
