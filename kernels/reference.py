@@ -15,16 +15,23 @@ import jax.numpy as jnp
 
 
 def packed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, positions: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+    prefix_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention within each segment of packed rows.
+    """Causal attention within each segment of packed rows, and its shared prefix.
 
-    A token sees the tokens of its own segment whose position is not later than its own. Padding (segment 0, position
-    0) sees padding only, so that every row of the softmax has something to sum and stays finite.
+    A token sees the tokens of its own segment, and of the segment that is its prefix, whose position is not later than
+    its own. Padding (segment 0, position 0) sees padding only, so that every row of the softmax has something to sum
+    and stays finite.
 
     Args:
       q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
       segment_ids, positions: int32 [R, T].
+      prefix_ids: int32 [R, T], the segment that each token's segment continues, or its own; default: no prefixes.
 
     Returns:
       [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).
@@ -36,6 +43,8 @@ def packed_attention(
     q_RTKGD = q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
     scores_RKGTS = jnp.einsum("rtkgd,rskd->rkgts", q_RTKGD, k, preferred_element_type=wide) * dim**-0.5
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    if prefix_ids is not None:
+        same |= prefix_ids[:, :, None] == segment_ids[:, None, :]
     visible = same & (positions[:, :, None] >= positions[:, None, :])
     scores_RKGTS = jnp.where(visible[:, None, None], scores_RKGTS, jnp.finfo(wide).min)
     weights_RKGTS = jax.nn.softmax(scores_RKGTS, axis=-1).astype(v.dtype)

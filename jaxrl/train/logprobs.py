@@ -1,7 +1,8 @@
 """Log-probabilities and entropies without `[tokens, vocabulary]` logits.
 
 Logits exist for one chunk of tokens at a time, forward and backward; the backward pass computes them again. Tokens with
-mask 0 (prompts, padding) are skipped altogether: the masked ones are visited in order, in as many chunks as they need.
+mask 0 (prompts, padding) are skipped altogether: the others are visited in order, in as many chunks as they fill, and
+what is left in chunks of an eighth, so that less than an eighth of a chunk is computed in vain.
 
 Source: the derivatives of log-softmax, d lp / d logits = onehot - p, and entropy, dH / d logits = -p (log p + H).
 Written by hand (`jax.custom_vjp`) because the number of chunks depends on the mask, and JAX has no reverse mode through
@@ -34,12 +35,14 @@ class HeadOptions(NamedTuple):
       chunk: C, tokens whose logits exist at once on a device.
       temperature: divides the logits; positive.
       entropy_gradient: whether the entropy is part of the objective; without it its gradient is zero and costs nothing.
+      widen: whether narrow operands are multiplied as float32, for backends whose narrow products are slow.
     """
 
     project: Project
     chunk: int
     temperature: float
     entropy_gradient: bool = False
+    widen: bool = False
 
 
 def token_logprobs(
@@ -79,9 +82,9 @@ def token_logprobs(
 
 
 def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Indices of the wanted tokens, in order, then N (out of range) up to a multiple of the chunk; and their number."""
+    """Indices of the wanted tokens, in order, then N (out of range), for any slice `_loop` takes; and their number."""
     size = wanted.shape[0]
-    padded = -(-size // chunk) * chunk
+    padded = size + _last_chunk(chunk)
     return jnp.flatnonzero(wanted, size=padded, fill_value=size).astype(jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
 
 
@@ -95,13 +98,13 @@ def _chunked(
 def _forward(
     options: HeadOptions, head: Head, hidden: jax.Array, targets: jax.Array, order: jax.Array, count: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    size, chunk = hidden.shape[0], options.chunk
+    size = hidden.shape[0]
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    narrow_head = _cast(head, hidden.dtype)
+    narrow_head = _operand(options, _cast(head, hidden.dtype))
 
-    def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        index, x, target = _take(i, chunk, hidden, targets, order)
-        logits = options.project(narrow_head, x).astype(wide) / options.temperature
+    def body(first: jax.Array, length: int, carry: Any) -> Any:
+        index, x, target = _take(first, length, hidden, targets, order)
+        logits = options.project(narrow_head, _operand(options, x)).astype(wide) / options.temperature
         lse = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         # padded vocabulary has logits of -inf: there p is 0, and so is its share of the entropy
@@ -110,7 +113,7 @@ def _forward(
         return tuple(c.at[index].set(v, mode="drop") for c, v in zip(carry, values, strict=True))
 
     empty = jnp.zeros((size,), wide)
-    logprobs, entropy, lse = lax.fori_loop(0, _num_chunks(count, chunk), body, (empty, empty, empty))
+    logprobs, entropy, lse = _loop(count, options.chunk, body, (empty, empty, empty))
     return (logprobs, entropy), (head, hidden, targets, order, count, lse, entropy)
 
 
@@ -120,13 +123,12 @@ _MIN_LOGIT = -1e30
 def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     head, hidden, targets, order, count, lse, entropy = saved
     d_logprobs, d_entropy = cotangents
-    chunk = options.chunk
-    narrow_head = _cast(head, hidden.dtype)
+    narrow_head = _operand(options, _cast(head, hidden.dtype))
 
-    def body(i: jax.Array, carry: tuple[Head, jax.Array]) -> tuple[Head, jax.Array]:
+    def body(first: jax.Array, length: int, carry: Any) -> Any:
         d_head, d_hidden = carry
-        index, x, target = _take(i, chunk, hidden, targets, order)
-        raw, pull = jax.vjp(options.project, narrow_head, x)
+        index, x, target = _take(first, length, hidden, targets, order)
+        raw, pull = jax.vjp(options.project, narrow_head, _operand(options, x))
 
         def pick(values: jax.Array) -> jax.Array:
             return values.at[index].get(mode="fill", fill_value=0)[:, None]
@@ -141,10 +143,10 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax
         d_logits = jnp.where((index < hidden.shape[0])[:, None], d_logits / options.temperature, 0.0)
         d_head_chunk, d_x = pull(d_logits.astype(raw.dtype))
         d_head = jax.tree.map(lambda total, part: total + part.astype(total.dtype), d_head, d_head_chunk)
-        return d_head, d_hidden.at[index].set(d_x, mode="drop")
+        return d_head, d_hidden.at[index].set(d_x.astype(hidden.dtype), mode="drop")
 
     start = (jax.tree.map(jnp.zeros_like, head), jnp.zeros_like(hidden))
-    d_head, d_hidden = lax.fori_loop(0, _num_chunks(count, chunk), body, start)
+    d_head, d_hidden = _loop(count, options.chunk, body, start)
     return d_head, d_hidden, None, None, None
 
 
@@ -152,15 +154,29 @@ _chunked.defvjp(_forward, _backward)
 
 
 def _take(
-    i: jax.Array, chunk: int, hidden: jax.Array, targets: jax.Array, order: jax.Array
+    first: jax.Array, length: int, hidden: jax.Array, targets: jax.Array, order: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    index = lax.dynamic_slice_in_dim(order, i * chunk, chunk)
+    index = lax.dynamic_slice_in_dim(order, first, length)
     return index, hidden.at[index].get(mode="fill", fill_value=0), targets.at[index].get(mode="fill", fill_value=0)
 
 
-def _num_chunks(count: jax.Array, chunk: int) -> jax.Array:
-    return (count + chunk - 1) // chunk
+def _loop(count: jax.Array, chunk: int, body: Callable[[jax.Array, int, Any], Any], start: Any) -> Any:
+    """`body(first, length, carry)` over `count` tokens: whole chunks, then short ones for the rest."""
+    whole, last = count // chunk, _last_chunk(chunk)
+    carry = lax.fori_loop(0, whole, lambda i, carry: body(i * chunk, chunk, carry), start)
+    rest = (count - whole * chunk + last - 1) // last
+    return lax.fori_loop(0, rest, lambda i, carry: body(whole * chunk + i * last, last, carry), carry)
+
+
+def _last_chunk(chunk: int) -> int:
+    return max(1, chunk // 8)
 
 
 def _cast(head: Head, dtype: Any) -> Head:
     return jax.tree.map(lambda w: w.astype(dtype), head)
+
+
+def _operand(options: HeadOptions, tree: Head) -> Head:
+    if not options.widen:
+        return tree
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)

@@ -1,21 +1,33 @@
 """TrainBatch -> microbatches of packed rows, and per-token results back to samples.
 
-Several samples share a row and keep apart by segment id. Source: sequence packing as in Krell et al. 2021
-(arXiv:2107.02027), first-fit decreasing. Departures: after first-fit has said how many rows are needed, samples are
-dealt again, longest first, to the emptiest row, so that all rows (hence all devices) hold similar numbers of tokens.
+Several samples share a row and keep apart by segment id, and the samples of a prompt share its tokens. Source: sequence
+packing as in Krell et al. 2021 (arXiv:2107.02027), by best-fit decreasing. Departures: what is packed are not samples
+but groups of them; and after best-fit has said how many rows are needed, they are dealt again, longest first, to the
+emptiest row, so that all rows (hence all devices) hold similar numbers of tokens.
+
+**Shared prompts.** Samples of a prompt that lie in the same row follow one copy of it: a segment with the prompt but
+for its last token (the shared prefix), then per sample a segment with the prompt's last token and the response. The
+last token is repeated because each sample's first log-probability is read from its hidden state. A token sees its own
+segment and, by `prefix_ids`, the prefix: the same tokens as if the prompt stood before each sample, so the same
+numbers. A group that does not fit is split over rows, each with a copy of the prefix; a sample alone is one segment,
+prompt included.
 
 **Alignment.** Every array of a `TokenBatch` is indexed by the token it speaks about: `logprobs[r, t]` is the
-log-probability of `tokens[r, t]`, which the model computes at position t-1. `loss_mask` is 1 at response tokens only;
+log-probability of `tokens[r, t]`, which the model computes at column t-1. `loss_mask` is 1 at response tokens only;
 each has a predecessor in its segment, because a prompt has at least one token.
 
-**Shapes.** A row's length and the number of rows come from small sets of buckets (`bucket_length`, `row_buckets`), so
-the programs that are compiled do not follow the lengths of responses. Nothing here looks at a clock or draws at random.
+**Shapes.** A row's length and the number of rows come from small sets, so the programs that are compiled do not follow
+the lengths of responses. The shortest allowed row is the bucket W of the longest sample (`bucket_length`; in a run with
+some responses near the limit, always the same); others are 2W, 4W, ... up to the token budget of a microbatch, of which
+`_plan` takes the cheapest. With numbers of rows from `row_buckets`, a budget of b·W tokens has at most
+(log2 b + 2)² / 2 shapes. Nothing here looks at a clock or draws at random.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -34,17 +46,19 @@ class TokenBatch:
     Attributes:
       tokens: int32; padding is 0.
       segment_ids: int32, 1, 2, ... within a row; 0 at padding.
+      prefix_ids: int32, the segment whose tokens this one sees besides its own segment's; where there is none, its own.
       positions: int32 within the sample (prompt included); 0 at padding.
       loss_mask: float32, 1 at tokens to learn from (several spans per sample are possible), else 0.
       advantages: float32.
       rollout_logprobs, old_logprobs, ref_logprobs: float32; 0 where unknown or masked.
       versions: int32, the `policy_version` that produced each response token; 0 elsewhere.
-      sequence_length: int32, how many tokens of its sample have mask 1 (the same at all tokens of a sample).
+      sequence_length: int32, how many tokens of its segment have mask 1 (the same at all tokens of a segment).
       num_sequences: int32 [R], samples in each row that have at least one token with mask 1.
     """
 
     tokens: Array
     segment_ids: Array
+    prefix_ids: Array
     positions: Array
     loss_mask: Array
     advantages: Array
@@ -68,6 +82,7 @@ class TokenBatch:
         return cls(
             tokens=integers(),
             segment_ids=integers(),
+            prefix_ids=integers(),
             positions=integers(),
             loss_mask=floats(),
             advantages=floats(),
@@ -147,15 +162,20 @@ def pack(
     max_tokens_per_device: int,
     num_devices: int = 1,
     loss_masks: Sequence[np.ndarray] | None = None,
+    share_prompts: bool = True,
+    row_cost: Callable[[int], float] = float,
 ) -> Packed:
     """Packs samples into microbatches whose rows split evenly over the devices.
 
     Args:
-      batch: samples without response tokens are left out.
+      batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are.
       max_model_length: tokens of the longest allowed sample, prompt included.
       max_tokens_per_device: tokens of a microbatch on one device, padding included (at least one row is used).
       num_devices: device d gets rows d*n to (d+1)*n of a microbatch with n rows per device.
       loss_masks: per sample [T_i] over its response tokens, 1 to learn from; default: all. Several spans are fine.
+      share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
+      row_cost: what a row of so many tokens costs, in units of a token that attends to nothing; decides between few
+        long rows, which share more, and many short ones.
 
     Raises:
       ValueError: a prompt is empty, or a sample is longer than `max_model_length`.
@@ -163,94 +183,208 @@ def pack(
     chosen = [i for i, sample in enumerate(batch.samples) if len(sample)]
     if not chosen:
         return Packed([], [None] * len(batch))
+    groups: dict[object, _Family] = {}
     for i in chosen:
-        if not batch.prompts[i].token_ids:
-            raise ValueError(f"prompt {batch.prompts[i].key} has no tokens: a response's first token needs a context")
-    lengths = {i: len(batch.prompts[i].token_ids) + len(batch.samples[i]) for i in chosen}
-    width = row_length(max(lengths.values()), max_model_length)
-    rows = _first_fit_decreasing(lengths, width)
-    sizes = _microbatch_sizes(-(-len(rows) // num_devices), max(1, max_tokens_per_device // width))
-    rows = _level(lengths, width, sum(sizes) * num_devices) or rows
-    microbatches = [TokenBatch.zeros(size * num_devices, width) for size in sizes]
+        prompt = batch.prompts[i]
+        if not prompt.token_ids:
+            raise ValueError(f"prompt {prompt.key} has no tokens: a response's first token needs a context")
+        # a prompt of one token has nothing to share: its last token is repeated anyhow
+        shared = share_prompts and len(prompt.token_ids) > 1
+        family = groups.setdefault((prompt.key, prompt.token_ids) if shared else i, _Family(len(prompt.token_ids), {}))
+        family.responses[i] = len(batch.samples[i])
+    families = list(groups.values())
+    longest = max(family.prompt + max(family.responses.values()) for family in families)
+    plan = _plan(families, row_length(longest, max_model_length), max_tokens_per_device, num_devices, row_cost)
+    microbatches = [TokenBatch.zeros(size * num_devices, plan.width) for size in plan.sizes]
     places: list[Place | None] = [None] * len(batch)
-    for members, (micro, row) in zip(rows, _deal(rows, lengths, sizes, num_devices), strict=True):
-        column = 0
-        for segment, i in enumerate(sorted(members), start=1):
-            mask = np.ones(len(batch.samples[i]), np.float32) if loss_masks is None else loss_masks[i]
-            start = column + len(batch.prompts[i].token_ids)
-            places[i] = Place(micro, row, start, len(batch.samples[i]))
-            _write(microbatches[micro], row, column, segment, batch, i, np.asarray(mask))
-            column += lengths[i]
+    for pieces, (micro, row) in zip(plan.rows, _deal(plan.rows, plan.sizes, num_devices), strict=True):
+        writer = _RowWriter(microbatches[micro], row, batch)
+        for piece in sorted(pieces, key=lambda piece: piece.members):
+            if piece.prefix:
+                writer.prefix(batch.prompts[piece.members[0]].token_ids[: piece.prefix])
+            for i in piece.members:
+                mask = np.ones(len(batch.samples[i]), np.float32) if loss_masks is None else loss_masks[i]
+                start = writer.sample(i, piece.prefix, np.asarray(mask))
+                places[i] = Place(micro, row, start, len(batch.samples[i]))
     return Packed(microbatches, places)
 
 
-def _write(out: TokenBatch, row: int, column: int, segment: int, batch: TrainBatch, i: int, mask: np.ndarray) -> None:
-    prompt, sample = batch.prompts[i], batch.samples[i]
-    start, stop = column + len(prompt.token_ids), column + len(prompt.token_ids) + len(sample)
-    whole, response = np.s_[row, column:stop], np.s_[row, start:stop]
-    learned = int(np.count_nonzero(mask))
+class _RowWriter:
+    """Writes segments into a row of a microbatch, from left to right."""
 
-    def put(array: Array, where: tuple[int, slice], values: object) -> None:
-        assert isinstance(array, np.ndarray)
-        array[where] = values
+    def __init__(self, out: TokenBatch, row: int, batch: TrainBatch) -> None:
+        self._out, self._row, self._batch = out, row, batch
+        self._column, self._segment, self._prefix = 0, 0, 0
 
-    put(out.tokens, whole, np.concatenate([np.asarray(prompt.token_ids, np.int32), sample.token_ids]))
-    put(out.segment_ids, whole, segment)
-    put(out.positions, whole, np.arange(stop - column))
-    put(out.sequence_length, whole, learned)
-    put(out.loss_mask, response, mask)
-    put(out.advantages, response, batch.advantages[i])
-    put(out.rollout_logprobs, response, sample.rollout_logprobs)
-    put(out.old_logprobs, response, sample.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i])
-    if batch.ref_logprobs is not None:
-        put(out.ref_logprobs, response, batch.ref_logprobs[i])
-    put(out.versions, response, sample.versions)
-    assert isinstance(out.num_sequences, np.ndarray)
-    out.num_sequences[row] += learned > 0
+    def prefix(self, token_ids: tuple[int, ...]) -> None:
+        """The tokens that the following samples share."""
+        self._begin(np.asarray(token_ids, np.int32), first_position=0)
+        self._prefix = self._segment
+
+    def sample(self, i: int, shared: int, mask: np.ndarray) -> int:
+        """What `shared` tokens of prefix leave of the prompt, and the response; returns the response's column."""
+        batch, out = self._batch, self._out
+        old_logprobs = batch.samples[i].rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i]
+        prompt, sample = batch.prompts[i].token_ids[shared:], batch.samples[i]
+        whole = self._begin(np.concatenate([np.asarray(prompt, np.int32), sample.token_ids]), first_position=shared)
+        response = (self._row, slice(whole.start + len(prompt), whole.stop))
+        learned = int(np.count_nonzero(mask))
+        if shared:
+            _put(out.prefix_ids, (self._row, whole), self._prefix)
+        _put(out.sequence_length, (self._row, whole), learned)
+        _put(out.loss_mask, response, mask)
+        _put(out.advantages, response, batch.advantages[i])
+        _put(out.rollout_logprobs, response, sample.rollout_logprobs)
+        _put(out.old_logprobs, response, old_logprobs)
+        if batch.ref_logprobs is not None:
+            _put(out.ref_logprobs, response, batch.ref_logprobs[i])
+        _put(out.versions, response, sample.versions)
+        assert isinstance(out.num_sequences, np.ndarray)
+        out.num_sequences[self._row] += learned > 0
+        return whole.start + len(prompt)
+
+    def _begin(self, tokens: np.ndarray, first_position: int) -> slice:
+        self._segment += 1
+        columns = slice(self._column, self._column + len(tokens))
+        self._column = columns.stop
+        where = (self._row, columns)
+        _put(self._out.tokens, where, tokens)
+        _put(self._out.segment_ids, where, self._segment)
+        _put(self._out.prefix_ids, where, self._segment)
+        _put(self._out.positions, where, np.arange(first_position, first_position + len(tokens)))
+        return columns
 
 
-def _longest_first(lengths: dict[int, int]) -> list[int]:
-    return sorted(lengths, key=lambda i: (-lengths[i], i))
+def _put(array: Array, where: tuple[int, slice], values: object) -> None:
+    assert isinstance(array, np.ndarray)
+    array[where] = values
 
 
-def _first_fit_decreasing(lengths: dict[int, int], width: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for i in _longest_first(lengths):
-        row = next((r for r, space in enumerate(free) if space >= lengths[i]), None)
-        if row is None:
-            row = len(rows)
+# ---------------------------------------------------------------- what goes where
+
+
+# What a microbatch costs beside its rows, in tokens: gathering the weights and adding up their gradients.
+_MICROBATCH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Samples that may share a prompt of `prompt` tokens: tokens of each response by sample index."""
+
+    prompt: int
+    responses: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Samples of a family that lie in one row, and how many tokens of their prompt they share (0: alone)."""
+
+    members: tuple[int, ...]
+    prefix: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Pieces of each row, tokens of a row, and rows per device of each microbatch."""
+
+    rows: list[list[_Piece]]
+    width: int
+    sizes: list[int]
+
+
+def _plan(
+    families: list[_Family], shortest: int, max_tokens: int, num_devices: int, row_cost: Callable[[int], float]
+) -> _Plan:
+    """The cheapest of the allowed widths, and of the largest numbers of samples that share a row."""
+    best: tuple[float, _Plan, list[_Piece]] | None = None
+    for width in _widths(shortest, max_tokens):
+        for most in _halvings(max(len(family.responses) for family in families)):
+            pieces = [piece for family in families for piece in _split(family, width, most)]
+            rows = _best_fit_decreasing(pieces, width)
+            sizes = _microbatch_sizes(-(-len(rows) // num_devices), max(1, max_tokens // width), width)
+            cost = sum(sizes) * row_cost(width) + len(sizes) * _MICROBATCH_TOKENS
+            if best is None or cost < best[0]:
+                best = cost, _Plan(rows, width, sizes), pieces
+    assert best is not None
+    _, plan, pieces = best
+    level = _level(pieces, plan.width, sum(plan.sizes) * num_devices)
+    return plan if level is None else _Plan(level, plan.width, plan.sizes)
+
+
+def _widths(shortest: int, max_tokens: int) -> Iterator[int]:
+    width = shortest
+    yield width
+    while (width := 2 * width) <= max_tokens:
+        yield width
+
+
+def _halvings(count: int) -> Iterator[int]:
+    yield count
+    while count > 1:
+        count = -(-count // 2)
+        yield count
+
+
+def _split(family: _Family, width: int, most: int) -> list[_Piece]:
+    """A family cut into pieces of at most `most` samples that fit `width`: longest sample first, into the first."""
+    order = sorted(family.responses, key=lambda i: (-family.responses[i], i))
+    if most == 1:
+        return [_Piece((i,), 0, family.prompt + family.responses[i]) for i in order]
+    members: list[list[int]] = []
+    loads: list[int] = []
+    prefix = family.prompt - 1
+    for i in order:
+        need = 1 + family.responses[i]
+        row = next((r for r, load in enumerate(loads) if load + need <= width and len(members[r]) < most), len(loads))
+        if row == len(loads):
+            members.append([])
+            loads.append(prefix)
+        members[row].append(i)
+        loads[row] += need
+    return [_Piece(tuple(sorted(m)), prefix if len(m) > 1 else 0, load) for m, load in zip(members, loads, strict=True)]
+
+
+def _longest_first(pieces: list[_Piece]) -> list[_Piece]:
+    return sorted(pieces, key=lambda piece: (-piece.length, piece.members))
+
+
+def _best_fit_decreasing(pieces: list[_Piece], width: int) -> list[list[_Piece]]:
+    rows: list[list[_Piece]] = []
+    free: list[tuple[int, int]] = []  # (tokens, row), sorted
+    for piece in _longest_first(pieces):
+        at = bisect.bisect_left(free, (piece.length, -1))
+        if at == len(free):
             rows.append([])
-            free.append(width)
-        rows[row].append(i)
-        free[row] -= lengths[i]
+            space, row = width, len(rows) - 1
+        else:
+            space, row = free.pop(at)
+        rows[row].append(piece)
+        bisect.insort(free, (space - piece.length, row))
     return rows
 
 
-def _level(lengths: dict[int, int], width: int, num_rows: int) -> list[list[int]] | None:
-    """All `num_rows` rows evenly loaded: longest sample to the emptiest row. None if that does not fit."""
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
+def _level(pieces: list[_Piece], width: int, num_rows: int) -> list[list[_Piece]] | None:
+    """All `num_rows` rows evenly loaded: longest piece to the emptiest row. None if that does not fit."""
+    rows: list[list[_Piece]] = [[] for _ in range(num_rows)]
     loads = [(0, row) for row in range(num_rows)]
-    for i in _longest_first(lengths):
+    for piece in _longest_first(pieces):
         load, row = loads[0]
-        if load + lengths[i] > width:
+        if load + piece.length > width:
             return None
-        heapq.heapreplace(loads, (load + lengths[i], row))
-        rows[row].append(i)
+        heapq.heapreplace(loads, (load + piece.length, row))
+        rows[row].append(piece)
     return rows
 
 
-def _microbatch_sizes(num_rows: int, max_rows: int) -> list[int]:
-    """Rows per device of each microbatch, largest first.
-
-    The cheapest way to hold `num_rows` with sizes from the buckets, where a microbatch costs one row on top of its own:
-    every microbatch gathers the weights again.
-    """
+def _microbatch_sizes(num_rows: int, max_rows: int, width: int) -> list[int]:
+    """Rows per device of each microbatch, largest first: the cheapest way to hold `num_rows` in sizes of buckets."""
     buckets = row_buckets(max_rows)
     # cost of holding n rows, and the last size used
-    best: list[tuple[int, int]] = [(0, 0)]
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    extra = _MICROBATCH_TOKENS / width
     for n in range(1, num_rows + 1):
-        best.append(min((best[max(0, n - size)][0] + size + 1, -size) for size in buckets))
+        best.append(min((best[max(0, n - size)][0] + size + extra, -size) for size in buckets))
     sizes: list[int] = []
     while num_rows > 0:
         sizes.append(-best[num_rows][1])
@@ -270,9 +404,9 @@ class _Slot:
     tokens: int = field(compare=False, default=0)
 
 
-def _deal(rows: list[list[int]], lengths: dict[int, int], sizes: list[int], num_devices: int) -> list[tuple[int, int]]:
+def _deal(rows: list[list[_Piece]], sizes: list[int], num_devices: int) -> list[tuple[int, int]]:
     """(microbatch, row) for each row, heaviest row to the lightest device."""
-    loads = [sum(lengths[i] for i in members) for members in rows]
+    loads = [sum(piece.length for piece in pieces) for pieces in rows]
     slots = [_Slot(0.0, m, d, size) for m, size in enumerate(sizes) for d in range(num_devices)]
     places = [(0, 0)] * len(rows)
     for row in sorted(range(len(rows)), key=lambda r: (-loads[r], r)):

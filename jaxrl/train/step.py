@@ -6,8 +6,11 @@ prefix); rows of a microbatch are split over the same devices, and each layer's 
 in FSDP (Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its denominator
 and is divided once, so a minibatch may be cut into microbatches and parts of any size and order.
 
-Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`; logits of
-`actor.logprob_chunk_tokens` tokens per device; activations as `actor.remat` says.
+Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`, and beside
+it, while a microbatch runs, that microbatch's gradients; logits of `actor.logprob_chunk_tokens` tokens per device;
+activations as `actor.remat` says. Of attention the backward pass keeps q, k, v, the output and one number per query and
+head; scores exist for a few tiles at a time, except in rows so short (`kernels.packed.Tiling.longest_plain`) that they
+are small. Prompts count once per row, not once per sample (`actor.share_prompts`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
-from jaxrl.kernels.reference import packed_attention
+from jaxrl.kernels import packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.rules import map_weights, train_shardings
@@ -89,6 +92,7 @@ class Trainer:
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.updates, self.skipped_updates = 0, 0
         self._shardings = train_shardings(model_config, mesh)
+        self._tiling = packed.tiling(mesh.devices.flat[0].platform)
         self._optimizer = optimizers.build(actor.optim, actor.grad_clip, total_updates)
         self._trainable, self._frozen = optimizers.partition(
             _place(params, self._shardings, actor.param_dtype), trainable
@@ -236,15 +240,12 @@ class Trainer:
         """Final-normed hidden states [R, T, E] and the gathered parameters that make logits of them."""
         gathered = {name: self._gather[name](w) for name, w in params.items() if name != "layers"}
         rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._rows), batch)
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return packed_attention(q, k, v, rows.segment_ids, rows.positions)
-
+        # Layers see one dim of tokens: a bfloat16 weight gradient that contracts two is slow on CPU (x25, jax 0.11.2).
         hidden = decoder.forward_scan(
             gathered | {"layers": params["layers"]},
-            rows.tokens,
-            rows.positions,
-            attend,
+            rows.tokens.reshape(-1),
+            rows.positions.reshape(-1),
+            self._attention(rows),
             self.model_config,
             dtype=jnp.dtype(self.config.actor.dtype),
             remat=self.config.actor.remat,
@@ -252,7 +253,23 @@ class Trainer:
             gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
         )
         head = "lm_head" if "lm_head" in gathered else "embed"
-        return hidden, {head: gathered[head]}
+        return hidden.reshape(*rows.tokens.shape, -1), {head: gathered[head]}
+
+    def _attention(self, rows: TokenBatch) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+        """Attention of [R * T] tokens, for all layers of a microbatch; each device loops over its own rows."""
+        shape, how = rows.tokens.shape, self._tiling
+        local = partial(jax.shard_map, mesh=self.mesh, out_specs=self._rows.spec, check_vma=False)
+        shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
+        tiles = local(
+            lambda segments, _, prefixes: packed.visible_tiles(segments, prefixes, how), in_specs=self._rows.spec
+        )(*shards)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
+            out = local(partial(packed.attention, how=how), in_specs=self._rows.spec)(q, k, v, *shards, tiles)
+            return out.reshape(-1, *out.shape[2:])
+
+        return attend
 
     def _token_logprobs(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
         hidden, head = self._hidden_and_head(params, batch)
@@ -261,6 +278,7 @@ class Trainer:
             chunk=self.config.actor.logprob_chunk_tokens,
             temperature=self.config.rollout.temperature or 1.0,
             entropy_gradient=bool(self.config.actor.entropy_coeff),
+            widen=self._tiling.widen,
         )
         return token_logprobs(options, head, hidden, jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask), self.mesh)
 
@@ -299,7 +317,15 @@ class Trainer:
             max_model_length=self.config.max_model_length,
             max_tokens_per_device=self.config.actor.ppo_max_token_len_per_gpu,
             num_devices=self.mesh.size,
+            share_prompts=self.config.actor.share_prompts,
+            row_cost=self._row_cost,
         )
+
+    def _row_cost(self, tokens: int) -> float:
+        """A row's share of the work, where a token that attends to nothing counts 1."""
+        model = self.model_config
+        per_key = 2 * model.num_layers * model.num_heads * model.head_dim / model.num_params()
+        return tokens * (1 + per_key * self._tiling.keys(tokens))
 
     def _on_device(self, batch: TokenBatch) -> TokenBatch:
         # the callback form works on several processes, each of which packs the same batch

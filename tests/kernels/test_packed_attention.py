@@ -1,8 +1,16 @@
-"""Attention over packed rows equals attention of each sequence alone, by a numpy loop."""
+"""Attention over packed rows equals attention of each sequence alone, by a numpy loop; in tiles or not."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxrl.kernels import packed
+from jaxrl.kernels.packed import Tiling
 from jaxrl.kernels.reference import packed_attention
+from jaxrl.sharding.mesh import make_mesh
 
 
 def alone(q, k, v):
@@ -33,7 +41,118 @@ def test_segments_do_not_see_each_other(x64):
 
 
 def test_narrow_input_keeps_its_dtype():
-    import jax.numpy as jnp
-
     x = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
     assert packed_attention(x, x[:, :, :1], x[:, :, :1], np.ones((1, 3)), np.arange(3)[None]).dtype == jnp.bfloat16
+
+
+def test_a_shared_prefix_stands_before_each_sample(x64):
+    random = np.random.default_rng(0)
+    q = random.normal(size=(1, 9, 2, 4))
+    k, v = random.normal(size=(2, 1, 9, 1, 4))
+    segments, prefixes = np.array([[1, 1, 1, 2, 2, 3, 3, 3, 0]]), np.array([[1] * 8 + [0]])
+    positions = np.array([[0, 1, 2, 3, 4, 3, 4, 5, 0]])
+    out = np.asarray(packed_attention(q, k, v, segments, positions, prefixes))
+    for columns in ([0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7]):
+        expected = alone(q[0, columns], k[0, columns], v[0, columns])
+        np.testing.assert_allclose(out[0, columns], expected, rtol=1e-12, atol=1e-14)
+
+
+def random_rows(rows, tokens, seed=0):
+    """Segments, positions and prefixes of rows like those of `pack`: groups, samples alone, padding at the end."""
+    random = np.random.default_rng(seed)
+    segments, positions, prefixes = np.zeros((3, rows, tokens), np.int32)
+    for row in range(1, rows):  # the first row is padding only
+        column, segment = 0, 0
+        while True:
+            shared = int(random.integers(0, 9))
+            for n in range(int(random.integers(2, 5)) if shared else 1):
+                length = int(random.integers(1, 12))
+                parts = [(shared, 0)] if n == 0 and shared else []
+                for size, first in [*parts, (length, shared)]:
+                    segment += 1
+                    if (size, first) == (shared, 0):
+                        prefix = segment
+                    where = slice(column, column := column + size)
+                    if column > tokens - 3:
+                        break
+                    segments[row, where] = segment
+                    prefixes[row, where] = prefix if shared else segment
+                    positions[row, where] = np.arange(first, first + size)
+            if column > tokens - 3:
+                break
+    return segments, positions, prefixes
+
+
+def inputs(rows, tokens, dtype, heads=6, kv_heads=2, dim=4):
+    random = np.random.default_rng(1)
+    shapes = [(rows, tokens, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+    return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
+
+
+def out_and_gradients(attend, q, k, v, weights, segments):
+    """Of what is not padding."""
+    weights = jnp.where((segments > 0)[..., None, None], weights, 0)
+
+    def total(q, k, v):
+        out = attend(q, k, v)
+        return jnp.sum((out * weights).astype(jnp.promote_types(out.dtype, jnp.float32))), out
+
+    gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return jnp.where((segments > 0)[..., None, None], out, 0), *gradients
+
+
+def in_tiles(rows, how):
+    segments, positions, prefixes = rows
+
+    def attend(q, k, v, segments=segments, positions=positions, prefixes=prefixes):
+        tiles = packed.visible_tiles(segments, prefixes, how)
+        return packed.attention(q, k, v, segments, positions, prefixes, tiles, how)
+
+    return attend
+
+
+@pytest.mark.parametrize("how", [Tiling(0, 8), Tiling(0, 16, together=True), Tiling(0, 64, widen=True), Tiling(64, 8)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 2e-5), ("bfloat16", 4e-2)])
+def test_tiles_equal_the_oracle(x64, how, dtype, tolerance):
+    # 44 tokens: neither tile size divides them
+    rows = random_rows(5, 44)
+    arrays = inputs(5, 44, dtype)
+    oracle = lambda q, k, v: packed_attention(q, k, v, *rows)  # noqa: E731
+    expected = out_and_gradients(oracle, *(x.astype(jnp.float64) for x in arrays), rows[0])
+    for found, want in zip(out_and_gradients(in_tiles(rows, how), *arrays, rows[0]), expected, strict=True):
+        assert found.dtype == dtype
+        error = np.linalg.norm(found.astype(jnp.float64) - want) / np.linalg.norm(want)
+        assert error <= tolerance
+
+
+def test_tiles_are_only_those_needed():
+    rows = random_rows(5, 44)
+    tiles = packed.visible_tiles(rows[0], rows[2], Tiling(0, 8))
+    assert tiles is not None
+    visible = (rows[0][:, :, None] == rows[0][:, None]) | (rows[2][:, :, None] == rows[0][:, None])
+    visible &= (rows[0][:, None] > 0) & np.tril(np.ones((44, 44), bool))
+    visible = np.pad(visible, ((0, 0), (0, 4), (0, 4))).reshape(5, 6, 8, 6, 8).any((2, 4))
+    expected = {(6 * row + a, 6 * row + b) for row, a, b in np.argwhere(visible)}
+    count = int(tiles.count[0])
+    assert {tuple(pair) for pair in np.asarray(tiles.pairs)[:count].tolist()} == expected
+    assert len(expected) == count < len(tiles.pairs)
+    assert packed.visible_tiles(rows[0], rows[2], Tiling(64, 8)) is None
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_tiles_in_scan_checkpoint_and_mesh(x64, together):
+    how = Tiling(0, 8, together)
+    rows = random_rows(16, 40)
+    arrays = inputs(16, 40, "float64")
+    mesh = make_mesh(jax.devices()[:8])
+    spec = jax.sharding.PartitionSpec(mesh.axis_names)
+    local = jax.shard_map(in_tiles(rows, how), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def layers(attend, q, k, v):
+        body = jax.checkpoint(lambda x, _: (x + attend(x, k, v), None))
+        return jax.lax.scan(body, q, length=3)[0]
+
+    sharded = partial(layers, lambda q, k, v: local(q, k, v, *rows))
+    expected = out_and_gradients(partial(layers, lambda q, k, v: packed_attention(q, k, v, *rows)), *arrays, rows[0])
+    for found, want in zip(out_and_gradients(sharded, *arrays, rows[0]), expected, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-10, atol=1e-11)

@@ -58,15 +58,17 @@ def make_batch() -> Callable[..., TrainBatch]:
     """`size` samples, four per prompt, with responses of 1 to `longest` tokens and random everything.
 
     The first response of each prompt is as long as allowed, which keeps the number of shapes, so of compilations, low.
+    `same` makes the prompts of a group the same, as they are outside of tests; else each sample has tokens of its own.
     """
 
-    def make(size: int = 12, longest: int = 32, seed: int = 0) -> TrainBatch:
+    def make(size: int = 12, longest: int = 32, seed: int = 0, same: bool = False) -> TrainBatch:
         random = np.random.default_rng(seed)
         prompts, samples, advantages, old, ref = [], [], [], [], []
         for i in range(size):
             length = int(random.integers(1, longest + 1)) if i % 4 else longest
             tokens = random.integers(0, MODEL.vocab_size, int(random.integers(1, 17)))
-            prompts.append(Prompt(0, i // 4, tuple(tokens.tolist()), "", "test"))
+            prompt = Prompt(0, i // 4, tuple(tokens.tolist()), "", "test")
+            prompts.append(prompts[-1] if same and i % 4 else prompt)
             logprobs = (np.log(1 / MODEL.vocab_size) + 0.3 * random.normal(size=(3, length))).astype(np.float32)
             sample = Sample.empty(SampleKey(0, i // 4, i % 4))
             sample.token_ids = random.integers(0, MODEL.vocab_size, length).astype(np.int32)

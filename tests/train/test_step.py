@@ -92,6 +92,45 @@ def test_gradients_float32(mode, make_config, make_batch, make_trainer):
     check_gradient(make_trainer(config), make_batch(), 1e-5)
 
 
+# 96 tokens: one row a microbatch; 256: several. All are long enough for tiles, and groups are split over rows.
+@pytest.mark.parametrize(("level", "budget", "devices"), [("token", 96, 1), ("sequence", 256, 1), ("token", 256, 8)])
+def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config, make_batch, make_trainer):
+    options = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__ratio_level": level}
+    options |= {"actor__ppo_max_token_len_per_gpu": budget, "algorithm__loss_agg_mode": "seq-mean-token-mean"}
+    batch = make_batch(size=12 if devices == 1 else 64, same=True)
+    shared, apart = (
+        make_trainer(make_config(**options, **EVERYTHING_ON, actor__share_prompts=on), devices) for on in (True, False)
+    )
+    shared._row_cost = float  # in so small a model attention would decide, for short rows
+    micros = shared._pack(batch).microbatches
+    assert any((m.prefix_ids != m.segment_ids).any() for m in micros)
+    assert any(m.tokens.shape[1] > shared._tiling.longest_plain for m in micros)
+    assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart._pack(batch).microbatches)
+    apart.accumulate(batch)
+    # the second way: a sample alone, part of a group, and the rest, in another order
+    cuts = [[range(len(batch))], [[8], [3, 0], sorted(set(range(len(batch))) - {0, 3, 8})]]
+    for parts in cuts if devices == 1 else cuts[:1]:
+        for part in parts:
+            shared.accumulate(batch.select(list(part)))
+        assert distance(shared.gradients(), apart.gradients()) <= 1e-12
+        shared._discard()
+    for found, expected in zip(shared.token_logprobs(batch), apart.token_logprobs(batch), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    shared.accumulate(batch)
+    # some metrics are sums of the batch's own float32 numbers
+    assert shared.apply() == pytest.approx(apart.apply(), rel=1e-5, abs=1e-7)
+
+
+def test_rows_stay_on_their_devices(make_config, make_batch, make_trainer):
+    """What crosses devices are weights and their gradients: no collective has a dim of the rows' tokens."""
+    trainer = make_trainer(make_config(actor__ppo_max_token_len_per_gpu=144), devices=8)
+    micro = trainer._on_device(TokenBatch.zeros(8, 144))
+    program = trainer._accumulate.lower(trainer._trainable, trainer._frozen, trainer._zeros(), micro).compile()
+    moved = [line for line in program.as_text().splitlines() if " all-gather(" in line or " all-to-all(" in line]
+    assert moved
+    assert not [line for line in moved if "144" in line.split(" all-")[0] or "1152" in line.split(" all-")[0]]
+
+
 def test_sequence_ratio_and_other_heads(x64, make_config, make_batch, make_trainer, model_config):
     import dataclasses
 
@@ -157,7 +196,7 @@ def test_no_recompilation(make_config, make_batch, make_trainer):
             trainer.accumulate(make_batch(size=size, seed=seed))
             trainer.token_logprobs(make_batch(size=size, seed=seed))
         trainer.apply()
-    # rows of 16, 32 or 48 tokens (one sample can be short), one to six of them on a device
+    # rows of 16, 32 or 48 tokens (one sample can be short), or twice as long; one to six of them on a device
     bound = trainer.num_programs()
     assert bound <= 16
     for seed in range(4):
