@@ -1,0 +1,53 @@
+"""Bytes and floating-point operations that the work itself needs, whoever does it.
+
+What an implementation does beyond that (padding, keys behind a row's end, weights read twice) counts against it: the
+fractions of the ceilings are of useful work. A multiplication and an addition count two operations.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import leaves
+
+
+def layer_matrices(config: ModelConfig) -> int:
+    """Entries of all layers' matrices."""
+    return sum(prod(w.shape) for w in leaves(config.weights()) if w.stacked and w.transpose)
+
+
+def head_entries(config: ModelConfig) -> int:
+    """Entries of the matrix that makes logits (the embedding, where tied)."""
+    return config.vocab_size * config.hidden_size
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Read by every decode step: matrices of layers and head (of an embedding of its own, only a few rows are)."""
+    return (layer_matrices(config) + head_entries(config)) * itemsize
+
+
+def decode_kv_bytes(config: ModelConfig, rows: int, prompt: int, new: int, itemsize: int) -> float:
+    """Keys and values read by the mean decode step of `rows` responses of `new` tokens each, live positions only.
+
+    The first token comes from the prompt; the step that draws token i reads prompt + i positions, i = 1 .. new - 1.
+    """
+    per_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    return rows * (prompt + new / 2) * per_position
+
+
+def decode_flops(config: ModelConfig, rows: int, prompt: int, new: int) -> float:
+    """Of the mean decode step: every matrix once per row, and attention over the live positions."""
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (prompt + new / 2)
+    return rows * (2 * (layer_matrices(config) + head_entries(config)) + attention)
+
+
+def train_flops(config: ModelConfig, rows: int, tokens: int, response: int) -> float:
+    """Forward and backward over `rows` rows of `tokens`, of which the last `response` are learnt from.
+
+    Three times the forward pass: layers for every token, the head for response tokens only, causal attention (half of
+    the square). What is computed again in the backward pass does not count.
+    """
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * tokens / 2
+    forward = tokens * (2 * layer_matrices(config) + attention) + response * 2 * head_entries(config)
+    return 3.0 * rows * forward

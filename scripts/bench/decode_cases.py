@@ -1,0 +1,138 @@
+"""The cases of `bench_decode.py` that run in its own process: the engine and the bare loops, over the same weights."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rollout.sampling import SamplingState, request_key
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.plan import Request
+from jaxrl.sharding.layout import Layout
+from jaxrl.types import SampleKey, SamplingParams
+
+from .jax_cases import build_params
+from .loops import BareLoop, Sizes
+from .measure import Bench, Values
+from .records import Model
+
+BLOCK = 16
+"""Positions per block of the engine's cache."""
+
+
+@dataclass(slots=True)
+class Setting:
+    """What all cases of a benchmark share."""
+
+    options: argparse.Namespace
+    model: Model
+    config: ModelConfig
+    layout: Layout
+    bench: Bench
+
+    def params(self, dtype: str) -> Any:
+        """Weights in training form on the layout's mesh."""
+        return build_params(self.model, self.config, self.layout.mesh, dtype, self.options.seed)
+
+    def prompts(self, count: int) -> np.ndarray:
+        """int32 [count, prompt] of random tokens."""
+        shape = (count, self.options.prompt)
+        return np.random.default_rng(self.options.seed).integers(self.config.vocab_size, size=shape, dtype=np.int32)
+
+
+def build_executor(
+    setting: Setting, params: Any, dtype: str, *, slots: int, length: int, prefill_tokens: int
+) -> MeshExecutor:
+    """An executor with weights and a pool that holds `slots` sequences of `length` tokens per dp group."""
+    options = setting.options
+    executor = MeshExecutor(
+        setting.config,
+        setting.layout,
+        ExecutorConfig(
+            num_slots=slots,
+            num_blocks=slots * -(-length // BLOCK) + 1,
+            block_size=BLOCK,
+            max_length=length,
+            max_prefill_tokens=prefill_tokens,
+            decode_steps=options.decode_steps,
+            dtype=dtype,
+            seed=options.seed,
+            max_tp=options.tp,
+        ),
+    )
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    return executor
+
+
+class EngineCase:
+    """The real engine; all prompts fit into one plan's prefill, so that all rows start to decode together."""
+
+    def __init__(self, setting: Setting, params: Any, prompts: np.ndarray, dtype: str) -> None:
+        options, rows = setting.options, len(prompts)
+        slots = -(-rows // setting.layout.dp)
+        length, prefill_tokens = options.prompt + options.new, slots * options.prompt
+        self.executor = build_executor(
+            setting, params, dtype, slots=slots, length=length, prefill_tokens=prefill_tokens
+        )
+        self.engine = Engine(self.executor, BatcherConfig(decode_steps=options.decode_steps))
+        self._first = requests(prompts, [1] * rows)
+        self._all = requests(prompts, [options.new] * rows)
+        self.tokens: list[np.ndarray] = []
+
+    def __call__(self) -> Values:
+        prefill_s = self._timed(self._first)
+        seconds = self._timed(self._all)
+        return {"seconds": seconds, "prefill_s": prefill_s, "decode_s": seconds - prefill_s}
+
+    def _timed(self, wanted: list[Request]) -> float:
+        began = time.perf_counter()
+        samples = self.engine.generate(wanted)
+        seconds = time.perf_counter() - began
+        self.tokens = [sample.token_ids for sample in samples]
+        assert [len(ids) for ids in self.tokens] == [request.params.max_tokens for request in wanted]
+        return seconds
+
+    def close(self) -> None:
+        self.executor.release(weights=True)
+
+
+class BareCase:
+    """A bare loop; draws what the engine draws, up to rounding, since keys and positions are the same."""
+
+    def __init__(
+        self, kind: Literal["contiguous", "paged"], setting: Setting, weights: Any, prompts: np.ndarray
+    ) -> None:
+        rows, options = len(prompts), setting.options
+        self.loop = BareLoop(kind, setting.config, Sizes(rows, options.prompt, options.new), options.seed)
+        self.weights, self.prompts = weights, jnp.asarray(prompts)
+        keys = np.stack([request_key(options.seed, SampleKey(0, row, 0)) for row in range(rows)])
+        ones, zeros = jnp.ones((rows,), jnp.float32), jnp.zeros((rows,), jnp.float32)
+        self.state = SamplingState(jnp.asarray(keys), ones, jnp.zeros((rows,), jnp.int32), ones, zeros)
+        self.tokens = np.zeros((rows, 0), np.int32)
+
+    def __call__(self) -> Values:
+        began = time.perf_counter()
+        caches, first = self.loop.prefill(self.weights, self.prompts, self.state)
+        prefilled = time.perf_counter()
+        rest, *_ = self.loop.decode(self.weights, caches, first, self.state)
+        ended = time.perf_counter()
+        self.tokens = np.concatenate([np.asarray(first)[:, None], np.asarray(rest)], axis=1)
+        return {"seconds": ended - began, "prefill_s": prefilled - began, "decode_s": ended - prefilled}
+
+
+def requests(prompts: np.ndarray, lengths: Sequence[int]) -> list[Request]:
+    """One request per prompt, with its own number of tokens and no stop token."""
+    return [
+        Request(i, SampleKey(0, i, 0), tuple(prompt.tolist()), SamplingParams(max_tokens=int(length)))
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]

@@ -1,0 +1,145 @@
+"""jaxrl's training step, and what else needs jax, each in a process of its own (`worker.Work`).
+
+The parent of these never starts jax's backend: on a GPU it would hold memory that the cases need.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.models.config import ModelConfig
+from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
+
+from .ceilings import Ceilings, measure_ceilings
+from .records import Model, describe_devices, prepare_devices
+from .worker import Ask, once, peak_bytes, resident_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpec:
+    """One update of `rows` rows of `tokens` tokens, the last `response` of which are learnt from."""
+
+    model: Model
+    dtype: str
+    devices: int
+    rows: int
+    tokens: int
+    response: int
+    remat: str
+    lr: float
+    clip: float
+    grad_clip: float
+    seed: int
+
+
+def survey(num_devices: int, quick: bool) -> tuple[dict[str, Any], Ceilings]:
+    """The devices' description and the machine's ceilings, found in a process that then ends."""
+    found = once("ceilings", _survey, (num_devices, quick))
+    return found["device"], Ceilings(found["bandwidth"], found["flops"])
+
+
+def _survey(spec: tuple[int, bool], ask: Ask) -> None:
+    devices = prepare_devices(spec[0])
+    found = measure_ceilings(*spec)
+    ask({"device": describe_devices(devices), "bandwidth": found.bandwidth, "flops": found.flops})
+
+
+def build_params(model: Model, config: ModelConfig, mesh: Any, dtype: str, seed: int) -> Any:
+    """Weights in training form on the mesh: those of a path, or random ones of a shape."""
+    import jax
+
+    from jaxrl.models.decoder import init
+    from jaxrl.models.loading import load_model
+    from jaxrl.sharding.rules import train_shardings
+
+    if model.path:
+        return load_model(model.resolved(), mesh, dtype)[1]
+    make = jax.jit(lambda key: init(config, key, dtype), out_shardings=train_shardings(config, mesh))
+    return make(jax.random.key(seed))
+
+
+def export(spec: tuple[Model, str, str], ask: Ask) -> None:
+    """Writes a model's weights as a Hugging Face folder (without a tokenizer): spec is (model, folder, dtype)."""
+    import jax.numpy as jnp
+
+    from jaxrl.models.loading import load_model
+    from jaxrl.models.safetensors import export_hf
+
+    model, folder, dtype = spec
+    config, params = load_model(model.resolved())
+    export_hf(params, config, folder, dtype=jnp.dtype(dtype))
+    ask({})
+
+
+def train(spec: TrainSpec, ask: Ask) -> None:
+    """The real `Trainer`: `accumulate` and `apply`, packing included. Master weights and moments are float32."""
+    import jax
+
+    from jaxrl.sharding.mesh import make_mesh
+    from jaxrl.train.packing import pack
+    from jaxrl.train.step import Trainer
+
+    devices = prepare_devices(spec.devices)
+    mesh = make_mesh(devices)
+    model = spec.model.config()
+    config, batch = _config(spec), _batch(spec, model.vocab_size)
+    packed = pack(
+        batch,
+        max_model_length=config.max_model_length,
+        max_tokens_per_device=config.actor.ppo_max_token_len_per_gpu,
+        num_devices=mesh.size,
+    )
+    shapes = [list(micro.tokens.shape) for micro in packed.microbatches]
+    baseline = resident_bytes()
+    trainer = Trainer(config, model, build_params(spec.model, model, mesh, "float32", spec.seed), mesh)
+    values: dict[str, Any] = {"microbatches": shapes, "optimizer": "AdamW, optax, float32 master weights"}
+    while ask(values) is not None:
+        began = time.perf_counter()
+        trainer.accumulate(batch)
+        metrics = trainer.apply()
+        jax.block_until_ready(trainer.params)
+        seconds = time.perf_counter() - began
+        peak = float(_peak(devices, baseline))
+        values = {"seconds": seconds, "loss": metrics["actor/pg_loss"], "peak_bytes": peak}
+
+
+def _config(spec: TrainSpec) -> Config:
+    return from_mapping(
+        {
+            "model": {"path": spec.model.name},
+            "data": {"max_prompt_length": spec.tokens - spec.response, "max_response_length": spec.response},
+            "actor": {
+                "dtype": spec.dtype,
+                "remat": spec.remat,
+                "old_logprobs": "rollout",
+                "ppo_max_token_len_per_gpu": -(-spec.rows // spec.devices) * spec.tokens,
+                "clip_ratio_low": spec.clip,
+                "clip_ratio_high": spec.clip,
+                "grad_clip": spec.grad_clip,
+                "optim": {"lr": spec.lr},
+            },
+        }
+    )
+
+
+def _batch(spec: TrainSpec, vocab_size: int) -> TrainBatch:
+    """Random tokens; the recorded log-probabilities are those of a uniform guess, advantages alternate in sign."""
+    draw = np.random.default_rng(spec.seed).integers(vocab_size, size=(spec.rows, spec.tokens), dtype=np.int32)
+    split = spec.tokens - spec.response
+    guess = np.full((spec.response,), -np.log(vocab_size), np.float32)
+    versions = np.zeros((spec.response,), np.int32)
+    prompts = [Prompt(0, i, tuple(row[:split].tolist()), "", "bench") for i, row in enumerate(draw)]
+    samples = [Sample(SampleKey(0, i, 0), row[split:], guess, guess, versions) for i, row in enumerate(draw)]
+    advantages = [np.full((spec.response,), 1.0 if i % 2 == 0 else -1.0, np.float32) for i in range(spec.rows)]
+    return TrainBatch(prompts, samples, advantages)
+
+
+def _peak(devices: list[Any], baseline: int) -> int:
+    """The process's peak above what it held before the model; on an accelerator, the peak of the first device."""
+    stats = devices[0].memory_stats()
+    return peak_bytes() - baseline if not stats else stats["peak_bytes_in_use"]

