@@ -64,6 +64,7 @@ def run(folder: Path, script: str, *arguments: str) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.slow
 def test_decode(tmp_path):
     record = run(tmp_path, "bench_decode")
     cases = {case["case"]: case for case in record["results"]["cases"]}
@@ -83,6 +84,7 @@ def test_decode(tmp_path):
     assert len(record["results"]["ratios"]) == 2 + with_torch
 
 
+@pytest.mark.slow
 def test_decode_continuous(tmp_path):
     results = run(tmp_path, "bench_decode", "--continuous")["results"]
     assert results["recompiles"] == 0
@@ -103,6 +105,7 @@ def test_decode_continuous(tmp_path):
     assert cases["static"]["steps"] >= cases["continuous"]["steps"]
 
 
+@pytest.mark.slow
 def test_train(tmp_path):
     config = named_shape("tiny")
     export_hf(init(config, jax.random.key(0)), config, tmp_path / "tiny", dtype="float32")
@@ -122,6 +125,7 @@ def test_train(tmp_path):
         assert cases["torch"]["loss"] == pytest.approx(cases["jaxrl"]["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_step(tmp_path):
     results = run(tmp_path, "bench_step", "--without-trl")["results"]
     (case,) = results["cases"]
