@@ -50,15 +50,34 @@ class Verdict:
     duration_s: float = 0.0
 
 
-Event = RoundStarted | SampleFinished | Verdict
+@dataclass(frozen=True, slots=True)
+class SampleAborted:
+    """A response ended because the round asked for it: its tokens so far, with `finish_reason` "abort"."""
+
+    time_s: float
+    sample: Sample
+    dispatch: int
+
+
+Event = RoundStarted | SampleFinished | SampleAborted | Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start these responses of a prompt."""
+    """Start these responses of a prompt.
+
+    Attributes:
+      prompt: whose.
+      keys: to start, or to go on with.
+      resumed: what those of `keys` that were begun in an earlier round have: they go on from these token ids.
+      finished: responses that ended by themselves in an earlier round and count in this one; nothing is to be started
+        for them.
+    """
 
     prompt: Prompt
     keys: tuple[SampleKey, ...]
+    resumed: tuple[Sample, ...] = ()
+    finished: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +90,35 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End these responses at once; no event follows for them."""
+    """End these responses at once. Exactly one event follows for each.
+
+    Without `keep` that is a `SampleAborted`: tokens of plans in flight may be missing from it, and a response that has
+    ended already, untold, counts as aborted (its `SampleFinished` is taken back). With `keep` the tokens matter: plans
+    in flight are waited for, and a response that ended in them, or earlier and untold, is told as `SampleFinished`.
+    """
+
+    keys: tuple[SampleKey, ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CancelScore:
+    """The verdicts on these samples are not wanted any more: none follows.
+
+    A scorer that runs already may go on; what it says is dropped, unless the sample is sent for scoring again.
+    """
 
     keys: tuple[SampleKey, ...]
 
 
-Command = Launch | Score | Abort
+@dataclass(frozen=True, slots=True)
+class AwaitVerdict:
+    """Dispatch no new plan before the verdict on this sample has been handed over.
+
+    What the round decides from a verdict then takes effect in a plan that no clock has chosen.
+    """
+
+    key: SampleKey
+
+
+Command = Launch | Score | Abort | CancelScore | AwaitVerdict

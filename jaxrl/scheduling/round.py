@@ -3,6 +3,7 @@
 Purpose: `Round` keeps the ledger of a round (what was launched, finished, scored, aborted) and refuses events that do
 not fit it; a *rule* decides what to launch, what to do with what finishes, and when the round ends. The plain
 synchronous rule is here; rules that cut the long tail are files of their own, and Round composes with any of them.
+What outlives a round (queues, buffers) is the business of a `BatchRule` (`jaxrl.scheduling.batches`), which makes them.
 
 Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wait for all). Design §3 and §7.
 
@@ -26,10 +27,25 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl.scheduling.events import Abort, Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Command,
+    Event,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 PromptKey = tuple[int, int]
+
+RoundKind = Literal["plain", "short", "long", "partial"]
+"""`short` and `long`: tail batching's; `partial`: stops early and keeps the unfinished; `plain`: all others."""
 
 
 @dataclass(slots=True)
@@ -42,7 +58,8 @@ class RoundLedger:
     finished: dict[SampleKey, Sample] = field(default_factory=dict)  # with their rewards, once scored
     scoring: dict[SampleKey, None] = field(default_factory=dict)  # sent to the reward pool, no verdict yet
     verdicts: dict[SampleKey, Verdict] = field(default_factory=dict)
-    aborted: set[SampleKey] = field(default_factory=set)
+    aborting: dict[SampleKey, bool] = field(default_factory=dict)  # asked to end, not told yet; whether tokens matter
+    aborted: dict[SampleKey, Sample] = field(default_factory=dict)  # with what they had
 
 
 class RoundRule(Protocol):
@@ -54,6 +71,10 @@ class RoundRule(Protocol):
 
     def after_finish(self, ledger: RoundLedger, sample: Sample) -> Iterable[Command]:
         """A response has ended; it is in the ledger."""
+        ...
+
+    def after_abort(self, ledger: RoundLedger, sample: Sample) -> Iterable[Command]:
+        """A response that the rule aborted has ended; it is in the ledger."""
         ...
 
     def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> Iterable[Command]:
@@ -82,6 +103,9 @@ class SynchronousRule:
     def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
         return [Score(ledger.launched[sample.key], sample)]
 
+    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        return []
+
     def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
         return []
 
@@ -96,10 +120,12 @@ class Round:
     """One round.
 
     Args:
-      prompts: to launch, in this order; their keys must differ.
+      prompts: to launch, in this order; their keys must differ. With a rule of its own they may be none: the rule
+        brings prompts in with its launches.
       group_size: responses per prompt (`rollout.n`).
       rule: the synchronous one by default.
       departures: counts how prompts leave; shared by all rounds of a run.
+      kind: what sort of round it is, for whoever plans resources and draws pictures.
     """
 
     def __init__(
@@ -108,15 +134,17 @@ class Round:
         group_size: int,
         rule: RoundRule | None = None,
         departures: Departures | None = None,
+        kind: RoundKind = "plain",
     ) -> None:
         by_key = {prompt.key: prompt for prompt in prompts}
-        if not prompts or len(by_key) < len(prompts):
+        if (not prompts and rule is None) or len(by_key) < len(prompts):
             raise ValueError(
                 f"a round needs prompts, each (epoch, index) once: {len(prompts)} given, {len(by_key)} different "
                 "(data.train_batch_size)"
             )
         if group_size < 1:
             raise ValueError(f"rollout.n ({group_size}) must be >= 1")
+        self.kind: RoundKind = kind
         self.ledger = RoundLedger(by_key, group_size)
         self.departures = Departures() if departures is None else departures
         self._rule: RoundRule = SynchronousRule() if rule is None else rule
@@ -141,6 +169,9 @@ class Round:
             case SampleFinished(sample=sample):
                 self._record_finish(sample)
                 commands = self._rule.after_finish(self.ledger, sample)
+            case SampleAborted(sample=sample):
+                self._record_abort(sample)
+                commands = self._rule.after_abort(self.ledger, sample)
             case Verdict():
                 self._record_verdict(event)
                 commands = self._rule.after_verdict(self.ledger, event)
@@ -148,6 +179,7 @@ class Round:
         for command in commands:
             self._record_command(command)
         self._done = self._rule.is_done(self.ledger)
+        assert not (self._done and self.ledger.aborting), "a round ends before its aborted responses have been told"
         return commands
 
     def groups(self) -> list[Group]:
@@ -167,11 +199,22 @@ class Round:
 
     def _record_finish(self, sample: Sample) -> None:
         ledger, key = self.ledger, sample.key
-        if key not in ledger.launched or key in ledger.finished or key in ledger.aborted:
+        lost = key in ledger.aborted or not ledger.aborting.get(key, True)
+        if key not in ledger.launched or key in ledger.finished or lost:
             raise ValueError(f"{key} finished: it must be launched, and neither finished before nor aborted")
         if sample.finish_reason not in ("stop", "length"):
             raise ValueError(f"{key} finished with reason {sample.finish_reason!r}: it must be 'stop' or 'length'")
+        ledger.aborting.pop(key, None)
         ledger.finished[key] = sample
+
+    def _record_abort(self, sample: Sample) -> None:
+        ledger, key = self.ledger, sample.key
+        if key not in ledger.aborting:
+            raise ValueError(f"{key} aborted: nobody asked for it, or it has ended before")
+        if sample.finish_reason != "abort":
+            raise ValueError(f"{key} aborted with reason {sample.finish_reason!r}: it must be 'abort'")
+        del ledger.aborting[key]
+        ledger.aborted[key] = sample
 
     def _record_verdict(self, verdict: Verdict) -> None:
         ledger, key = self.ledger, verdict.key
@@ -189,22 +232,32 @@ class Round:
         """Writes a rule's command into the ledger; a rule that contradicts the ledger is a bug."""
         ledger = self.ledger
         match command:
-            case Launch(prompt=prompt, keys=keys):
-                assert ledger.prompts.get(prompt.key) is prompt, f"{prompt.key} launched: it is not of this round"
-                for key in keys:
+            case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=finished):
+                known = ledger.prompts.setdefault(prompt.key, prompt)
+                assert known is prompt, f"{prompt.key} launched: another prompt of this round has that key"
+                assert {s.key for s in resumed} <= set(keys), f"{prompt.key}: resumed samples must be among the keys"
+                for key in (*keys, *(sample.key for sample in finished)):
                     assert (key.epoch, key.prompt_index) == prompt.key, f"{key} launched for prompt {prompt.key}"
                     assert key not in ledger.launched, f"{key} launched twice"
                     ledger.launched[key] = prompt
+                ledger.finished |= {sample.key: sample for sample in finished}
             case Score(sample=sample):
                 assert ledger.finished.get(sample.key) is sample, f"{sample.key} scored: unfinished, or has a verdict"
                 assert sample.key not in ledger.scoring, f"{sample.key} scored twice"
                 ledger.scoring[sample.key] = None
-            case Abort(keys=keys):
+            case Abort(keys=keys, keep=keep):
                 for key in keys:
                     assert key in ledger.launched, f"{key} aborted: it was not launched"
                     assert key not in ledger.finished, f"{key} aborted: it has finished"
+                    assert key not in ledger.aborting, f"{key} aborted twice"
                     assert key not in ledger.aborted, f"{key} aborted twice"
-                    ledger.aborted.add(key)
+                    ledger.aborting[key] = keep
+            case CancelScore(keys=keys):
+                for key in keys:
+                    assert key in ledger.scoring, f"scoring of {key} cancelled: nothing is due"
+                    del ledger.scoring[key]
+            case AwaitVerdict(key=key):
+                assert key in ledger.scoring, f"verdict on {key} awaited: nothing is due"
 
 
 Outcome = Literal["trained", "filtered", "failed"]

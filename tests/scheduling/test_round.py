@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.events import Abort, Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Command,
+    Event,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
 from jaxrl.scheduling.round import Departures, Round, RoundLedger
 from jaxrl.types import FinishReason, Prompt, Sample, SampleKey
 
@@ -31,6 +43,10 @@ def make_sample(k: SampleKey, reason: FinishReason | None = "stop") -> Sample:
 
 def finish(k: SampleKey) -> SampleFinished:
     return SampleFinished(1.0, make_sample(k), dispatch=3)
+
+
+def aborted(k: SampleKey) -> SampleAborted:
+    return SampleAborted(1.0, make_sample(k, "abort"), dispatch=3)
 
 
 def verdict(k: SampleKey, reward: float = 1.0) -> Verdict:
@@ -84,6 +100,7 @@ def test_the_synchronous_round_from_start_to_end():
         ([START, finish(key(0, 2))], "must be launched"),
         ([START, finish(key(0)), finish(key(0))], "neither finished before"),
         ([START, SampleFinished(1.0, make_sample(key(0), "abort"), 0)], "'stop' or 'length'"),
+        ([START, aborted(key(0))], "nobody asked for it"),
         ([START, verdict(key(0))], "due: None"),
         ([START, finish(key(0)), finish(key(1)), verdict(key(1))], "order of completion"),
         ([START, finish(key(0)), verdict(key(0)), verdict(key(0))], "once each"),
@@ -144,26 +161,127 @@ class FirstOnly:
         rest = tuple(k for k, p in ledger.launched.items() if p is prompt and k not in ledger.finished)
         return [Score(prompt, sample), Abort(rest)]
 
+    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        return []
+
     def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
         return []
 
     def is_done(self, ledger: RoundLedger) -> bool:
-        return len(ledger.verdicts) == len(ledger.prompts)
+        return len(ledger.verdicts) == len(ledger.prompts) and not ledger.aborting
 
     def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
         return list(ledger.verdicts)
 
 
 def test_a_rule_decides_what_is_launched_aborted_and_chosen():
-    round = Round([make_prompt(0), make_prompt(1)], group_size=1, rule=FirstOnly())
+    round = Round([make_prompt(0), make_prompt(1)], group_size=1, rule=FirstOnly(), kind="short")
+    assert round.kind == "short"
     round.handle(START)
     assert names(round.handle(finish(key(0, 1)))) == [("score", key(0, 1)), ("abort", key(0, 0))]
     with pytest.raises(ValueError, match="nor aborted"):
         round.handle(finish(key(0, 0)))
+    round.handle(aborted(key(0, 0)))
+    for event in (aborted(key(0, 0)), finish(key(0, 0))):
+        with pytest.raises(ValueError, match=r"ended before|nor aborted"):
+            round.handle(event)
     round.handle(finish(key(1, 0)))
     round.handle(verdict(key(0, 1)))
     round.handle(verdict(key(1, 0)))
+    assert not round.done  # it has not been told of the second abort
+    with pytest.raises(ValueError, match="must be 'abort'"):
+        round.handle(SampleAborted(1.0, make_sample(key(1, 1)), 3))
+    round.handle(aborted(key(1, 1)))
+    assert round.done
+    assert list(round.ledger.aborted) == [key(0, 0), key(1, 1)]
     assert [[s.key for s in group.samples] for group in round.groups()] == [[key(0, 1)], [key(1, 0)]]
+
+
+class Told:
+    """A rule that answers each event with what it was told to."""
+
+    def __init__(self, *answers: list[Command]) -> None:
+        self.answers = list(answers)
+
+    def start(self, ledger: RoundLedger) -> list[Command]:
+        return self.answers.pop(0)
+
+    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        return self.answers.pop(0)
+
+    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        return self.answers.pop(0)
+
+    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
+        return self.answers.pop(0)
+
+    def is_done(self, ledger: RoundLedger) -> bool:
+        return not self.answers
+
+    def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
+        return list(ledger.verdicts)
+
+
+def test_prompts_and_finished_responses_come_in_with_launches():
+    """A round that starts without prompts; an aborted response whose tokens matter ends by itself after all."""
+    prompt, other = make_prompt(0), make_prompt(1)
+    old, begun = make_sample(key(0, 0)), make_sample(key(0, 1), "abort")
+    rule = Told(
+        [Launch(prompt, (key(0, 1),), resumed=(begun,), finished=(old,)), Score(prompt, old)],
+        [Launch(other, (key(1, 0), key(1, 1)))],
+        [Abort((key(1, 0), key(1, 1)), keep=True)],
+        [],
+        [Score(other, make_sample(key(1, 0)))],
+    )
+    round = Round((), 2, rule)
+    round.handle(START)
+    round.handle(verdict(key(0, 0), 0.5))
+    round.handle(finish(key(0, 1)))
+    round.handle(aborted(key(1, 1)))
+    with pytest.raises(AssertionError, match="unfinished, or has a verdict"):  # not the sample that has finished
+        round.handle(finish(key(1, 0)))
+    assert list(round.ledger.prompts) == [(0, 0), (0, 1)]
+    assert not round.ledger.aborting
+    assert round.ledger.finished[key(0, 0)].reward == 0.5
+
+
+def test_scores_can_be_cancelled_and_verdicts_awaited():
+    prompt = make_prompt(0)
+    samples = [make_sample(key(0, i)) for i in range(3)]
+    rule = Told(
+        [Launch(prompt, tuple(sample.key for sample in samples))],
+        [Score(prompt, samples[0])],
+        [Score(prompt, samples[1])],
+        [Score(prompt, samples[2]), CancelScore((key(0, 0), key(0, 1))), AwaitVerdict(key(0, 2))],
+        [],
+    )
+    round = Round((), 3, rule)
+    round.handle(START)
+    for sample in samples:
+        round.handle(SampleFinished(1.0, sample, 1))
+    with pytest.raises(ValueError, match="due: SampleKey"):
+        round.handle(verdict(key(0, 0)))
+    round.handle(verdict(key(0, 2)))
+    assert [s.key for s in round.groups()[0].samples] == [key(0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([CancelScore((key(0, 0),))], "nothing is due"),
+        ([AwaitVerdict(key(0, 0))], "nothing is due"),
+        ([Abort((key(0, 1), key(0, 1)))], "aborted twice"),
+        ([Abort((key(0, 0),))], "has finished"),
+        ([Launch(make_prompt(0), (key(0, 5),))], "another prompt"),
+        ([Launch(make_prompt(1), (key(1, 0),), resumed=(make_sample(key(1, 3)),))], "among the keys"),
+        ([Launch(make_prompt(1), (key(1, 0),), finished=(make_sample(key(1, 0)),))], "launched twice"),
+    ],
+)
+def test_rules_that_contradict_the_ledger_are_bugs(answers: list[Command], message: str):
+    round = Round((), 2, Told([Launch(make_prompt(0), (key(0, 0), key(0, 1)))], answers, []))
+    round.handle(START)
+    with pytest.raises(AssertionError, match=message):
+        round.handle(finish(key(0, 0)))
 
 
 def test_every_prompt_leaves_once_and_the_counts_survive_a_restart():
