@@ -1,4 +1,4 @@
-"""`jaxrl train | generate | eval | export | explain-config | report`.
+"""`jaxrl train | simulate | generate | eval | export | explain-config | explain-layout | report`.
 
 Only argument parsing is imported at the top: reward workers re-import the main module, and must not load jax; and
 `jaxrl --help` answers at once.
@@ -48,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command("train", _train, "Train, or resume the run in trainer.run_dir.", config=True)
 
+    command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
+
     generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
     generate.add_argument("--model", required=True, help="as model.path")
     generate.add_argument("--max-tokens", type=int, default=128, help="of a response (128)")
@@ -77,6 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--devices", type=int, default=0, help="how many devices to plan for (default: those here)")
     explain.add_argument("--device-gib", type=float, default=0.0, help="memory per device (default: what it says)")
 
+    layout = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
+    source = layout.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", default="", help="as model.path; only its config is read")
+    source.add_argument("--shape", default="", help="a model by name (SmolLM2-135M)")
+    layout.add_argument("--devices", type=int, default=0, help="how many devices (default: those here)")
+    layout.add_argument("--tp", type=int, default=1, help="tensor parallelism; dp is the rest (1)")
+    layout.add_argument("--max-tp", type=int, default=None, help="the degree that weights are padded for (--tp)")
+    layout.add_argument("--svg", metavar="FILE", help="also draw it")
+    layout.add_argument("--png", metavar="FILE", help="also draw it (needs pillow)")
+
     report = command("report", _report, "Write a run's page, report.html.")
     report.add_argument("run_dir", metavar="RUN")
     report.add_argument("--out", metavar="FILE")
@@ -88,6 +100,14 @@ def _train(options: argparse.Namespace) -> int:
     from jaxrl.assemble import train
 
     train(config_files.load(options.config, options.overrides))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from jaxrl import config_files
+    from jaxrl.simulate import simulate
+
+    simulate(config_files.load(options.config, options.overrides))
     return 0
 
 
@@ -152,6 +172,28 @@ def _explain(options: argparse.Namespace) -> int:
 
     config = config_files.load(options.config, options.overrides)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None))
+    return 0
+
+
+def _explain_layout(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import jax
+
+    from jaxrl.models.loading import config_of, resolve_path
+    from jaxrl.models.shapes import named_shape
+    from jaxrl.sharding.explain import explain_layout
+    from jaxrl.sharding.picture import draw, png, svg
+
+    config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model))
+    name = options.shape or Path(options.model.partition(":")[2] or options.model).name
+    devices = options.devices or len(jax.devices())
+    explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name)
+    if options.svg:
+        Path(options.svg).write_text(svg(draw(explanation)), encoding="utf-8")
+    if options.png:
+        Path(options.png).write_bytes(png(draw(explanation)))
+    print(explanation)
     return 0
 
 

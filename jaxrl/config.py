@@ -158,6 +158,58 @@ class TrainerSection:
 
 
 @dataclass(frozen=True)
+class SimulatedLengths:
+    median: float = 500.0  # response tokens, of the lognormal body, at the first step
+    sigma: float = 1.0  # standard deviation of its logarithm
+    tail_from: float = 1.0  # quantile from which a power law takes over; 1: none
+    tail_index: float = 2.0  # above it the share of longer responses falls as length ** -tail_index
+    shortest: int = 1  # tokens; the longest is data.max_response_length
+    growth: float = 0.0  # share by which all lengths grow per step ...
+    growth_limit: float = 10.0  # ... until they are this many times as long
+
+
+@dataclass(frozen=True)
+class SimulatedScoring:
+    median_s: float = 0.0  # seconds of scoring a response, of the lognormal part
+    sigma: float = 0.0  # standard deviation of its logarithm
+    per_token_s: float = 0.0  # seconds per response token besides
+    hang_share: float = 0.0  # responses whose scoring ends at reward.timeout_s only
+
+
+@dataclass(frozen=True)
+class SimulatedTask:
+    name: str = "simulated"
+    weight: float = 1.0  # share of the prompts, relative to the other tasks'
+    response: SimulatedLengths = field(default_factory=SimulatedLengths)
+    correlation: float = 0.5  # how much of a response's length its prompt decides: 0 nothing, 1 all
+    prompt_median: float = 200.0  # prompt tokens; the longest is data.max_prompt_length
+    prompt_sigma: float = 0.5
+    scoring: SimulatedScoring = field(default_factory=SimulatedScoring)
+    pass_rate: float = 0.5  # probability of reward 1 of the median prompt ...
+    pass_spread: float = 2.0  # ... and the standard deviation of its logit over prompts
+
+
+@dataclass(frozen=True)
+class SimulateSection:
+    run_dir: str = ""  # what `jaxrl simulate` writes; empty: trainer.run_dir with -simulated behind it
+    hardware: str = "H100"  # A40, A100, H100, H800, H200 or MI300X
+    num_devices: int = 0  # 0: trainer.num_devices, or 8 where that is 0 as well
+    model: str = ""  # a named shape, or a folder with a config.json; empty: model.path
+    num_prompts: int = 0  # prompts of an epoch; 0: data.task_size
+    cost: Literal["roofline", "table"] = "roofline"  # what says how long things take
+    profile: str = ""  # table: the file that `jaxrl profile` wrote; what it does not hold comes from the roofline
+    calibration: str = ""  # a calibration file (jaxrl.sim.calibrate) ...
+    calibration_of: str = ""  # ... and whose efficiency factors to take from it
+    efficiency: dict[str, float] = field(default_factory=dict)  # of the roofline, by name (jaxrl.sim.cost_model)
+    host_s: float = 0.0  # seconds of the host per plan, while the devices run the plan before
+    workload: Literal["modelled", "recorded"] = "modelled"  # where lengths and rewards come from
+    recorded_run: str = ""  # recorded: a run directory, whose samples.jsonl is drawn from ...
+    recorded_rule: Literal["by_prompt", "pooled"] = "by_prompt"  # ... for each prompt alone, or for all together
+    task: SimulatedTask = field(default_factory=SimulatedTask)  # modelled; a recorded run has its scoring time from it
+    tasks: list[SimulatedTask] = field(default_factory=list)  # modelled: a mix in place of task
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
@@ -166,6 +218,7 @@ class Config:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    simulate: SimulateSection = field(default_factory=SimulateSection)  # read by `jaxrl simulate` alone
 
     @property
     def mini_batch_prompts(self) -> int:
@@ -202,11 +255,11 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as `a.b` keys; `data.task_config` is an option, not a section, and stays whole."""
+    """Nested sections as `a.b` keys; options that are mappings themselves (`data.task_config`) stay whole."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         path = prefix + key
-        if isinstance(value, Mapping) and path != "data.task_config":
+        if isinstance(value, Mapping) and path not in _MAPPINGS:
             flat |= flatten(value, path + ".")
         else:
             flat[path] = value
@@ -338,6 +391,7 @@ def _check_tokens(c: Config) -> None:
         raise ConfigError(f"rollout.tensor_model_parallel_size ({tp}) must divide trainer.num_devices ({devices})")
 
 
+_MAPPINGS = ("data.task_config", "simulate.efficiency")  # options that hold a mapping
 _AT_LEAST: dict[str, float] = {
     "data.task_size": 1,
     "data.val_size": 0,
@@ -381,6 +435,9 @@ _AT_LEAST: dict[str, float] = {
     "trainer.seed": 0,
     "trainer.num_devices": 0,
     "trainer.hang_timeout_s": 0,
+    "simulate.num_devices": 0,
+    "simulate.num_prompts": 0,
+    "simulate.host_s": 0,
 }
 _UNIT = ("rollout.top_p", "rollout.memory_fraction", "rollout.val_kwargs.top_p")  # in (0, 1]
 _BELOW_ONE = ("rollout.min_p", "actor.optim.beta1", "actor.optim.beta2")  # in [0, 1)

@@ -110,6 +110,25 @@ def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert len(out.read_text().splitlines()) == 2 * 2
 
 
+def test_explain_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
+    files = [tmp_path / "layout.svg", tmp_path / "layout.png"]
+    drawn = ["--svg", str(files[0]), "--png", str(files[1])]
+    assert main(["explain-layout", "--model", str(tiny_model), "--devices", "4", "--tp", "2", *drawn]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tiny_model.name}: 4 devices, dp 2 × tp 2\n")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  q ")] == ["q"]
+    assert files[0].read_text(encoding="utf-8").startswith("<svg")
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert main(["explain-layout", "--shape", "SmolLM2-135M", "--tp", "4", "--max-tp", "8"]) == 0
+    assert "8 devices, dp 2 × tp 4" in capsys.readouterr().out, "by default the devices that are here"
+    shape = ["explain-layout", "--shape", "tiny"]
+    assert "tp (3) on 8 devices must be one of 1, 2, 4, 8" in fails(capsys, *shape, "--devices", "8", "--tp", "3")
+    assert "--max-tp (2)" in fails(capsys, *shape, "--devices", "8", "--tp", "4", "--max-tp", "2")
+    assert "must be one of tiny" in fails(capsys, "explain-layout", "--shape", "none")
+    missing = str(tmp_path / "nothing")
+    assert missing in fails(capsys, "explain-layout", "--model", missing)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["generate", "--help"]])
 def test_help_does_not_load_jax(arguments: list[str]):
     code = f"""

@@ -25,7 +25,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "loop backend report explain",
         # The top, where the pieces come together, file by file.
         "text",
-        "assemble",
+        "assemble simulate",
         "evaluate",
         "cli",
         "__main__",
@@ -34,7 +34,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
-WITHOUT_JAX = ("jaxrl.loop", "jaxrl.cli", "jaxrl.__main__", "jaxrl.rewards.pool", "jaxrl.report")
+WITHOUT_JAX = ("jaxrl.loop", "jaxrl.cli", "jaxrl.__main__", "jaxrl.rewards.pool", "jaxrl.report", "jaxrl.simulate")
 
 
 def read_sources() -> dict[str, str]:

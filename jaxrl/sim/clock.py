@@ -1,0 +1,107 @@
+"""The clock of a simulation, and the phases and the picture that follow it.
+
+Purpose: `SimulatedClock` is the only time there is; `SimulatedPhases` (a `jaxrl.loop.Phases`) adds up `timing_s/*` from
+it and can draw them, and whatever else is told to it, into a trace file of the same form as a real run's.
+
+Departures: time is a whole number of nanoseconds. A step's seconds are then differences that do not depend on when the
+step began, so a run that resumes from a checkpoint reports the same seconds as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxrl.timeline import Timeline
+
+_NS = 1_000_000_000
+_COUNTER_EVERY_S = 0.02
+
+
+class SimulatedClock:
+    """Simulated time since the start of the simulation."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    @property
+    def now_s(self) -> float:
+        return self.now_ns / _NS
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass, rounded to a nanosecond. Raises ValueError for time that is negative or not finite."""
+        self.now_ns += nanoseconds(seconds)
+
+    def reach(self, at_ns: int) -> None:
+        """Waits until `at_ns`; nothing if that is over."""
+        self.now_ns = max(self.now_ns, at_ns)
+
+
+def nanoseconds(seconds: float) -> int:
+    """The nearest whole number of them. Raises ValueError for what cannot be a duration."""
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"a cost model or workload answered {seconds!r} seconds: durations must be >= 0 and finite")
+    return round(seconds * _NS)
+
+
+class SimulatedPhases:
+    """`timing_s/<phase>` in simulated seconds, drawn into `timeline` where there is one."""
+
+    def __init__(self, clock: SimulatedClock, path: str | Path | None = None) -> None:
+        self._clock = clock
+        self._picture = None if path is None else _Picture(path, clock)
+        self._sums_ns: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str, **args: Any) -> Iterator[None]:
+        if name == "step" and self._picture is not None:
+            self._picture.begin_step()
+        began_ns = self._clock.now_ns
+        try:
+            yield
+        finally:
+            self._sums_ns[name] = self._sums_ns.get(name, 0) + self._clock.now_ns - began_ns
+            self.complete("loop", name, began_ns, self._clock.now_ns, **args)
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds of the phases that ended since the last call, as `timing_s/<name>`."""
+        sums, self._sums_ns = self._sums_ns, {}
+        return {f"timing_s/{name}": ns / _NS for name, ns in sums.items()}
+
+    def complete(self, track: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        """Draws a span."""
+        if self._picture is not None:
+            self._picture.complete(track, name, start_ns / _NS, end_ns / _NS, **args)
+
+    def counter(self, track: str, **values: float) -> None:
+        """Draws values at this moment."""
+        if self._picture is not None:
+            self._picture.counter(track, **values)
+
+    def close(self) -> None:
+        if self._picture is not None:
+            self._picture.close()
+
+
+class _Picture(Timeline):
+    """A trace file whose seconds are simulated."""
+
+    def __init__(self, path: str | Path, clock: SimulatedClock) -> None:
+        self._clock = clock
+        super().__init__(path)
+        self._started_s = clock.now_s
+
+    def begin_step(self) -> None:
+        self._begin_step()
+
+    def counter(self, track: str, **values: float) -> None:
+        now = self._clock.now_s
+        if now - self._counters.get(track, float("-inf")) >= _COUNTER_EVERY_S:
+            self._counters[track] = now
+            if self._room():
+                self._event({"name": track, "ph": "C", "tid": 0, "ts": self._now_us(), "args": values})
+
+    def _now_us(self) -> float:
+        return self._us(self._clock.now_s)

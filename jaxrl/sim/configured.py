@@ -1,0 +1,196 @@
+"""What a configuration says of a simulation: the machine, its cost model, and the workload.
+
+Purpose: section `simulate` of the configuration, together with the sections that a real run reads, turned into the
+objects of `jaxrl.sim`. Every model comes with a sentence that says where its numbers are from. Errors name options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.shapes import SHAPES
+from jaxrl.scheduling.latency import LatencyPredictor, Profile
+from jaxrl.sim.calibrate import Calibration
+from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost, TableCost
+from jaxrl.sim.hardware import hardware
+from jaxrl.sim.machine import MachineSizes
+from jaxrl.sim.published import MODELS
+from jaxrl.sim.recorded import RecordedWorkload
+from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
+
+_NODE = 8  # devices, where no option says how many
+_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def num_devices_of(config: Config) -> int:
+    """How many devices the simulated machine has."""
+    return config.simulate.num_devices or config.trainer.num_devices or _NODE
+
+
+def model_sizes(config: Config) -> ModelSizes:
+    """The sizes of `simulate.model` or `model.path`, with rollout's bytes per number. Raises ConfigError if unknown."""
+    option = "simulate.model" if config.simulate.model else "model.path"
+    name = (config.simulate.model or config.model.path).removeprefix("random:")
+    size = _BYTES[config.rollout.dtype]
+    if name in SHAPES:
+        return ModelSizes.of(SHAPES[name], size, size)
+    if name in MODELS:
+        return replace(MODELS[name], weight_bytes=size, kv_bytes=size)
+    path = Path(name).expanduser()
+    if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
+        return ModelSizes.of(ModelConfig.from_hf(path), size, size)
+    raise ConfigError(
+        f"{option} ({name}) must be a folder with a config.json, or one of {', '.join(sorted({*SHAPES, *MODELS}))}, to "
+        "simulate it; set simulate.model where model.path names something else"
+    )
+
+
+def cost_model(config: Config) -> tuple[CostModel, str]:
+    """The cost model of section `simulate`, and where its numbers come from."""
+    chosen = config.simulate
+    machine = _option("simulate.hardware", hardware, chosen.hardware)
+    factors, source = Efficiency(), "default efficiency factors"
+    if bool(chosen.calibration) != bool(chosen.calibration_of):
+        raise ConfigError("simulate.calibration and simulate.calibration_of need each other: a file, and a name in it")
+    if chosen.calibration:
+        factors = _option(
+            "simulate.calibration", Calibration.read(chosen.calibration).efficiency, chosen.calibration_of
+        )
+        source = f"efficiency factors of {chosen.calibration_of} in {chosen.calibration}"
+    if chosen.efficiency:
+        known = [each.name for each in dataclasses.fields(Efficiency)]
+        for name, value in chosen.efficiency.items():
+            if name not in known or isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(
+                    f"simulate.efficiency: {name}={value!r} must be a number for one of {', '.join(known)}"
+                )
+        factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
+        source += f", with {', '.join(chosen.efficiency)} as configured"
+    roofline = RooflineCost(model_sizes(config), machine, factors)
+    described = f"roofline of {machine.name} data sheet peaks, {source}"
+    if chosen.cost == "roofline":
+        return roofline, described
+    predictor = _profiled(config)
+    identity = predictor.profile.identity
+    table = TableCost(predictor, roofline, predictor.switch_cost)
+    measured_on = f"({identity.model} on {identity.device_kind})"
+    return table, (
+        f"{predictor.profile.source} table {chosen.profile} {measured_on} for decode and prefill; the rest: {described}"
+    )
+
+
+def _profiled(config: Config) -> LatencyPredictor:
+    path, tp = Path(config.simulate.profile), config.rollout.tensor_model_parallel_size
+    if not config.simulate.profile or not path.is_file():
+        raise ConfigError(f"simulate.profile ({str(path)!r}) must be a file of `jaxrl profile`: simulate.cost is table")
+    try:
+        predictor = LatencyPredictor(Profile.from_json(json.loads(path.read_text(encoding="utf-8"))))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"simulate.profile: {path} is not a latency profile ({error})") from None
+    if tp not in predictor.degrees or not any(point.tp == tp for point in predictor.profile.prefill):
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size ({tp}) must be a degree that {path} holds decode and prefill times of "
+            f"(decode: {', '.join(map(str, predictor.degrees))})"
+        )
+    return predictor
+
+
+def workload_of(config: Config) -> tuple[Workload, str]:
+    """The workload of section `simulate`, and where its lengths come from."""
+    chosen, seed = config.simulate, config.trainer.seed
+    if chosen.workload == "recorded":
+        if not chosen.recorded_run:
+            raise ConfigError(
+                "simulate.recorded_run is missing: simulate.workload is recorded, which needs a run's folder"
+            )
+        scoring = _reward_time("simulate.task.scoring", chosen.task.scoring, config)
+        recorded = RecordedWorkload.read(
+            chosen.recorded_run, seed, chosen.recorded_rule, follow_steps=True, reward_time=scoring
+        )
+        drawn = sum(len(prompt.responses) for prompt in recorded.prompts)
+        return recorded, (
+            f"recorded: {drawn} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, drawn "
+            f"{chosen.recorded_rule}; {recorded.num_truncated} of them had reached that run's token limit"
+        )
+    tasks = chosen.tasks or [chosen.task]
+    places = [f"simulate.tasks[{i}]" for i in range(len(tasks))] if chosen.tasks else ["simulate.task"]
+    kinds = tuple(_task_kind(place, task, config) for place, task in zip(places, tasks, strict=True))
+    text = "; ".join(
+        f"{kind.name} (median {kind.lengths.median:g}, sigma {kind.lengths.sigma:g}, cap {kind.lengths.cap} tokens)"
+        for kind in kinds
+    )
+    return _option("simulate.tasks", ModelledWorkload, seed, kinds), f"modelled: {text}, seed {seed}"
+
+
+def _task_kind(place: str, task: SimulatedTask, config: Config) -> TaskKind:
+    prompts = SimulatedLengths(task.prompt_median, task.prompt_sigma)
+    return _option(
+        place,
+        TaskKind,
+        task.name,
+        _lengths(f"{place}.response", task.response, config.data.max_response_length),
+        _lengths(f"{place}.prompt_median and prompt_sigma", prompts, config.data.max_prompt_length),
+        task.correlation,
+        _reward_time(f"{place}.scoring", task.scoring, config),
+        task.weight,
+        task.pass_rate,
+        task.pass_spread,
+    )
+
+
+def _lengths(place: str, section: SimulatedLengths, cap: int) -> LengthDistribution:
+    return _option(place, LengthDistribution, cap=cap, **dataclasses.asdict(section))
+
+
+def _reward_time(place: str, section: SimulatedScoring, config: Config) -> RewardTime:
+    limit = config.reward.timeout_s or math.inf
+    return _option(place, RewardTime, timeout_s=limit, **dataclasses.asdict(section))
+
+
+def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
+    """`make(...)`, whose ValueError names the option."""
+    try:
+        return make(*values, **options)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> MachineSizes:
+    """The simulated executor's sizes; the KV pool as `jaxrl.explain.plan_num_blocks` sizes a real one.
+
+    Args:
+      model: for the training state that lies beside the pool; None: `cost` counts what else there is.
+    """
+    rollout, num_devices = config.rollout, num_devices_of(config)
+    sizes = MachineSizes(
+        num_devices=num_devices,
+        tp=rollout.tensor_model_parallel_size,
+        num_slots=rollout.max_num_seqs,
+        num_blocks=rollout.num_blocks,
+        block_size=rollout.block_size,
+        max_prefill_tokens=rollout.max_num_batched_tokens,
+    )
+    if rollout.num_blocks:
+        return sizes
+    per_request = -(-config.max_model_length // rollout.block_size)
+    numbers = (
+        1 + 2 * (not config.actor.offload_optimizer) + config.needs_ref
+    )  # master weights, Adam's moments, reference
+    resident = 0 if model is None else numbers * _BYTES[config.actor.param_dtype] * model.num_params / num_devices
+    fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident)
+    if fitting < per_request + 1:
+        raise ConfigError(
+            f"rollout.memory_fraction ({rollout.memory_fraction}) leaves {fitting} KV blocks beside weights and "
+            f"training state, but one request of {config.max_model_length} tokens needs {per_request} and the pool one "
+            "more: lower data.max_response_length, raise rollout.tensor_model_parallel_size or simulate.num_devices, "
+            "or set actor.offload_optimizer"
+        )
+    return replace(sizes, num_blocks=min(fitting, rollout.max_num_seqs * per_request + 1))

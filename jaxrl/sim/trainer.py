@@ -1,0 +1,65 @@
+"""The simulated trainer: learns nothing, and takes as long as training would.
+
+Purpose: `jaxrl.loop.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do not exist, so
+their metrics are left out rather than made up.
+
+Departures: a batch's tokens count a prompt once per sample, also where `actor.share_prompts` would compute it less
+often; padding of microbatches is part of the cost model's `mfu`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
+from jaxrl.types import TrainBatch
+
+
+class SimulatedTrainer:
+    """Charges forward passes and updates to the clock.
+
+    A step's cost is asked for as a whole: each update is charged what it adds to the step so far, so that what a step
+    costs whatever its size is charged once. `synced` ends the step.
+    """
+
+    def __init__(self, cost: CostModel, num_devices: int, clock: SimulatedClock) -> None:
+        self._cost = cost
+        self._num_devices = num_devices
+        self._clock = clock
+        self._tokens, self._pairs, self._updates = 0, 0.0, 0
+        self._charged_s = 0.0
+
+    def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]:
+        """Zeros, float32 [T] per sample, after the time of one forward pass."""
+        tokens, pairs = load_of(batch)
+        self._clock.advance(self._cost.forward_s(tokens, pairs, self._num_devices))
+        return [np.zeros(len(sample), np.float32) for sample in batch.samples]
+
+    def accumulate(self, batch: TrainBatch) -> None:
+        """Adds to the gradient: to what the next update costs."""
+        tokens, pairs = load_of(batch)
+        self._tokens += tokens
+        self._pairs += pairs
+
+    def apply(self) -> dict[str, float]:
+        """An optimizer update over what was accumulated since the last one; it has no metrics."""
+        self._updates += 1
+        load = TrainLoad(self._tokens, self._pairs, updates=self._updates)
+        whole_s = self._cost.train_step_s(load, self._num_devices)
+        self._clock.advance(max(whole_s - self._charged_s, 0.0))
+        self._charged_s = whole_s
+        return {}
+
+    def synced(self) -> None:
+        """The rollout has taken the weights over: the next update belongs to another step."""
+        self._tokens, self._pairs, self._updates = 0, 0.0, 0
+        self._charged_s = 0.0
+
+
+def load_of(batch: TrainBatch) -> tuple[int, float]:
+    """(tokens of prompts and responses, (query, key) pairs of their attention)."""
+    lengths = [len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True)]
+    return sum(lengths), sum(causal_pairs(length) for length in lengths)

@@ -1,0 +1,126 @@
+"""Who holds what: against the shardings that really place the arrays, and in text and pictures."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+import xml.etree.ElementTree as ET
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.models.shapes import named_shape
+from jaxrl.sharding.explain import Range, explain_layout
+from jaxrl.sharding.layout import Layout, tp_degrees
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.picture import Label, Rectangle, draw, png, svg
+from jaxrl.sharding.rules import padded_config, rollout_shardings
+
+SMOLLM2, TINY = named_shape("SmolLM2-135M"), named_shape("tiny")
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 6, 8])
+def test_it_is_what_the_shardings_do(count):
+    mesh = make_mesh(jax.devices()[:count])
+    most = tp_degrees(mesh)[-1]
+    for config, tp in itertools.product((SMOLLM2, TINY), tp_degrees(mesh)):
+        explained = explain_layout(config, count, tp, most)
+        padded = padded_config(config, most)
+        shardings = rollout_shardings(config, Layout(mesh, tp), most)
+        layer = shardings["layers"][0]
+        for part in explained.parts:
+            sharding = layer[part.name] if part.count > 1 else shardings[part.name]
+            assert sharding.shard_shape(part.shape) == part.held
+        groups = Layout(mesh, tp).sharding("dp").devices_indices_map((explained.dp,))
+        sizes = padded.num_heads, padded.num_kv_heads, padded.intermediate_size, padded.vocab_size
+        for device, shown in zip(mesh.devices.flat, explained.devices, strict=True):
+            for size, (name, dim), held in zip(
+                sizes,
+                (("q", 1), ("k", 1), ("up", 1), ("embed", 0)),
+                (shown.heads, shown.kv_heads, shown.mlp, shown.vocab),
+                strict=True,
+            ):
+                sharding, shape = (shardings | layer)[name], [1] * (3 if name in "qk" else 2)
+                shape[dim] = size
+                index = sharding.devices_indices_map(tuple(shape))[device][dim]
+                assert index.indices(size)[:2] == (held.start, held.stop)
+            assert groups[device][0].indices(explained.dp)[0] == shown.dp_group
+
+
+def test_padding_is_told_from_heads():
+    explained = explain_layout(SMOLLM2, 8, 4, 8)
+    assert [str(device.heads) for device in explained.devices[:4]] == [
+        "0-3 (1 padded)",
+        "8-11 (1 padded)",
+        "4-7 (1 padded)",
+        "12-15 (4 padded)",
+    ]
+    assert [str(device.kv_heads) for device in explained.devices[:4]] == ["0", "2", "1", "3 (1 padded)"]
+    assert explained.devices[0].heads.padding == ((3, 4),)
+    held = np.concatenate([range(d.heads.start, d.heads.stop) for d in explained.devices if d.dp_group == 1])
+    assert sorted(held) == list(range(16))
+    assert str(Range(0, 1)) == "0"
+    unpadded = explain_layout(SMOLLM2, 8, 1)
+    assert unpadded.sizes[0] == ("query heads", 9, 9)
+    assert unpadded.device_numbers == SMOLLM2.num_params()
+
+
+def test_text():
+    text = str(explain_layout(SMOLLM2, 8, 8, name="SmolLM2-135M"))
+    lines = text.splitlines()
+    assert lines[0] == "SmolLM2-135M: 8 devices, dp 1 × tp 8"
+    assert lines[1] == "mesh x2=2 x1=2 x0=2; dp over nothing, tp over x0 x1 x2"
+    assert lines[2] == "padded for tp 8: query heads 9 to 16, key/value heads 3 to 4"
+    assert any(
+        line.split() == ["final_norm", "[576]", "whole", "on", "every", "device", "[576]", "576"] for line in lines
+    )
+    assert lines[-1] == "KV: one pool; each key/value head is on 2 devices of its group (4 heads, tp 8)"
+    assert all(line == line.rstrip() for line in lines)
+    assert "4 pools, one per dp group; each key/value head is on one device" in str(explain_layout(TINY, 8, 2))
+    assert "8 pools, one per dp group; each device holds all 2" in str(explain_layout(TINY, 8, 1))
+    assert "tiny: 1 device, dp 1 × tp 1" in str(explain_layout(TINY, 1, 1, name="tiny"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((8, 3), r"tp \(3\) on 8 devices must be one of 1, 2, 4, 8"),
+        ((8, 4, 6), r"--max-tp \(6\), which weights are padded for, must be a multiple of --tp \(4\)"),
+        ((0, 1), r"--devices \(0\) must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        explain_layout(TINY, *arguments)
+
+
+@pytest.mark.parametrize(("devices", "tp"), [(1, 1), (8, 4), (6, 2)])
+def test_pictures_stay_on_their_sheet(devices, tp):
+    picture = draw(explain_layout(SMOLLM2, devices, tp, name="a <model>"))
+    boxes = [shape for shape in picture.shapes if isinstance(shape, Rectangle)]
+    assert sum(box.line != "" for box in boxes) == devices
+    assert all(b.x >= 0 and b.x + b.width <= picture.width and b.y + b.height <= picture.height for b in boxes)
+    labels = [shape.text for shape in picture.shapes if isinstance(shape, Label)]
+    assert {f"device {i}" for i in range(devices)} <= set(labels)
+    root = ET.fromstring(svg(picture))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == labels
+    assert "a <model>" in texts[0]
+
+
+def test_pixels():
+    image_module = pytest.importorskip("PIL.Image")
+    picture = draw(explain_layout(TINY, 4, 2))
+    image = image_module.open(io.BytesIO(png(picture)))
+    assert image.size == (2 * picture.width, 2 * picture.height)
+    strong = next(b for b in picture.shapes if isinstance(b, Rectangle) and b.fill == "#2563a8")
+    at = round(2 * strong.x + 3), round(2 * strong.y + 3)
+    assert image.getpixel(at) == (0x25, 0x63, 0xA8)
+
+
+def test_pixels_without_pillow(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ValueError, match="--png needs the package pillow, which is not installed"):
+        png(draw(explain_layout(TINY, 1, 1)))

@@ -1,0 +1,281 @@
+"""The simulated backend: exact times of rounds done by hand, the commands of all rules, the real backend beside it."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
+
+from jaxrl.backend import RolloutBackend
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Launch,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
+from jaxrl.scheduling.round import Round
+from jaxrl.sim.executor import ReplayExecutor
+from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind, Workload
+from jaxrl.types import Prompt, Sample, SamplingParams
+
+
+def test_a_tiny_round_by_hand():
+    """Plan 0 prefills (10 s), which samples each first token, and decodes two steps: until 12. Plan 1, submitted at 0,
+    runs two more until 14; plan 2, submitted at 12 when the host has seen plan 0, one until 15. The one reward worker
+    starts at 12, as soon as the first response has been told."""
+    machine = Machine(TINY)
+    machine.backend.enter_rollout(0)
+    machine.backend.begin(1, SamplingParams(max_tokens=50, stop_token_ids=(STOP,)))
+    events = play(Round([prompt(0), prompt(1)], 2), machine.backend)
+    assert told(events) == [
+        (12.0, "finished", key(0, 0)),
+        (12.0, "finished", key(1, 0)),
+        (14.0, "finished", key(0, 1)),
+        (15.0, "finished", key(1, 1)),
+        (15.0, "verdict", key(0, 0)),
+        (16.0, "verdict", key(1, 0)),
+        (20.0, "verdict", key(0, 1)),
+        (22.0, "verdict", key(1, 1)),
+    ]
+    assert [event.duration_s for event in events if isinstance(event, Verdict)] == [3.0, 1.0, 4.0, 2.0]
+    measured = machine.backend.end()
+    assert measured["rollout/decode_steps"] == 5
+    assert measured["rollout/bubble_ratio"] == pytest.approx(1 - 12 / 20)
+    assert (measured["reward/num_scored"], measured["reward/seconds"]) == (4, 10.0)
+    assert machine.executor.num_tokens == 16
+
+
+def test_two_reward_workers_score_side_by_side():
+    machine = Machine(TINY, workers=2)
+    machine.backend.enter_rollout(0)
+    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    verdicts = [each for each in told(play(Round([prompt(0), prompt(1)], 2), machine.backend)) if each[1] == "verdict"]
+    # the second worker is done at 13, and its verdict waits for the first one's; the third starts at 14 on it
+    assert [(at, of) for at, _, of in verdicts] == [
+        (15.0, key(0, 0)),
+        (13.0, key(1, 0)),
+        (18.0, key(0, 1)),
+        (17.0, key(1, 1)),
+    ]
+    assert machine.clock.now_s == 18.0
+
+
+def test_the_host_works_beside_the_devices():
+    """With half a second of host work per plan everything begins half a second later, and no plan waits for it again:
+    plan 1 is submitted at 1.0, while plan 0 runs from 0.5 to 12.5."""
+    machine = Machine(TINY, host_s=0.5)
+    machine.backend.enter_rollout(0)
+    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    finished = [
+        each[0] for each in told(play(Round([prompt(0), prompt(1)], 2), machine.backend)) if each[1] == "finished"
+    ]
+    assert finished == [12.5, 12.5, 14.5, 15.5]
+
+
+def test_scoring_that_reaches_the_limit_is_a_time_out():
+    machine = Machine(TINY, timeout_s=3.0)
+    machine.backend.enter_rollout(0)
+    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    events = play(Round([prompt(0), prompt(1)], 2), machine.backend)
+    verdicts = {event.key: event for event in events if isinstance(event, Verdict)}
+    assert {of: event.status for of, event in verdicts.items()} == {
+        key(0, 0): "timeout",
+        key(0, 1): "timeout",
+        key(1, 0): "ok",
+        key(1, 1): "ok",
+    }
+    assert verdicts[key(0, 1)].reward == 0.0, "its scorer would have said 1"
+    assert machine.backend.end()["reward/timeouts"] == 2
+
+
+def test_a_length_that_is_not_known_is_an_error():
+    machine = Machine(known({key(0, 0): 3}))
+    machine.backend.enter_rollout(0)
+    machine.backend.begin(1, SamplingParams(max_tokens=50))
+    with pytest.raises(ValueError, match=r"sample_index=1.*no length is recorded"):
+        play(Round([prompt(0)], 2), machine.backend)
+
+
+# ---------------------------------------------------------------- commands of other rules
+
+
+def test_aborted_responses_are_told_and_may_go_on_where_they_were():
+    lengths = {key(0): 9, key(1): 3, key(2): 30}
+    machine = Machine(known(lengths, prompts=4))
+    backend = machine.begin()
+    for i in range(3):
+        backend.apply(Launch(prompt(i), (key(i),)))
+    first = backend.wait()
+    assert isinstance(first, SampleFinished)
+    assert first.sample.key == key(1)
+    backend.apply(Abort((key(0), key(2)), keep=True))  # plan 1, in flight, is waited for: five tokens each
+    aborted = [backend.wait() for _ in range(2)]
+    assert told(aborted) == [(14.0, "aborted", key(0)), (14.0, "aborted", key(2))]
+    kept = [event.sample for event in aborted if isinstance(event, SampleAborted)]
+    assert [(len(sample), sample.finish_reason) for sample in kept] == [(5, "abort"), (5, "abort")]
+    backend.end()
+
+    backend = machine.begin(version=1)
+    backend.apply(Launch(prompt(0), (key(0),), resumed=(kept[0],)))
+    finished = backend.wait()
+    assert isinstance(finished, SampleFinished)
+    assert len(finished.sample) == 9
+    assert finished.sample.versions.tolist() == [0] * 5 + [1] * 4
+    backend.end()
+
+
+def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it():
+    for keep, kind in ((False, "aborted"), (True, "finished")):
+        backend = Machine(known({key(0): 3, key(1): 3})).begin()
+        backend.apply(Launch(prompt(0), (key(0),)))
+        backend.apply(Launch(prompt(1), (key(1),)))
+        assert told([backend.wait()]) == [(12.0, "finished", key(0))]
+        backend.apply(Abort((key(1),), keep=keep))
+        (event,) = told([backend.wait()])
+        assert event[1:] == (kind, key(1))
+        backend.end()
+
+
+def test_a_response_resumed_later_keeps_the_length_it_had():
+    growing = ModelledWorkload(0, (TaskKind("t", LengthDistribution(8, 0.0, 50, growth=0.5)),))
+    assert (growing.length(key(0), 1), growing.length(key(0), 3)) == (12, 27)
+    machine = Machine(growing)
+    backend = machine.begin()
+    backend.apply(Launch(prompt(0), (key(0),)))
+    backend.apply(Launch(prompt(1), (key(1),)))
+    for _ in range(3):
+        backend._run_plan()
+    backend.apply(Abort((key(0), key(1)), keep=True))
+    kept = [event.sample for event in (backend.wait(), backend.wait()) if isinstance(event, SampleAborted)]
+    assert len(kept) == 2
+    backend.end()
+    backend = machine.begin(version=2)
+    backend.apply(Launch(prompt(0), (key(0),), resumed=(kept[0],)))
+    backend.apply(Launch(prompt(1), (key(1),)))
+    events = [backend.wait(), backend.wait()]
+    assert {e.sample.key: len(e.sample) for e in events if isinstance(e, SampleFinished)} == {key(0): 12, key(1): 27}
+
+
+def test_verdicts_are_awaited_and_cancelled():
+    lengths = {key(0): 2, key(1): 40, key(2): 2}
+    backend = Machine(known(lengths, {key(0): 50.0, key(2): 1.0}), workers=2).begin()
+    for i in range(3):
+        backend.apply(Launch(prompt(i), (key(i),)))
+    ends = [backend.wait(), backend.wait()]
+    for event in ends:
+        assert isinstance(event, SampleFinished)
+        backend.apply(Score(prompt(event.sample.key.prompt_index), event.sample))
+    backend.apply(AwaitVerdict(key(0)))
+    assert told([backend.wait()]) == [(62.0, "verdict", key(0))]
+    assert backend.engine.counters.plans == 1, "no plan was made while the verdict was awaited"
+    backend.apply(CancelScore((key(2),)))  # has come in at 13, untold
+    assert told([backend.wait()])[0][1:] == ("finished", key(1))
+
+
+def test_a_cancelled_scoring_may_be_asked_for_again():
+    backend = Machine(known({key(0): 2}, {key(0): 5.0})).begin()
+    backend.apply(Launch(prompt(0), (key(0),)))
+    event = backend.wait()
+    assert isinstance(event, SampleFinished)
+    backend.apply(Score(prompt(0), event.sample))
+    backend.apply(CancelScore((key(0),)))
+    backend.apply(Score(prompt(0), event.sample))
+    assert told([backend.wait()]) == [(21.0, "verdict", key(0))]  # 11, and twice 5: the worker was not interrupted
+    with pytest.raises(RuntimeError, match="nothing is running"):
+        backend.wait()
+
+
+def test_a_cancelled_round_leaves_nothing():
+    machine = Machine(TINY)
+    backend = machine.begin()
+    backend.apply(Launch(prompt(0), (key(0, 0), key(0, 1))))
+    event = backend.wait()
+    assert isinstance(event, SampleFinished)
+    backend.apply(Score(prompt(0), event.sample))
+    backend.cancel()
+    assert machine.engine.is_idle
+    again = machine.begin()
+    began_s = machine.clock.now_s
+    again.apply(Launch(prompt(1), (key(1, 0),)))
+    event = again.wait()
+    assert isinstance(event, SampleFinished)
+    assert event.time_s == began_s + 11.0
+    again.apply(Score(prompt(1), event.sample))
+    assert told([again.wait()]) == [(began_s + 12.0, "verdict", key(1, 0))]
+
+
+# ---------------------------------------------------------------- as the real backend
+
+
+class InstantPool:
+    """A reward pool that answers at once."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._done: list[Verdict] = []
+
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        self._done.append(Verdict(0.0, sample.key, self._workload.reward(sample.key)))
+
+    def completed(self) -> list[Verdict]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, timeout_s: float) -> list[Verdict]:
+        return self.completed()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class NoWords:
+    def decode(self, ids: Any) -> str:
+        return ""
+
+
+class NoJournal:
+    def find(self, *_: Any) -> None:
+        return None
+
+
+def test_the_real_backend_tells_the_same(tmp_path):
+    """The same round on the machine's own backend, over a replay of the same lengths: same events, same dispatches."""
+    from jaxrl.timeline import Timeline
+
+    rng = random.Random(1)
+    lengths = {key(i, j): rng.randint(1, 30) for i in range(9) for j in range(3)}
+    workload = known(lengths)
+    machine = Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=20), decode_steps=3)
+    machine.backend.enter_rollout(0)
+    replay = ReplayExecutor(lengths, 2, 3, 20, 4, 64)
+    worker: Any = SimpleNamespace(num_groups=2, num_slots=3, recompiles=0)
+    with Timeline(tmp_path / "t.json") as timeline:
+        real: Any = RolloutBackend(
+            Engine(replay, BatcherConfig(decode_steps=3)),
+            worker,
+            InstantPool(workload),
+            NoWords(),
+            NoJournal(),  # pyright: ignore[reportArgumentType]
+            timeline,
+            lambda: None,
+        )
+        real._ready = True
+        outcomes = []
+        for backend in (real, machine.backend):
+            backend.begin(1, SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
+            events = play(Round([prompt(i, 5) for i in range(9)], 3), backend)
+            measured = backend.end()
+            rollout = {name: value for name, value in measured.items() if name.startswith("rollout/")}
+            finishes = [(e.sample.key, e.dispatch) for e in events if isinstance(e, SampleFinished)]
+            outcomes.append(([each[1:] for each in told(events)], finishes, rollout))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][2]["rollout/bubble_ratio"] > 0
