@@ -65,12 +65,12 @@ class Tiles(NamedTuple):
     """Which tiles see which: what `visible_tiles` makes of a microbatch.
 
     Attributes:
-      pairs: int32 [P, 2], (query tile, key tile), ordered by query tile; only the first `count` mean anything.
-      count: int32 [1].
+      pairs: int32 [P, 2], (query tile, key tile), ordered by query tile; only the first `num_pairs` mean anything.
+      num_pairs: int32 [1].
     """
 
     pairs: jax.Array
-    count: jax.Array
+    num_pairs: jax.Array
 
 
 def attention(
@@ -97,8 +97,9 @@ def attention(
       [R, T, H, D] in q's dtype.
     """
     if tiles is None:
-        operands = _operands(how, q, k, v)
-        return reference.packed_attention(*operands, segment_ids, positions, prefix_ids).astype(q.dtype)
+        wide_q, wide_k, wide_v = _operands(how, q, k, v)
+        out = reference.packed_attention(wide_q, wide_k, wide_v, segment_ids, positions, prefix_ids)
+        return out.astype(q.dtype)
     segments, prefixes = (_tiled(x, how) for x in (segment_ids, prefix_ids))
     return _blockwise(how, q, k, v, tiles, segments, prefixes)
 
@@ -211,7 +212,7 @@ def _forward(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_NSKMD = _query_tiles(_operands(how, q)[0], k.shape[2], how)
     k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in _operands(how, k, v))
-    per_row, count, lowest = segments.size // how.block // q.shape[0], tiles.count[0], jnp.finfo(wide).min
+    per_row, count, lowest = segments.size // how.block // q.shape[0], tiles.num_pairs[0], jnp.finfo(wide).min
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, highest, total = carry
@@ -260,7 +261,7 @@ def _backward(how: Tiling, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
         )
 
     start = tuple(jnp.zeros(x.shape, wide) for x in (q_NSKMD, k_NSKBD, v_NSKBD))
-    d_q, d_k, d_v = lax.fori_loop(0, tiles.count[0], body, start)
+    d_q, d_k, d_v = lax.fori_loop(0, tiles.num_pairs[0], body, start)
     return (
         _from_query_tiles(d_q, q.shape, how).astype(q.dtype),
         _from_key_tiles(d_k, k.shape, how).astype(k.dtype),

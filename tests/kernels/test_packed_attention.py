@@ -133,7 +133,7 @@ def test_tiles_are_only_those_needed():
     visible &= (rows[0][:, None] > 0) & np.tril(np.ones((44, 44), bool))
     visible = np.pad(visible, ((0, 0), (0, 4), (0, 4))).reshape(5, 6, 8, 6, 8).any((2, 4))
     expected = {(6 * row + a, 6 * row + b) for row, a, b in np.argwhere(visible)}
-    count = int(tiles.count[0])
+    count = int(tiles.num_pairs[0])
     assert {tuple(pair) for pair in np.asarray(tiles.pairs)[:count].tolist()} == expected
     assert len(expected) == count < len(tiles.pairs)
     assert packed.visible_tiles(rows[0], rows[2], Tiling(64, 8)) is None

@@ -1,0 +1,69 @@
+"""Lanes of packed KV blocks: taken out of a pool, exchanged between the devices of two layouts, put into a pool.
+
+Purpose: what runs inside `shard_map` when KV migrates (`jaxrl.sharding.kv_migration`), each function local to a device.
+
+Source: design §5: KV merges in `shard_map`, with one all-to-all per array.
+
+A lane is one dp group of whichever layout has more of them. A device's lanes stand in the order in which collectives
+over several axes stack them (`lane_order`); only the block numbers have to know.
+
+Dims: l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D head dim,
+M places of a lane.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import axes_size
+
+
+def _moved_axes(before: Layout, after: Layout, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that change between dp and tp: those that heads are split over where tp is larger, and the others."""
+    large, small = (before, after) if before.tp > after.tp else (after, before)
+    moved = [axis for axis in large.tp_axes if axis not in small.tp_axes]
+    split = large.kv_axes(heads)
+    return tuple(axis for axis in moved if axis in split), tuple(axis for axis in moved if axis not in split)
+
+
+def lane_order(before: Layout, after: Layout, heads: int) -> np.ndarray:
+    """Within one dp group of the layout with fewer of them: the lane at each place of a device's stack.
+
+    Lanes are numbered as dp groups are, by the mesh's order of axes. Collectives stack by the order in which axes are
+    named to them: those that replicate first, then those that split heads, the major part of the heads first.
+    """
+    split, rest = _moved_axes(before, after, heads)
+    mesh = before.mesh
+    natural = [axis for axis in mesh.axis_names if axis in (*split, *rest)]
+    numbers = np.arange(axes_size(mesh, natural)).reshape([mesh.shape[axis] for axis in natural])
+    return numbers.transpose([natural.index(axis) for axis in (*rest, *split)]).ravel()
+
+
+def exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int) -> jax.Array:
+    """Packed lanes [l, K', M, P, D] of a device in one layout to those in the other; inside `shard_map`."""
+    split, rest = _moved_axes(before, after, heads)
+    if after.tp >= before.tp:
+        if split:
+            lanes = lax.all_to_all(lanes, split, split_axis=1, concat_axis=0, tiled=True)
+        return lax.all_gather(lanes, rest, axis=0, tiled=True) if rest else lanes
+    if rest:
+        # Every device of these axes has the same heads of all the group's lanes: it keeps its own.
+        count = lanes.shape[0] // axes_size(before.mesh, rest)
+        lanes = lax.dynamic_slice_in_dim(lanes, lax.axis_index(rest) * count, count, axis=0)
+    return lax.all_to_all(lanes, split, split_axis=0, concat_axis=1, tiled=True) if split else lanes
+
+
+def take(pool_KNPD: jax.Array, sources_LM: jax.Array) -> jax.Array:
+    """The lanes' blocks, [l, K', M, P, D]; numbers are checked on the host."""
+    return jax.vmap(lambda blocks: jnp.take(pool_KNPD, blocks, axis=1, mode="clip"))(sources_LM)
+
+
+def put(pool_KNPD: jax.Array, lanes_LKMPD: jax.Array, targets_LM: jax.Array) -> jax.Array:
+    """A pool with the lanes' blocks in it; numbers beyond the last block are dropped."""
+    K, _, P, D = pool_KNPD.shape
+    blocks_KBPD = jnp.moveaxis(lanes_LKMPD, 0, 1).reshape(K, -1, P, D)
+    return pool_KNPD.at[:, targets_LM.ravel()].set(blocks_KBPD, mode="drop")

@@ -1,0 +1,473 @@
+"""Moving live KV blocks between layouts of one mesh, and between workers on disjoint devices.
+
+Purpose: `migrate` takes a paged KV pool out of one layout and gives it in another, with the live blocks where a plan
+(`jaxrl.scheduling.kv_plan`) wants them; `migrate_across` does the same between meshes that share no device.
+
+Source: design §5: only live blocks move, picked in `shard_map` with a local take; nothing that gathers or scatters is
+left to the partitioner together with a layout change, which aborts the process on jax 0.11.2.
+
+Departures: the exchange is written out as collectives inside the same `shard_map`, instead of a jitted identity with
+`out_shardings` between the take and the scatter. Measured on 8 virtual CPU devices (packed [lanes, K, 64, 16, 64] in
+float32, 4 arrays, medians in ms, jax 0.10.2 / 0.11.2; identity at once, identity stepwise through every degree,
+collectives as here):
+
+    K = 8  tp 1 to 2    27 / 31     27 / 31     28 / 33
+    K = 8  tp 1 to 4    59 / 42     98 / 48     49 / 32
+    K = 8  tp 1 to 8    53 / 32    126 / 78     50 / 30
+    K = 8  tp 2 to 8    32 / 19     42 / 22     26 / 14
+    K = 2  tp 2 to 8     6 / 10      9 / 17      5 / 9
+
+For key/value heads that are replicated over a part of tp, the identity makes the partitioner replicate the whole array
+(it warns of an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So degrees are jumped, with one
+all-to-all per array over the axes that heads are split over, and one all-gather over those that they are not.
+
+The way of an array, in one program: take the live blocks of each lane, exchange, scatter into the new pool
+(`jaxrl.sharding.kv_lanes`). One array (of keys or of values, of one layer) is the unit of a chunk; the old one is
+deleted right after its dispatch.
+
+Dims: dp groups, K key/value heads, N blocks of a pool, P positions per block, D head dim, M places of a lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.sharding.kv_lanes import exchange, lane_order, put, take
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import axes_size
+from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES, crossing_bytes
+
+MIN_LANE_BLOCKS = 8
+Pool = list[tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationReport:
+    """What a migration took; time it from outside.
+
+    Attributes:
+      num_blocks: live blocks that moved, of all lanes; a block is one of all layers, keys and values.
+      lane_blocks: places of a lane, which is what was packed: the fullest lane, rounded up.
+      live_bytes: of those blocks, key/value heads counted once.
+      moved_bytes: what crossed between devices, padding of the lanes and replicated heads included.
+      num_chunks, num_programs: dispatches, and the different programs among them.
+      peak_extra_bytes: the most that any device holds beyond the larger of the pool before and the pool after.
+      max_extra_bytes: the bound; a single array that needs more goes alone.
+    """
+
+    num_blocks: int
+    lane_blocks: int
+    live_bytes: int
+    moved_bytes: int
+    num_chunks: int
+    num_programs: int
+    peak_extra_bytes: int
+    max_extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a migration's programs depend on, beside the layouts. Sizes of one pool array before and after."""
+
+    num_kv_heads: int
+    num_blocks: int
+    new_num_blocks: int
+    block_size: int
+    head_dim: int
+    dtype: Any
+    lane_blocks: int
+    is_filled: bool  # whether the new pool exists and keeps what it holds
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of one array, all heads."""
+        return self.num_kv_heads * self.block_size * self.head_dim * np.dtype(self.dtype).itemsize
+
+
+def migrate(
+    pool: Pool,
+    before: Layout,
+    after: Layout,
+    sources: np.ndarray,
+    targets: np.ndarray,
+    num_blocks: int,
+    *,
+    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
+) -> tuple[Pool, MigrationReport]:
+    """Live blocks of a pool into a new pool in another layout (or the same) of the same mesh. The old pool is gone.
+
+    Args:
+      pool: per layer (keys, values), [dp, K, N, P, D] as `before` shards them (`rollout.kv_cache`).
+      sources, targets: int32 [lanes, M] from `KvPlan.lanes`: block numbers in the old and the new pools, -1 for none.
+      num_blocks: of a new pool, the reserved one included.
+      max_extra_bytes: per device.
+
+    Returns:
+      The new pool; blocks that are nobody's target are zero.
+
+    Raises:
+      ValueError: before anything moves: another mesh, a pool that is not in `before`, lanes or blocks that do not fit.
+    """
+    if before.mesh != after.mesh:
+        raise ValueError(
+            f"KV migration: the layouts are of two meshes ({_describe(before)}; {_describe(after)}): migrate moves "
+            "within one mesh, migrate_across between devices that are all others"
+        )
+    shape, index = _checked(pool, before, after, sources, targets, num_blocks, None)
+    chunks = _chunks(shape, before, after, 2 * len(pool), max_extra_bytes)
+    programs = [_move(shape, before, after, count) for count in chunks]
+    old, new = [array for layer in pool for array in layer], []
+    previous: Any = ()
+    for count, program in zip(chunks, programs, strict=True):
+        jax.block_until_ready(previous)  # or the chunks in flight would add up
+        own = [old.pop(0) for _ in range(count)]
+        previous = program(*own, *index)
+        for array in own:
+            array.delete()
+        new += previous
+    return _layers(new), _report(shape, before, after, sources, chunks, max_extra_bytes)
+
+
+def precompile(
+    before: Layout,
+    after: Layout,
+    pool: Pool,
+    num_blocks: int,
+    lane_blocks: Sequence[int] | None = None,
+    *,
+    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
+) -> list[Any]:
+    """Compiles what `migrate` between these layouts can need, and moves nothing; returns the compiled programs.
+
+    Args:
+      pool: arrays or `jax.ShapeDtypeStruct`s in the layout `before`.
+      lane_blocks: sizes to compile for (rounded up as `lane_capacity` does); default: every one there is.
+    """
+    keys = pool[0][0]
+    most = lane_limit(before, after, keys.shape[2], num_blocks)
+    sizes = {lane_capacity(size, most) for size in (range(1, most + 1) if lane_blocks is None else lane_blocks)}
+    found: dict[tuple[int, int], Any] = {}
+    for size in sorted(sizes):
+        heads, old_blocks, block_size, head_dim = keys.shape[1:]
+        shape = _Shape(heads, old_blocks, num_blocks, block_size, head_dim, keys.dtype, size, False)
+        for count in _chunks(shape, before, after, 2 * len(pool), max_extra_bytes):
+            found[size, count] = _move(shape, before, after, count)
+    return list(found.values())
+
+
+def migrate_across(
+    pool: Pool,
+    before: Layout,
+    after: Layout,
+    sources: np.ndarray,
+    targets: np.ndarray,
+    num_blocks: int,
+    *,
+    into: Pool | None = None,
+    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
+) -> tuple[Pool, MigrationReport]:
+    """Live blocks into a pool on other devices: packed, `jax.device_put` with the same spec, exchanged where they land.
+
+    Args:
+      pool: the one that they leave; it is not touched, for its other requests may go on.
+      before, after: on meshes of equal shape that have no device in common.
+      into: the pool of the worker that takes them in, gone afterwards; default: a new one.
+      sources, targets, num_blocks, max_extra_bytes: as in `migrate`.
+
+    Raises:
+      ValueError: as `migrate`; or the meshes share a device, or differ in shape.
+    """
+    shared = {*before.mesh.devices.flat} & {*after.mesh.devices.flat}
+    if shared or before.mesh.shape != after.mesh.shape:
+        raise ValueError(
+            f"KV migration across: {_describe(before)} and {_describe(after)} must be meshes of equal shape without a "
+            f"common device, and have {len(shared)}: the same spec must exist on both sides"
+        )
+    shape, (source_index, target_index) = _checked(pool, before, after, sources, targets, num_blocks, into)
+    landing = Layout(after.mesh, before.tp)
+    chunks = _chunks(shape, landing, after, 2 * len(pool), max_extra_bytes)
+    packs = [_pack(shape, before, after, count) for count in chunks]
+    unpacks = [_unpack(shape, landing, after, count) for count in chunks]
+    old, new = [array for layer in pool for array in layer], []
+    held = [array for layer in into or [] for array in layer]
+    packed_sharding = NamedSharding(landing.mesh, _pool_spec(landing, shape))
+    previous: Any = ()
+    for count, pack, unpack in zip(chunks, packs, unpacks, strict=True):
+        jax.block_until_ready(previous)
+        packed = pack(*[old.pop(0) for _ in range(count)], source_index)
+        landed = jax.device_put(list(packed), packed_sharding)
+        for array in packed:
+            array.delete()
+        previous = unpack(*landed, *[held.pop(0) for _ in range(count if held else 0)], target_index)
+        for array in landed:
+            array.delete()
+        new += previous
+    return _layers(new), _report(shape, before, after, sources, chunks, max_extra_bytes)
+
+
+# ---------------------------------------------------------------- sizes and checks
+
+
+def lane_limit(before: Layout, after: Layout, num_blocks: int, new_num_blocks: int) -> int:
+    """The most blocks that a lane can have: what fits into the smaller of the pools at its ends."""
+    return min(num_blocks, new_num_blocks) - 1
+
+
+def lane_capacity(num_blocks: int, most: int) -> int:
+    """Places of a lane: a power of two from 8 on, at most `most`; so that few sizes have to be compiled."""
+    return min(max(MIN_LANE_BLOCKS, 1 << max(num_blocks - 1, 0).bit_length()), max(most, 1))
+
+
+def _pool_spec(layout: Layout, shape: _Shape) -> PartitionSpec:
+    """Of a pool array, and of packed lanes: dp groups and heads are split alike."""
+    return PartitionSpec(layout.dp_axes or None, layout.kv_axes(shape.num_kv_heads) or None)
+
+
+def _describe(layout: Layout) -> str:
+    return f"dp {layout.dp} × tp {layout.tp} on {layout.mesh.size} devices"
+
+
+def _checked(
+    pool: Pool,
+    before: Layout,
+    after: Layout,
+    sources: np.ndarray,
+    targets: np.ndarray,
+    num_blocks: int,
+    into: Pool | None,
+) -> tuple[_Shape, tuple[np.ndarray, np.ndarray]]:
+    """Sizes, and the numbers of source and target blocks as devices stack their lanes, [lanes, places] both."""
+    keys = pool[0][0]
+    heads, old_blocks, block_size, head_dim = keys.shape[1:]
+    lanes = max(before.dp, after.dp)
+    if sources.shape != targets.shape or sources.ndim != 2 or len(sources) != lanes:
+        raise ValueError(
+            f"KV migration: sources {sources.shape} and targets {targets.shape} must both be [{lanes} lanes, M] for "
+            f"dp {before.dp} to dp {after.dp}"
+        )
+    most = lane_limit(before, after, old_blocks, num_blocks)
+    shape = _Shape(
+        heads,
+        old_blocks,
+        num_blocks,
+        block_size,
+        head_dim,
+        keys.dtype,
+        lane_capacity(sources.shape[1], most),
+        into is not None,
+    )
+    _check_pool("the pool", pool, before, shape, old_blocks)
+    if into is not None:
+        _check_pool("the pool to go into", into, after, shape, num_blocks)
+        if len(into) != len(pool):
+            raise ValueError(f"KV migration: the pools have {len(pool)} and {len(into)} layers")
+    is_used = targets >= 0
+    fits = np.all(is_used == (sources >= 0)) and sources.max(initial=0) < old_blocks
+    if not fits or np.any(targets == 0) or targets.max(initial=0) >= num_blocks or sources.shape[1] > most:
+        raise ValueError(
+            f"KV migration: sources must be in [0, {old_blocks}) and targets in [1, {num_blocks}), each -1 where the "
+            f"other is, at most {most} in a lane: these pools have {old_blocks} and {num_blocks} blocks "
+            "(rollout.num_blocks)"
+        )
+    padding = ((0, 0), (0, shape.lane_blocks - sources.shape[1]))
+    source_index = np.pad(np.where(is_used, sources, 0), padding).astype(np.int32)
+    target_index = np.pad(np.where(is_used, targets, num_blocks), padding, constant_values=num_blocks)
+    order = lane_order(before, after, heads)
+    own = (order + len(order) * np.arange(lanes // len(order))[:, None]).ravel()
+    # The side with several lanes in a dp group has them stacked; on the other, lanes are the groups.
+    if before.dp < after.dp:
+        source_index = source_index[own]
+    else:
+        target_index = target_index[own]
+    return shape, (source_index, target_index.astype(np.int32))
+
+
+def _check_pool(name: str, pool: Pool, layout: Layout, shape: _Shape, num_blocks: int) -> None:
+    dims = (layout.dp, shape.num_kv_heads, num_blocks, shape.block_size, shape.head_dim)
+    sharding = NamedSharding(layout.mesh, _pool_spec(layout, shape))
+    for array in (array for layer in pool for array in layer):
+        if (array.shape, array.dtype) != (dims, shape.dtype) or not array.sharding.is_equivalent_to(sharding, 5):
+            raise ValueError(
+                f"KV migration: {name} has an array {array.dtype}{array.shape} sharded as {array.sharding}, and "
+                f"{_describe(layout)} makes it {shape.dtype}{dims}, sharded as {sharding.spec}: name its own layout"
+            )
+
+
+def _layers(arrays: Sequence[jax.Array]) -> Pool:
+    return list(zip(arrays[::2], arrays[1::2], strict=True))
+
+
+# ---------------------------------------------------------------- programs
+
+
+@lru_cache(maxsize=128)
+def _move(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
+    """Compiled: (`count` pool arrays, sources, targets) -> as many new ones."""
+
+    def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        *arrays, sources, targets = arguments
+        return tuple(
+            _fresh(shape, exchange(take(array[0], sources), before, after, shape.num_kv_heads), targets)
+            for array in arrays
+        )
+
+    old, new = _pool_spec(before, shape), _pool_spec(after, shape)
+    rows = (PartitionSpec(before.dp_axes or None), PartitionSpec(after.dp_axes or None))
+    arrays = [_abstract(before, shape, shape.num_blocks)] * count
+    lanes = max(before.dp, after.dp)
+    index = [_index(layout, spec, lanes, shape) for layout, spec in zip((before, after), rows, strict=True)]
+    return _compile(local, before, ((old,) * count + rows), (new,) * count, (*arrays, *index))
+
+
+@lru_cache(maxsize=128)
+def _pack(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
+    """Compiled: (`count` pool arrays, sources) -> packed lanes, in the same layout."""
+
+    def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        *arrays, sources = arguments
+        return tuple(take(array[0], sources) for array in arrays)
+
+    spec, rows = _pool_spec(before, shape), PartitionSpec(before.dp_axes or None)
+    index = _index(before, rows, max(before.dp, after.dp), shape)
+    arrays = [_abstract(before, shape, shape.num_blocks)] * count
+    return _compile(local, before, ((spec,) * count + (rows,)), (spec,) * count, (*arrays, index))
+
+
+@lru_cache(maxsize=128)
+def _unpack(shape: _Shape, landing: Layout, after: Layout, count: int) -> Any:
+    """Compiled: (`count` packed lanes, as many pool arrays if there are any, targets) -> pool arrays."""
+
+    def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        *arrays, targets = arguments
+        lanes = [exchange(array, landing, after, shape.num_kv_heads) for array in arrays[:count]]
+        if not shape.is_filled:
+            return tuple(_fresh(shape, each, targets) for each in lanes)
+        return tuple(put(pool[0], each, targets)[None] for pool, each in zip(arrays[count:], lanes, strict=True))
+
+    rows = PartitionSpec(after.dp_axes or None)
+    num_lanes = max(landing.dp, after.dp)
+    packed = jax.ShapeDtypeStruct(
+        (num_lanes, shape.num_kv_heads, shape.lane_blocks, shape.block_size, shape.head_dim),
+        shape.dtype,
+        sharding=NamedSharding(landing.mesh, _pool_spec(landing, shape)),
+    )
+    pools = [_abstract(after, shape, shape.new_num_blocks)] * (count * shape.is_filled)
+    new = (_pool_spec(after, shape),)
+    in_specs = (_pool_spec(landing, shape),) * count + new * len(pools) + (rows,)
+    arguments = (*[packed] * count, *pools, _index(after, rows, num_lanes, shape))
+    donated = tuple(range(count, count + len(pools)))
+    return _compile(local, after, in_specs, new * count, arguments, donated)
+
+
+def _fresh(shape: _Shape, lanes: jax.Array, targets: jax.Array) -> jax.Array:
+    """A zeroed pool of a dp group with the lanes in it, [1, K', N, P, D]."""
+    zeros = jnp.zeros((lanes.shape[1], shape.new_num_blocks, *lanes.shape[3:]), lanes.dtype)
+    return put(zeros, lanes, targets)[None]
+
+
+def _abstract(layout: Layout, shape: _Shape, num_blocks: int) -> jax.ShapeDtypeStruct:
+    dims = (layout.dp, shape.num_kv_heads, num_blocks, shape.block_size, shape.head_dim)
+    return jax.ShapeDtypeStruct(dims, shape.dtype, sharding=NamedSharding(layout.mesh, _pool_spec(layout, shape)))
+
+
+def _index(layout: Layout, spec: PartitionSpec, lanes: int, shape: _Shape) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(layout.mesh, spec)
+    return jax.ShapeDtypeStruct((lanes, shape.lane_blocks), jnp.int32, sharding=sharding)
+
+
+def _compile(
+    local: Callable[..., Any],
+    layout: Layout,
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: tuple[PartitionSpec, ...],
+    arguments: tuple[jax.ShapeDtypeStruct, ...],
+    donated: tuple[int, ...] = (),
+) -> Any:
+    # check_vma off: key/value heads may be replicated over a part of tp
+    mapped = jax.shard_map(local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile()
+
+
+# ---------------------------------------------------------------- chunks and the report
+
+
+def _shard_bytes(layout: Layout, shape: _Shape, num_blocks: int, groups: int = 1) -> int:
+    """Of `groups` dp groups' blocks of one array on one device."""
+    heads = shape.num_kv_heads // axes_size(layout.mesh, layout.kv_axes(shape.num_kv_heads))
+    return groups * num_blocks * shape.block_bytes * heads // shape.num_kv_heads
+
+
+def _working_bytes(shape: _Shape, before: Layout, after: Layout) -> int:
+    """What one array's way takes on a device beside its old and its new form: the lanes, sent and received, twice."""
+    lanes = max(before.dp, after.dp)
+    sent = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp)
+    received = _shard_bytes(after, shape, shape.lane_blocks, lanes // after.dp)
+    return 2 * (sent + received)
+
+
+def _chunks(shape: _Shape, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int) -> tuple[int, ...]:
+    """How many arrays go at once, evenly."""
+    if max_extra_bytes < 1:
+        raise ValueError(f"KV migration: max_extra_bytes ({max_extra_bytes}) must be at least 1")
+    pools = [_shard_bytes(before, shape, shape.num_blocks), _shard_bytes(after, shape, shape.new_num_blocks)]
+    cost = _working_bytes(shape, before, after) + (0 if shape.is_filled else min(pools))
+    count = math.ceil(num_arrays / max(max_extra_bytes // cost, 1))
+    size, larger = divmod(num_arrays, count)
+    return tuple(size + (i < larger) for i in range(count))
+
+
+def _report(
+    shape: _Shape, before: Layout, after: Layout, sources: np.ndarray, chunks: tuple[int, ...], max_extra_bytes: int
+) -> MigrationReport:
+    lanes, num_arrays = max(before.dp, after.dp), sum(chunks)
+    packed = (lanes, shape.num_kv_heads, shape.lane_blocks, shape.block_size, shape.head_dim)
+    itemsize = np.dtype(shape.dtype).itemsize
+    is_across = before.mesh != after.mesh
+    start, crossing = before, 0
+    if is_across:  # all of it, with the same spec; and then the exchange
+        start = Layout(after.mesh, before.tp)
+        crossing = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp) * before.mesh.size
+    specs = [NamedSharding(layout.mesh, _pool_spec(layout, shape)) for layout in (start, after)]
+    crossing += crossing_bytes(packed, itemsize, specs[0], specs[1])
+    num_live = int(np.sum(sources >= 0))
+    return MigrationReport(
+        num_blocks=num_live,
+        lane_blocks=shape.lane_blocks,
+        live_bytes=num_live * shape.block_bytes * num_arrays,
+        moved_bytes=crossing * num_arrays,
+        num_chunks=len(chunks),
+        num_programs=len(set(chunks)) * (1 + is_across),
+        peak_extra_bytes=_peak_extra(shape, before, after, chunks, is_across),
+        max_extra_bytes=max_extra_bytes,
+    )
+
+
+def _peak_extra(shape: _Shape, before: Layout, after: Layout, chunks: tuple[int, ...], is_across: bool) -> int:
+    """Replays the chunks on one device of the new layout, with the temporaries of the compiled programs."""
+    old = _shard_bytes(before, shape, shape.num_blocks)
+    new = _shard_bytes(after, shape, shape.new_num_blocks)
+    if is_across:
+        landing = Layout(after.mesh, before.tp)
+        lanes = max(before.dp, after.dp)
+        packed = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp)
+        temporaries = [_unpack(shape, landing, after, count).memory_analysis().temp_size_in_bytes for count in chunks]
+        packing = max(
+            _pack(shape, before, after, count).memory_analysis().temp_size_in_bytes + count * packed for count in chunks
+        )
+        return max(packing, *(count * packed + each for count, each in zip(chunks, temporaries, strict=True)))
+    live = sum(chunks) * old
+    peak, limit = 0, max(old, new) * sum(chunks)
+    for count in chunks:
+        working = _move(shape, before, after, count).memory_analysis().temp_size_in_bytes
+        peak = max(peak, live + count * new + working - limit)
+        live += count * (new - old)
+    return peak

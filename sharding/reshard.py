@@ -1,0 +1,496 @@
+"""Moving a tree of arrays between shardings: chunk by chunk, on the devices, with a bound on the extra memory.
+
+Purpose: `reshard` takes any tree of arrays (rollout weights, training state, packed KV) from where it is to where it is
+wanted; `rollout_to_rollout` does that for rollout weights between layouts.
+
+Source: design §5, whose facts were measured on jax 0.10.2 and 0.11.2. Three rules follow from them.
+
+- Within one set of devices a jitted identity with `out_shardings` moves; `jax.device_put` would go through the host and
+  block. Its programs are slices only when TP grows, and all-gathers only when it falls.
+- Across disjoint sets, and between device and host memory, `jax.device_put` moves, with the same spec on both sides,
+  and what lands is resharded there. Sets that overlap without being equal have no direct way: they are refused.
+- What is there already is aliased, never copied and never deleted; what moves is deleted right after its chunk was
+  dispatched (unless `keep`), so two copies of a tree never exist at once.
+
+Chunks: leaves of equal shape, dtype and shardings form a class; a chunk holds whole classes as far as they fit into the
+bound, and larger classes are cut evenly. So the programs are few, however many layers there are. Leaves that shrink go
+first: a device never holds more than the larger of the two trees and one chunk. One chunk is in flight at a time; the
+last one is not waited for.
+
+Everything is checked, planned and compiled before anything moves. Plans and programs are cached by shapes, dtypes and
+shardings, so a second move of the same kind compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import Model, rollout_shardings
+
+DEFAULT_MAX_EXTRA_BYTES = 64 << 20
+_SCALARS = 16  # bytes per leaf for the offsets that a program works out
+
+Shape = tuple[int, ...]
+Place = tuple[int, str]  # a device's id and a kind of memory
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What a move takes. It follows from shapes and shardings; time it from outside.
+
+    Attributes:
+      num_leaves: arrays of the tree, each counted once however often the tree names it.
+      num_aliased: those that were there already.
+      num_chunks, num_programs: dispatches, and the different programs among them (`device_put` counts as one each).
+      moved_bytes: bytes that had to cross from one device to another, over all devices.
+      peak_extra_bytes: the most that any device holds beyond the larger of the tree before and the tree after (with
+        `keep`: beyond both together), the compiler's temporary buffers included.
+      max_extra_bytes: the bound.
+      oversized: leaves that need more than the bound by themselves; each went alone.
+    """
+
+    num_leaves: int
+    num_aliased: int
+    num_chunks: int
+    num_programs: int
+    moved_bytes: int
+    peak_extra_bytes: int
+    max_extra_bytes: int
+    oversized: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One array's way: `path` through shardings, the first where it is and the last where it goes."""
+
+    name: str
+    shape: Shape
+    dtype: Any
+    path: tuple[Sharding, ...]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return self.shape, self.dtype, self.path
+
+    def bytes_on(self, hop: int) -> int:
+        """Bytes of one shard after so many hops."""
+        return math.prod(self.path[hop].shard_shape(self.shape)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Chunks of leaf numbers, and the report."""
+
+    chunks: tuple[tuple[int, ...], ...]
+    report: ReshardReport
+
+
+def reshard(
+    tree: Any,
+    target: Any,
+    *,
+    dims: Any = None,
+    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
+    keep: bool = False,
+) -> tuple[Any, ReshardReport]:
+    """Moves a tree of arrays; returns it in the target's shardings, and what that took.
+
+    The arrays given are gone afterwards, except those that were there already: these are in the result as they are.
+    An array that the tree names several times (tied weights) moves once. An array that shares its buffers with another
+    one outside the tree (`device_put` to an equivalent sharding gives such) takes that one along when it is deleted.
+
+    Example::
+
+        params, report = reshard(params, rollout_shardings(config, Layout(mesh, 4), max_tp=8))
+        state, report = reshard(state, Layout(mesh, 2), dims=("dp", None, "tp"))
+
+    Args:
+      tree: of jax.Array.
+      target: a tree of NamedSharding like `tree` or a prefix of it (one sharding for all); or a Layout, with `dims`.
+      dims: with a Layout, what `Layout.spec` takes: one tuple for all arrays, or a tree of tuples.
+      max_extra_bytes: per device; see `ReshardReport.peak_extra_bytes`. A leaf that needs more goes alone.
+      keep: leave the given arrays alive.
+
+    Raises:
+      ValueError: before anything moves: a leaf that is no array, sets of devices that overlap without being equal,
+        meshes between which no spec is the same.
+    """
+    arrays, slots, structure, leaves = _collect(tree, target, dims)
+    plan = _plan(leaves, _bound(max_extra_bytes), keep)
+    programs = [[_program(*step) for step in _steps(leaves, chunk)] for chunk in plan.chunks]
+    moved: list[Any] = list(arrays)
+    previous: Any = ()
+    for chunk, steps in zip(plan.chunks, programs, strict=True):
+        jax.block_until_ready(previous)  # or the chunks in flight would add up
+        values: Sequence[jax.Array] = [arrays[i] for i in chunk]
+        for hop, program in enumerate(steps):
+            results = program(*values)
+            if hop or not keep:
+                for value in values:
+                    value.delete()
+            values = results
+        for i, value in zip(chunk, values, strict=True):
+            moved[i] = value
+        previous = values
+    return jax.tree.unflatten(structure, [moved[i] for i in slots]), plan.report
+
+
+def precompile(
+    tree: Any,
+    target: Any,
+    *,
+    dims: Any = None,
+    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
+    keep: bool = False,
+) -> tuple[ReshardReport, list[Any]]:
+    """Compiles what `reshard` with the same arguments would run, and moves nothing. Safe in a background thread.
+
+    `tree` may hold `jax.ShapeDtypeStruct` with shardings. Returns the report and the compiled programs, to look at.
+    """
+    _, _, _, leaves = _collect(tree, target, dims)
+    plan = _plan(leaves, _bound(max_extra_bytes), keep)
+    steps = dict.fromkeys(step for chunk in plan.chunks for step in _steps(leaves, chunk))
+    programs = {step: _program(*step) for step in steps}
+    return plan.report, [program for step, program in programs.items() if not _is_put(step[1][0], step[2][0])]
+
+
+def rollout_to_rollout(
+    params: Any,
+    config: Model,
+    layout_from: Layout,
+    layout_to: Layout,
+    max_tp: int,
+    features_first: bool = False,
+    *,
+    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
+    keep: bool = False,
+) -> tuple[Any, ReshardReport]:
+    """Rollout weights from one layout to another; shapes stay, because they were padded for `max_tp`.
+
+    Args:
+      params: as `rules.to_rollout` made them for `layout_from`, `max_tp` and `features_first`.
+      layout_to: on the same mesh, or on one of devices that are all others.
+
+    Raises:
+      ValueError: a weight is not sharded as `layout_from` says, or a degree does not divide `max_tp`.
+    """
+    expected = rollout_shardings(config, layout_from, max_tp, features_first=features_first)
+    for (path, array), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True
+    ):
+        if not array.sharding.is_equivalent_to(sharding, array.ndim):
+            raise ValueError(
+                f"rollout weight {jax.tree_util.keystr(path)} is sharded as {array.sharding}, and layout_from (tp "
+                f"{layout_from.tp}) has it as {sharding}: name the layout that the weights are in"
+            )
+    target = rollout_shardings(config, layout_to, max_tp, features_first=features_first)
+    return reshard(params, target, max_extra_bytes=max_extra_bytes, keep=keep)
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def _bound(max_extra_bytes: int) -> int:
+    if max_extra_bytes < 1:
+        raise ValueError(f"reshard: max_extra_bytes ({max_extra_bytes}) must be at least 1")
+    return max_extra_bytes
+
+
+def _collect(tree: Any, target: Any, dims: Any) -> tuple[list[Any], list[int], Any, tuple[_Leaf, ...]]:
+    """(different arrays, which of them stands in each place of the tree, the tree's structure, the arrays' ways)."""
+    shardings = _shardings(tree, target, dims)
+    with_path, structure = jax.tree_util.tree_flatten_with_path(tree)
+    arrays: list[Any] = []
+    leaves: list[_Leaf] = []
+    slots: list[int] = []
+    known: dict[tuple[int, Sharding], int] = {}
+    targets: dict[int, Sharding] = {}
+    for (path, array), sharding in zip(with_path, shardings, strict=True):
+        name = jax.tree_util.keystr(path) or "the array"
+        if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or not isinstance(array.sharding, Sharding):
+            raise ValueError(
+                f"reshard: {name} is {type(array).__name__}, not an array on devices: put it there first "
+                "(jax.device_put of host data)"
+            )
+        key = (id(array), sharding)
+        if key not in known:
+            if targets.setdefault(id(array), sharding) != sharding:
+                raise ValueError(
+                    f"reshard: {name} stands twice in the tree, with the targets {targets[id(array)]} and {sharding}: "
+                    "one array can go to one place only"
+                )
+            known[key] = len(arrays)
+            arrays.append(array)
+            leaves.append(_Leaf(name, array.shape, array.dtype, _path(name, array, sharding)))
+        slots.append(known[key])
+    return arrays, slots, structure, tuple(leaves)
+
+
+def _shardings(tree: Any, target: Any, dims: Any) -> list[Any]:
+    """The target sharding of each place of the tree."""
+    if isinstance(target, Layout):
+        if dims is None:
+            raise ValueError(
+                "reshard: with a Layout as target, dims must say what splits each array, as Layout.spec takes it: dims="
+                '("dp", None, "tp"), or a tree of such tuples'
+            )
+        layout = target
+        target = jax.tree.map(lambda words: layout.sharding(*words), dims, is_leaf=_is_words)
+    elif dims is not None:
+        raise ValueError("reshard: dims goes with a Layout as target; shardings say it themselves")
+    found: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda one, part: found.extend([one] * len(jax.tree.leaves(part))),
+            target,
+            tree,
+            is_leaf=lambda x: isinstance(x, Sharding),
+        )
+    except ValueError as error:
+        raise ValueError(f"reshard: the target must be a tree of shardings like the tree of arrays: {error}") from None
+    strange = [one for one in found if not isinstance(one, NamedSharding)]
+    if strange:
+        raise ValueError(f"reshard: the target must be made of NamedSharding, found {strange[0]!r}")
+    return found
+
+
+def _is_words(value: Any) -> bool:
+    """A tuple of what `Layout.spec` takes, and not a tuple of such tuples."""
+    return isinstance(value, tuple) and all(
+        entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry))
+        for entry in value
+    )
+
+
+# ---------------------------------------------------------------- the way of one array
+
+
+def _kind(sharding: Sharding) -> str:
+    return sharding.memory_kind or _default_kind(sharding)
+
+
+def _default_kind(sharding: Sharding) -> str:
+    return min(sharding.device_set, key=lambda device: device.id).default_memory().kind
+
+
+def _path(name: str, array: Any, target: NamedSharding) -> tuple[Sharding, ...]:
+    """Where an array passes; only its own sharding if it is there already."""
+    source, ndim = array.sharding, array.ndim
+    if source.is_equivalent_to(target, ndim):
+        return (source,)
+    if not isinstance(source, NamedSharding):
+        raise ValueError(
+            f"reshard: {name} has a {type(source).__name__}, and only named shardings can be moved between: make it "
+            "with out_shardings, or put it there with jax.device_put"
+        )
+    path = [source]
+
+    def go(sharding: NamedSharding) -> None:
+        if not path[-1].is_equivalent_to(sharding, ndim) or _kind(path[-1]) != _kind(sharding):
+            path.append(sharding)
+
+    default = _default_kind(source)
+    on_device = target.with_memory_kind(_default_kind(target))
+    if _kind(source) != default:
+        go(source.with_memory_kind(default))
+    if source.device_set == target.device_set:
+        if _order(source) != _order(target):
+            raise ValueError(
+                f"reshard: {name} is on a mesh of the target's devices in another order: use one mesh for both"
+            )
+    elif source.device_set & target.device_set:
+        raise ValueError(
+            f"reshard: {name} is on {len(source.device_set)} devices and its target on {len(target.device_set)}, of "
+            f"which {len(source.device_set & target.device_set)} are the same: no program runs on two different sets "
+            "of devices, and a copy between them would go through the host. Move within one set, or between sets "
+            "that have no device in common"
+        )
+    else:
+        for sharding in _across(name, path[-1], on_device):
+            go(sharding)
+    go(on_device)
+    go(target)
+    return tuple(path)
+
+
+def _order(sharding: NamedSharding) -> list[Any]:
+    return np.ravel(cast(Any, sharding.mesh.devices)).tolist()
+
+
+def _across(name: str, here: NamedSharding, target: NamedSharding) -> tuple[NamedSharding, ...]:
+    """Shardings on the way to other devices, around the one hop from mesh to mesh, which keeps every shard whole."""
+    if _has_axes(target, here):
+        return (NamedSharding(target.mesh, here.spec),)
+    if _has_axes(here, target):
+        return (NamedSharding(here.mesh, target.spec), target)
+    raise ValueError(
+        f"reshard: {name} goes from a mesh {dict(here.mesh.shape)} to one of other devices, {dict(target.mesh.shape)}: "
+        f"neither has all axes, of the same size, of the spec on the other side ({here.spec}; {target.spec})"
+    )
+
+
+def _has_axes(there: NamedSharding, named: NamedSharding) -> bool:
+    """Whether the mesh `there` has all axes that the spec of `named` names, in the sizes that they have there."""
+    entries: Iterable[Any] = (entry for entry in named.spec if entry is not None)
+    axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)]
+    sizes = cast(dict[str, int], there.mesh.shape)
+    return all(sizes.get(axis) == named.mesh.shape[axis] for axis in axes)
+
+
+# ---------------------------------------------------------------- chunks
+
+
+def _steps(leaves: Sequence[_Leaf], chunk: Sequence[int]) -> list[tuple[Any, ...]]:
+    """The arguments of `_program` for each hop of a chunk, whose leaves have equally many hops of the same kind."""
+    own = [leaves[i] for i in chunk]
+    types = tuple((leaf.shape, leaf.dtype) for leaf in own)
+    return [
+        (types, tuple(leaf.path[hop] for leaf in own), tuple(leaf.path[hop + 1] for leaf in own))
+        for hop in range(len(own[0].path) - 1)
+    ]
+
+
+@lru_cache(maxsize=512)
+def _program(types: tuple[Any, ...], sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Any:
+    """A function of a chunk's arrays that gives them in other shardings; compiled where it is a program."""
+    if _is_put(sources[0], targets[0]):
+        return lambda *arrays: jax.device_put(list(arrays), list(targets))
+    abstract = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for (shape, dtype), sharding in zip(types, sources, strict=True)
+    ]
+    return jax.jit(lambda *arrays: arrays, out_shardings=targets).lower(*abstract).compile()
+
+
+def _is_put(source: Sharding, target: Sharding) -> bool:
+    """Whether a hop is a `device_put`: to other devices or another kind of memory."""
+    return source.device_set != target.device_set or _kind(source) != _kind(target)
+
+
+def crossing_bytes(shape: Shape, itemsize: int, source: Sharding, target: Sharding) -> int:
+    """Bytes that devices need of an array in `target` and do not hold themselves in `source`, over all devices."""
+    held = source.devices_indices_map(shape)
+    needed = 0
+    for device, index in target.devices_indices_map(shape).items():
+        wanted = _ranges(index, shape)
+        own = _ranges(held[device], shape) if device in held else None
+        both = (
+            0
+            if own is None
+            else math.prod(max(min(a[1], b[1]) - max(a[0], b[0]), 0) for a, b in zip(wanted, own, strict=True))
+        )
+        needed += math.prod(stop - start for start, stop in wanted) - both
+    return needed * itemsize
+
+
+def _ranges(index: tuple[slice, ...] | None, shape: Shape) -> list[tuple[int, int]]:
+    assert index is not None
+    return [each.indices(size)[:2] for each, size in zip(index, shape, strict=True)]
+
+
+def _cost(leaf: _Leaf) -> int:
+    """Extra bytes per device while a leaf moves, at most: the smaller of its two forms, and a copy where it gathers."""
+    most = 0
+    for hop in range(len(leaf.path) - 1):
+        source, target = leaf.path[hop], leaf.path[hop + 1]
+        if _is_put(source, target):
+            continue
+        gathers = crossing_bytes(leaf.shape, leaf.dtype.itemsize, source, target) > 0
+        before, after = leaf.bytes_on(hop), leaf.bytes_on(hop + 1)
+        most = max(most, min(before, after) + gathers * after + _SCALARS)
+    return most
+
+
+@lru_cache(maxsize=128)
+def _plan(leaves: tuple[_Leaf, ...], max_extra_bytes: int, keep: bool) -> _Plan:
+    classes: dict[tuple[Any, ...], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if len(leaf.path) > 1:
+            classes.setdefault(leaf.kind, []).append(i)
+    costs = {kind: _cost(leaves[members[0]]) for kind, members in classes.items()}
+
+    def order(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+        leaf = leaves[classes[kind][0]]
+        return leaf.bytes_on(len(leaf.path) - 1) > leaf.bytes_on(0), _way(leaf)
+
+    chunks: list[list[int]] = []
+    room, current = 0, None
+    for kind in sorted(classes, key=order):
+        members, cost = classes[kind], costs[kind]
+        if order(kind) == current and len(members) * cost <= room:
+            chunks[-1].extend(members)
+            room -= len(members) * cost
+            continue
+        count = math.ceil(len(members) / max(max_extra_bytes // max(cost, 1), 1))
+        size, larger = divmod(len(members), count)
+        ends = [size * i + min(i, larger) for i in range(count + 1)]
+        chunks += [members[start:end] for start, end in pairwise(ends)]
+        room, current = max_extra_bytes - len(chunks[-1]) * cost, order(kind)
+    oversized = tuple(
+        leaves[i].name for kind, members in classes.items() if costs[kind] > max_extra_bytes for i in members
+    )
+    steps = [step for chunk in chunks for step in _steps(leaves, chunk)]
+    report = ReshardReport(
+        num_leaves=len(leaves),
+        num_aliased=sum(len(leaf.path) == 1 for leaf in leaves),
+        num_chunks=len(chunks),
+        num_programs=len(set(steps)),
+        moved_bytes=sum(
+            len(members) * crossing_bytes(leaf.shape, leaf.dtype.itemsize, leaf.path[0], leaf.path[-1])
+            for members in classes.values()
+            for leaf in [leaves[members[0]]]
+        ),
+        peak_extra_bytes=_peak_extra(leaves, chunks, keep),
+        max_extra_bytes=max_extra_bytes,
+        oversized=oversized,
+    )
+    return _Plan(tuple(map(tuple, chunks)), report)
+
+
+def _way(leaf: _Leaf) -> tuple[Any, ...]:
+    """What leaves must agree in to share a program: devices and memory at every hop."""
+    return tuple((sorted(device.id for device in s.device_set), _kind(s)) for s in leaf.path)
+
+
+def _peak_extra(leaves: Sequence[_Leaf], chunks: Sequence[Sequence[int]], keep: bool) -> int:
+    """Replays the chunks with what each device holds; temporaries as the compiled programs have them."""
+
+    def places(leaf: _Leaf, hop: int) -> dict[Place, int]:
+        sharding, size = leaf.path[hop], leaf.bytes_on(hop)
+        return {(device.id, _kind(sharding)): size for device in sharding.device_set}
+
+    before: Counter[Place] = Counter()
+    after: Counter[Place] = Counter()
+    for leaf in leaves:
+        before.update(places(leaf, 0))
+        after.update(places(leaf, len(leaf.path) - 1))
+        if keep and len(leaf.path) > 1:
+            after.update(places(leaf, 0))
+    live, peak = before.copy(), 0
+    for chunk in chunks:
+        own = [leaves[i] for i in chunk]
+        for hop, step in enumerate(_steps(leaves, chunk)):
+            for leaf in own:
+                live.update(places(leaf, hop + 1))
+            program = _program(*step)
+            is_put = _is_put(step[1][0], step[2][0])
+            temporary = 0 if is_put else program.memory_analysis().temp_size_in_bytes
+            devices = {device.id for device in step[2][0].device_set}
+            for place, size in live.items():
+                working = temporary if place[0] in devices else 0
+                peak = max(peak, size + working - max(before[place], after[place]))
+            if hop or not keep:
+                for leaf in own:
+                    live.subtract(places(leaf, hop))
+    return peak

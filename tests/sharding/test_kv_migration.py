@@ -1,0 +1,387 @@
+"""Live KV between layouts: attention over it is what it was before.
+
+Transitions run in processes of their own (this file, called with what to do): a layout change that XLA cannot compile
+aborts the process on some versions, and must not take the other tests along.
+
+A walk decodes for a few requests with random queries, keys and values: at each layout every request writes one position
+and attends, through `kv_cache.attend`; a plain computation over all that it ever wrote says what should come out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.rollout import kv_cache
+from jaxrl.scheduling.blocks import BlockManager
+from jaxrl.scheduling.kv_plan import LiveBlocks, plan_migration
+from jaxrl.scheduling.layout_switch import LiveRow, regroup
+from jaxrl.sharding import kv_migration
+from jaxrl.sharding.kv_migration import lane_capacity, migrate, migrate_across
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.rules import pad_heads
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAIN = (1, 2, 4, 8, 4, 2, 1)
+MODELS = {"llama": (8, 4), "qwen2": (14, 2), "smollm2": (9, 3)}
+LAYERS, HEAD_DIM, BLOCK = 2, 4, 4
+ROWS, WIDTH = 12, 10  # of a decode step, so that each layout compiles one
+PROMPT_LENS = {"a": 9, "b": 6}
+
+
+@dataclass
+class Walk:
+    """Requests in the middle of a generation, and everything that each has ever written."""
+
+    layout: Layout
+    heads: tuple[int, int]
+    dtype: Any
+    num_blocks: int
+    seed: int = 0
+    requests: dict[int, dict[str, Any]] = field(default_factory=dict)
+    pool: Any = None
+    blocks: Any = None
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+        self.prompts = {name: self._kv(length) for name, length in PROMPT_LENS.items()}
+
+    def _kv(self, count: int) -> np.ndarray:
+        """[layers, keys and values, positions, K, D]"""
+        return self.random.normal(size=(LAYERS, 2, count, self.heads[1], HEAD_DIM)).astype(self.dtype)
+
+    def shape(self, num_blocks: int) -> kv_cache.CacheShape:
+        return kv_cache.CacheShape(LAYERS, self.heads[1], HEAD_DIM, num_blocks, BLOCK, jnp.dtype(self.dtype))
+
+    def start(self, count: int, first_id: int = 0) -> None:
+        """Requests with prompts and a few tokens, dealt over the dp groups, their KV written from the host."""
+        self.blocks = BlockManager(self.layout.dp, self.num_blocks, BLOCK)
+        host = np.zeros((LAYERS, 2, self.layout.dp, self.heads[1], self.num_blocks, BLOCK, HEAD_DIM), dtype=self.dtype)
+        for request_id in range(first_id, first_id + count):
+            share = "a" if request_id % 3 else "b"
+            written = np.concatenate([self.prompts[share], self._kv(1 + request_id % 5)], axis=2)
+            group, num_tokens = request_id % self.layout.dp, written.shape[2]
+            self.blocks.allocate(request_id, group, num_tokens + 1, share, PROMPT_LENS[share])
+            self.blocks.publish(request_id, PROMPT_LENS[share])
+            self.requests[request_id] = {"share": share, "written": written, "group": group}
+            for position in range(num_tokens):
+                block = self.blocks.table(request_id)[position // BLOCK]
+                host[:, :, group, :, block, position % BLOCK] = written[:, :, position]
+        sharding = kv_cache.pool_sharding(self.layout, self.shape(self.num_blocks))
+        self.pool = [tuple(jax.device_put(host[layer, i], sharding) for i in range(2)) for layer in range(LAYERS)]
+
+    def decode(self) -> None:
+        """Every request writes a position and attends; the outcome is compared with a computation of its own."""
+        H, K = self.heads
+        shape, width = (self.layout.dp, ROWS), WIDTH
+        tables, positions = np.zeros((*shape, width), np.int32), np.zeros((*shape, 1), np.int32)
+        valid = np.zeros((*shape, 1), np.bool_)
+        q = self.random.normal(size=(LAYERS, *shape, 1, H, HEAD_DIM)).astype(self.dtype)
+        kv = np.zeros((LAYERS, 2, *shape, 1, K, HEAD_DIM), self.dtype)
+        at, filled = {}, [0] * self.layout.dp
+        for request_id, request in self.requests.items():
+            here = at[request_id] = (request["group"], filled[request["group"]])
+            filled[request["group"]] += 1
+            position = request["written"].shape[2]
+            assert self.blocks.extend(request_id, position + 1)
+            table = self.blocks.table(request_id)
+            tables[here][: len(table)], positions[here], valid[here] = table, position, True
+            new = self._kv(1)
+            request["written"] = np.concatenate([request["written"], new], axis=2)
+            kv[(slice(None), slice(None), *here)] = new
+        for layer in range(LAYERS):
+            cached = (self.pool[layer], tables, positions, valid)
+            out, self.pool[layer] = _attend(self.layout)(q[layer], *kv[layer], *cached)
+            out = np.asarray(out)
+            for request_id, request in self.requests.items():
+                expected = _dense(q[layer][at[request_id]][0], *request["written"][layer])
+                tolerance = 1e-12 if self.dtype == "float64" else 1e-5
+                np.testing.assert_allclose(out[at[request_id]][0], expected, rtol=tolerance, atol=tolerance)
+
+    def live(self) -> list[LiveBlocks]:
+        return [
+            LiveBlocks(
+                request_id,
+                request["group"],
+                self.blocks.table(request_id),
+                request["written"].shape[2],
+                request["written"].shape[2] + 1,
+                request["share"],
+                PROMPT_LENS[request["share"]],
+            )
+            for request_id, request in self.requests.items()
+        ]
+
+    def groups(self, dp: int) -> list[list[int]]:
+        rows: list[list[LiveRow]] = [[] for _ in range(self.layout.dp)]
+        for request_id, request in self.requests.items():
+            rows[request["group"]].append(LiveRow(request_id, request["written"].shape[2], 10_000))
+        return [[row.request_id for row in group] for group in regroup([tuple(each) for each in rows], dp)]
+
+    def switch(self, tp: int, num_blocks: int, max_extra_bytes: int = 1 << 20) -> Any:
+        after = Layout(self.layout.mesh, tp)
+        plan = plan_migration(self.live(), self.layout.dp, self.groups(after.dp), num_blocks, BLOCK)
+        old = jax.tree.leaves(self.pool)
+        self.pool, report = migrate(
+            self.pool, self.layout, after, *plan.lanes(), num_blocks, max_extra_bytes=max_extra_bytes
+        )
+        assert all(array.is_deleted() for array in old)
+        assert report.num_blocks == len(plan.copies)
+        self._take(plan, after, num_blocks)
+        return report
+
+    def _take(self, plan: Any, after: Layout, num_blocks: int) -> None:
+        self.layout, self.blocks, self.num_blocks = after, plan.blocks, num_blocks
+        for request_id, placed in plan.placements.items():
+            self.requests[request_id]["group"] = placed.group
+        self.blocks.check()
+
+
+@lru_cache
+def _attend(layout):
+    return jax.jit(partial(kv_cache.attend, layout))
+
+
+def _dense(q_HD, k_TKD, v_TKD):
+    k, v = (np.repeat(x, q_HD.shape[0] // x.shape[1], axis=1) for x in (k_TKD, v_TKD))
+    scores = np.einsum("hd,thd->ht", q_HD, k) / np.sqrt(HEAD_DIM)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), v)
+
+
+# ---------------------------------------------------------------- what runs in a process of its own
+
+
+def walk(degrees: tuple[int, ...], model: str, dtype: str) -> None:
+    """Decodes and switches through these degrees, and once more: then nothing is compiled."""
+    heads, mesh = pad_heads(*MODELS[model], 8), make_mesh()
+    small = 6 * np.dtype(dtype).itemsize << 10
+    misses = []
+    for lap in range(2):
+        state = Walk(Layout(mesh, degrees[0]), heads, dtype, num_blocks=48)
+        state.start(11)
+        state.decode()
+        for i, (before, after) in enumerate(itertools.pairwise(degrees)):
+            report = state.switch(after, num_blocks=40 + 7 * after, max_extra_bytes=small if i % 2 else 1 << 20)
+            assert report.peak_extra_bytes <= report.max_extra_bytes, report
+            assert (report.num_chunks > 1) == (report.max_extra_bytes < 1 << 20), report
+            is_slice = after < before and after >= heads[1]  # where heads were replicated, each keeps its own
+            assert (report.moved_bytes == 0) == is_slice, report
+            state.decode()
+            state.decode()
+            assert before != after
+        misses.append(kv_migration._move.cache_info().misses)
+        assert misses[lap] == misses[0], "the second pass compiled"
+
+
+def programs(model: str) -> None:
+    """One all-to-all per array where heads are split further or less, one all-gather where they are replicated."""
+    heads, mesh = pad_heads(*MODELS[model], 8)[1], make_mesh()
+    for before, after in itertools.permutations((1, 2, 4, 8), 2):
+        layouts = Layout(mesh, before), Layout(mesh, after)
+        shape = kv_migration._Shape(heads, 20, 30, BLOCK, HEAD_DIM, jnp.dtype("float32"), 8, False)
+        text = kv_migration._move(shape, *layouts, 2).as_text()
+        found = re.findall(r"= .*?(all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
+        split, rest = (len(layout.kv_axes(heads)) for layout in layouts), max(before, after) > heads
+        changes = len(set(split)) == 2
+        expected = ["all-to-all"] * (2 * changes) + ["all-gather"] * (2 * (rest and after > before))
+        assert sorted(found, reverse=True) == expected, (before, after, found)
+
+
+def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
+    """Half of the devices hands its requests to the other half, whose own go on; and to an empty half, and back."""
+    heads = pad_heads(*MODELS[model], 4)
+    left, right = make_mesh(jax.devices()[:4]), make_mesh(jax.devices()[4:])
+    giver = Walk(Layout(left, tp_before), heads, dtype, num_blocks=40)
+    giver.start(5)
+    giver.decode()
+    taker = Walk(Layout(right, tp_after), heads, dtype, num_blocks=60)
+    taker.start(3, first_id=50)
+    taker.decode()
+    old, own = giver.pool, jax.tree.leaves(taker.pool)
+    groups = giver.groups(taker.layout.dp)
+    plan = plan_migration(giver.live(), giver.layout.dp, groups, 60, BLOCK, into=taker.blocks)
+    ends, small = (giver.layout, taker.layout), 4 << 10
+    taker.pool, report = migrate_across(old, *ends, *plan.lanes(), 60, into=taker.pool, max_extra_bytes=small)
+    assert report.num_chunks > 1, report
+    assert all(array.is_deleted() for array in own)
+    assert all(array._npy_value is None for array in jax.tree.leaves(old)), "a host copy was made"
+    taker.requests |= giver.requests
+    taker._take(plan, taker.layout, 60)
+    taker.decode()
+    # to the empty left half, in another layout
+    after = Layout(left, 4)
+    back = plan_migration(taker.live(), taker.layout.dp, taker.groups(1), 90, BLOCK)
+    taker.pool, report = migrate_across(taker.pool, taker.layout, after, *back.lanes(), 90)
+    assert report.moved_bytes >= report.live_bytes
+    taker._take(back, after, 90)
+    taker.decode()
+
+
+def memory(before: int, after: int) -> None:
+    """Live buffers are counted when a chunk has been dispatched and nothing of it deleted yet."""
+    state = Walk(Layout(make_mesh(), before), (8, 8), "float32", num_blocks=64)
+    state.start(11)
+    seen, temporaries, compiled = [], [], kv_migration._move
+
+    def watched(*arguments):
+        program = compiled(*arguments)
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+
+        def run(*arrays):
+            results = program(*arrays)
+            jax.block_until_ready(results)
+            seen.append(_live_bytes())
+            return results
+
+        run.memory_analysis = program.memory_analysis
+        return run
+
+    state.switch(after, 64, max_extra_bytes=24 << 10)
+    state.switch(before, 64, max_extra_bytes=24 << 10)
+    start = _live_bytes()
+    kv_migration._move = watched
+    report = state.switch(after, 64, max_extra_bytes=24 << 10)
+    end = _live_bytes()
+    extra = max(now[device] - max(start[device], end[device]) for now in seen for device in now)
+    assert len(seen) == report.num_chunks == 4
+    assert 0 < extra <= report.peak_extra_bytes <= extra + max(temporaries) <= 24 << 10
+
+
+def _live_bytes() -> dict[int, int]:
+    """Bytes of all arrays that are alive, per device; buffers that several arrays share count once."""
+    seen: dict[tuple[int, int], int] = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            seen[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    totals: dict[int, int] = {}
+    for (device, _), size in seen.items():
+        totals[device] = totals.get(device, 0) + size
+    return totals
+
+
+def alone(call: str) -> str:
+    """Runs a call of this file in a process of its own; returns what it wrote on stderr."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "0"}
+    done = subprocess.run(
+        [sys.executable, __file__, call], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{call}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert "rematerialization" not in done.stderr, done.stderr
+    return done.stderr
+
+
+# ---------------------------------------------------------------- tests
+
+
+def test_a_chain_up_and_down():
+    alone(f"walk({CHAIN}, 'smollm2', 'float64')")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [*itertools.permutations((1, 2, 4, 8), 2)])
+def test_every_transition(pair):
+    calls = [f"walk({pair}, {model!r}, {dtype!r})" for model in MODELS for dtype in ("float64", "float32")]
+    alone("; ".join(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_the_chain_of_other_models(model):
+    alone(f"walk({CHAIN}, {model!r}, 'float64'); walk({CHAIN}, {model!r}, 'float32')")
+
+
+@pytest.mark.slow
+def test_programs():
+    alone("; ".join(f"programs({model!r})" for model in MODELS))
+
+
+def test_between_submeshes():
+    alone("across(1, 2, 'llama', 'float64')")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [(1, 4), (4, 1), (2, 2), (4, 2), (2, 4)])
+def test_between_submeshes_of_other_layouts(pair):
+    alone("; ".join(f"across(*{pair}, {model!r}, 'float32')" for model in MODELS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [(1, 4), (4, 1)])
+def test_memory_stays_within_the_bound(pair):
+    alone(f"memory(*{pair})")
+
+
+def test_compiled_ahead_there_is_nothing_left_to_compile():
+    """No layout changes here (a pool of another size is not one), so it can run in this process."""
+    layout = Layout(make_mesh(), 2)
+    shape = kv_cache.CacheShape(2, 2, 4, 12, 4, jnp.dtype("float32"))
+    abstract = jax.ShapeDtypeStruct((4, 2, 12, 4, 4), jnp.float32, sharding=kv_cache.pool_sharding(layout, shape))
+    programs = kv_migration.precompile(layout, layout, [(abstract, abstract)] * 2, 30)
+    assert len(programs) == 2, "lanes of 8 and of 11"
+    misses = kv_migration._move.cache_info().misses
+    for size in (0, 3, 8, 9, 11):
+        pool = kv_cache.allocate(layout, shape)
+        sources = np.tile(np.arange(1, size + 1, dtype=np.int32), (4, 1))
+        pool, report = migrate(pool, layout, layout, sources, sources + 3, 30)
+        assert (report.num_blocks, report.moved_bytes, report.num_chunks) == (4 * size, 0, 1)
+        assert pool[1][0].shape == (4, 2, 30, 4, 4)
+    assert kv_migration._move.cache_info().misses == misses
+
+
+def test_lanes_come_in_few_sizes():
+    assert [lane_capacity(n, 50) for n in (0, 1, 8, 9, 17, 33, 50)] == [8, 8, 8, 16, 32, 50, 50]
+    assert lane_capacity(3, 5) == 5
+    assert len({lane_capacity(n, 1000) for n in range(1001)}) == 8
+
+
+def test_what_does_not_fit_is_refused():
+    mesh = make_mesh()
+    before, after = Layout(mesh, 2), Layout(mesh, 4)
+    shape = kv_cache.CacheShape(1, 2, 4, 6, 4, jnp.dtype("float32"))
+    pool = kv_cache.allocate(before, shape)
+    ok = np.full((4, 1), -1, np.int32)
+
+    def refuses(words: str, *changes: Any, number: int = 9, **options: Any) -> None:
+        arguments: list[Any] = [pool, before, after, ok, ok]
+        for position, value in changes:
+            arguments[position] = value
+        with pytest.raises(ValueError, match=words):
+            migrate(*arguments, number, **options)
+
+    one = np.array([[1], [-1], [-1], [-1]], np.int32)
+    refuses(r"sources \(2, 1\) and targets \(4, 1\) must both be \[4 lanes, M\] for dp 4 to dp 2", (3, ok[:2]))
+    refuses(r"sources must be in \[0, 6\) and targets in \[1, 9\), each -1 where the other is", (3, one))
+    refuses(r"these pools have 6 and 9 blocks \(rollout.num_blocks\)", (3, 6 * one), (4, one))
+    refuses(r"these pools have 6 and 2 blocks", (3, one), (4, 2 * one), number=2)
+    refuses(r"targets in \[1, 9\)", (3, one), (4, np.where(one > 0, 0, -1)))
+    refuses(r"at most 5 in a lane", (3, np.repeat(ok, 6, 1)), (4, np.repeat(ok, 6, 1)))
+    refuses(r"the pool has an array float32.*dp 2 × tp 4 on 8 devices makes it", (1, after), (3, ok[:2]), (4, ok[:2]))
+    refuses(r"max_extra_bytes \(0\) must be at least 1", max_extra_bytes=0)
+    half = Layout(make_mesh(jax.devices()[:4]), 2)
+    refuses(r"the layouts are of two meshes", (2, half))
+    with pytest.raises(ValueError, match=r"meshes of equal shape without a common device, and have 4"):
+        migrate_across(pool, before, half, ok, ok, 9)
+    with pytest.raises(ValueError, match=r"meshes of equal shape without a common device, and have 8"):
+        migrate_across(pool, before, after, ok, ok, 9)
+    assert not any(array.is_deleted() for array in jax.tree.leaves(pool))
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    with jax.enable_x64("float64" in sys.argv[1]):
+        exec(sys.argv[1])

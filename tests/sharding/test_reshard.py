@@ -1,0 +1,397 @@
+"""Moving trees between shardings: values, aliases, memory, what is compiled, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.sharding import reshard as module
+from jaxrl.sharding import rules
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.reshard import crossing_bytes, precompile, reshard, rollout_to_rollout
+
+DEGREES = (1, 2, 4, 8)
+PAIRS = list(itertools.permutations(DEGREES, 2))
+
+
+def tiny(num_heads=9, num_kv_heads=3, family="llama") -> ModelConfig:
+    return ModelConfig(
+        family=family,
+        vocab_size=101,
+        hidden_size=24,
+        intermediate_size=30,
+        num_layers=3,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=4,
+        qkv_bias=family == "qwen2",
+        tie_word_embeddings=family == "qwen2",
+    )
+
+
+def train_params(config, mesh, dtype):
+    random = np.random.default_rng(3)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(random.normal(0.5, 0.5, x.shape), dtype),
+        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
+    )
+    return jax.tree.map(jax.device_put, params, rules.train_shardings(config, mesh))
+
+
+def on(mesh, tp, *words, dtype=jnp.float32, shape=(16, 32)):
+    array = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
+    return jax.device_put(array, Layout(mesh, tp).sharding(*words))
+
+
+def live_bytes() -> dict[int, int]:
+    """Bytes of all arrays that are alive, per device; buffers that several arrays share count once."""
+    seen: dict[tuple[int, int], int] = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            seen[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    totals: dict[int, int] = {}
+    for (device, _), size in seen.items():
+        totals[device] = totals.get(device, 0) + size
+    return totals
+
+
+def equal(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "features_first"),
+    [
+        ((9, 3, "llama"), "float64", True),
+        pytest.param((9, 3, "llama"), "float32", False, marks=pytest.mark.slow),
+        pytest.param((8, 4, "llama"), "float64", False, marks=pytest.mark.slow),
+        pytest.param((8, 4, "llama"), "float32", True, marks=pytest.mark.slow),
+        pytest.param((14, 2, "qwen2"), "float64", True, marks=pytest.mark.slow),
+        pytest.param((14, 2, "qwen2"), "float32", False, marks=pytest.mark.slow),
+    ],
+)
+def test_every_pair_of_layouts_equals_a_fresh_conversion(model, dtype, features_first, x64):
+    config, mesh = tiny(*model), make_mesh()
+    params = train_params(config, mesh, dtype)
+    fresh = {
+        tp: rules.to_rollout(params, config, Layout(mesh, tp), dtype, 8, features_first=features_first)
+        for tp in DEGREES
+    }
+    for before, after in PAIRS:
+        layouts, bound = (Layout(mesh, before), Layout(mesh, after)), 64 << 10
+        moved, report = rollout_to_rollout(
+            fresh[before], config, *layouts, 8, features_first, max_extra_bytes=bound, keep=True
+        )
+        equal(moved, fresh[after])
+        assert (report.moved_bytes == 0) == (after > before)
+        assert report.num_aliased >= 2 * config.num_layers + 1  # norms
+        assert report.oversized == ()
+        assert report.peak_extra_bytes <= bound
+
+
+def test_the_source_is_gone_except_for_what_was_there_already():
+    config, mesh = tiny(), make_mesh()
+    params = rules.to_rollout(train_params(config, mesh, jnp.float32), config, Layout(mesh, 8), jnp.float32)
+    moved, report = rollout_to_rollout(params, config, Layout(mesh, 8), Layout(mesh, 2), 8)
+    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True):
+        assert before.is_deleted() == (before is not after)
+    assert sum(a is b for a, b in zip(*map(jax.tree.leaves, (params, moved)), strict=True)) == report.num_aliased
+    equal(moved, rules.to_rollout(train_params(config, mesh, jnp.float32), config, Layout(mesh, 2), jnp.float32, 8))
+
+
+def test_what_is_there_survives_a_move_of_its_alias():
+    """`device_put` to an equivalent sharding shares buffers, and deleting one array of them kills both."""
+    mesh = make_mesh()
+    here, there = Layout(mesh, 8).sharding("tp"), Layout(mesh, 8).sharding(None, "tp")
+    array = on(mesh, 8, "tp")
+    alias = jax.device_put(array, NamedSharding(mesh, P(("x0", "x1", "x2"), None)))
+    (a, b), report = reshard((array, alias), here)
+    assert a is array
+    assert b is alias
+    assert (report.num_aliased, report.num_chunks) == (report.num_leaves, 0)
+    np.testing.assert_array_equal(a, b)
+    # named twice, moved once, deleted once
+    tree = {"embed": array, "head": array}
+    moved, report = reshard(tree, there)
+    assert moved["embed"] is moved["head"]
+    assert report.num_leaves == 1
+    assert array.is_deleted()
+    with pytest.raises(ValueError, match=r"\['b'\] stands twice in the tree, with the targets .*one place only"):
+        reshard({"a": moved["head"], "b": moved["head"]}, {"a": here, "b": there})
+
+
+def test_keep_leaves_the_source_alive():
+    mesh = make_mesh()
+    array = on(mesh, 8, "tp")
+    moved, report = reshard(array, Layout(mesh, 2).sharding("tp"), keep=True)
+    np.testing.assert_array_equal(moved, array)
+    assert report.peak_extra_bytes == 0  # beyond both, which are to stay
+    moved.delete()
+    np.testing.assert_array_equal(array, np.arange(512).reshape(16, 32))
+
+
+def test_the_second_move_compiles_and_plans_nothing():
+    config, mesh = tiny(), make_mesh()
+    layouts = [Layout(mesh, tp) for tp in (1, 4, 2, 8, 1)]
+    params = rules.to_rollout(train_params(config, mesh, jnp.float32), config, layouts[0], jnp.float32, 8)
+    misses = []
+    for _ in range(2):
+        for before, after in itertools.pairwise(layouts):
+            params, _ = rollout_to_rollout(params, config, before, after, 8)
+        misses.append((module._program.cache_info().misses, module._plan.cache_info().misses))
+    assert misses[0] == misses[1]
+
+
+def test_precompiling_from_shapes_leaves_nothing_to_compile():
+    mesh = make_mesh()
+    spec = Layout(mesh, 8).sharding("tp", None)
+    tree = {"w": on(mesh, 8, "tp", shape=(16, 48)), "b": on(mesh, 8, "tp", shape=(8,))}
+    target = {"w": Layout(mesh, 4).sharding(None, "tp"), "b": Layout(mesh, 2).sharding("tp")}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    planned, programs = precompile(abstract, target)
+    assert len(programs) == planned.num_programs > 0
+    misses = module._program.cache_info().misses
+    moved, report = reshard(tree, target)
+    assert module._program.cache_info().misses == misses
+    assert report == planned
+    assert moved["w"].sharding.is_equivalent_to(target["w"], 2)
+    assert spec != target["w"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (8, 1), (2, 4), (4, 1)])
+def test_memory_stays_within_the_bound(before, after, monkeypatch):
+    """Live buffers are counted when each chunk has been dispatched and nothing of it deleted yet: the worst moment."""
+    mesh = make_mesh()
+    tree = [
+        {"in": on(mesh, before, None, "tp", shape=(64, 128)), "out": on(mesh, before, "tp", None, shape=(64, 128))}
+        for _ in range(6)
+    ]
+    target = [{"in": Layout(mesh, after).sharding(None, "tp"), "out": Layout(mesh, after).sharding("tp")}] * 6
+    jax.block_until_ready(tree)
+    size = 64 * 128 * 4
+    bound = 3 * size // after + (3 * size // before if after < before else 0) + 64
+    start, seen, temporaries = live_bytes(), [], []
+    compiled = module._program
+
+    def watched(*step):
+        program = compiled(*step)
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+
+        def run(*arrays):
+            results = program(*arrays)
+            jax.block_until_ready(results)
+            seen.append(live_bytes())
+            return results
+
+        return run
+
+    module._plan.cache_clear()
+    precompile(tree, target, max_extra_bytes=bound)  # the plan itself reads the programs unwatched
+    monkeypatch.setattr(module, "_program", watched)
+    moved, report = reshard(tree, target, max_extra_bytes=bound)
+    end = live_bytes()
+    extra = max(now[d] - max(start[d], end[d]) for now in seen for d in now)
+    assert len(seen) == report.num_chunks > 2
+    assert report.oversized == ()
+    assert extra <= report.peak_extra_bytes <= extra + max(temporaries)
+    assert report.peak_extra_bytes <= bound
+    assert end[0] - start[0] == 12 * size // after - 12 * size // before
+    np.testing.assert_array_equal(moved[5]["in"], np.arange(64 * 128).reshape(64, 128))
+
+
+def test_a_leaf_beyond_the_bound_goes_alone_and_is_named():
+    mesh = make_mesh()
+    tree = {"large": on(mesh, 8, None, "tp", shape=(64, 128)), "small": on(mesh, 8, None, "tp")}
+    _, report = reshard(tree, Layout(mesh, 1).sharding(), max_extra_bytes=4096)
+    assert report.oversized == ("['large']",)
+    assert report.num_chunks == 2
+    assert report.peak_extra_bytes > 4096
+
+
+def test_programs_grow_with_kinds_of_leaves_and_not_with_layers():
+    mesh = make_mesh()
+    counts = []
+    for layers in (4, 24):
+        tree = [{"a": on(mesh, 4, "tp"), "b": on(mesh, 4, None, "tp")} for _ in range(layers)]
+        _, report = reshard(tree, Layout(mesh, 2).sharding("tp"), max_extra_bytes=12 << 10)
+        counts.append(report.num_programs)
+        assert report.num_chunks >= layers // 4
+    assert max(counts) <= 4
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_compiled_programs(before, after):
+    """Slices only when tp grows; one all-gather per array when it falls; nothing else."""
+    mesh = make_mesh()
+    source, target = Layout(mesh, before).sharding(None, "tp"), Layout(mesh, after).sharding(None, "tp")
+    types = ((16, 32), jnp.dtype(jnp.float32))
+    text = module._program((types,) * 2, (source,) * 2, (target,) * 2).as_text()
+    found = re.findall(r"= .*?(all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
+    assert set(found) == (set() if after > before else {"all-gather"})
+    assert len(found) <= 2
+
+
+def test_crossing_bytes():
+    mesh = make_mesh()
+
+    def between(before, after):
+        return crossing_bytes((16, 32), 4, Layout(mesh, before).sharding("tp"), Layout(mesh, after).sharding("tp"))
+
+    size = 16 * 32 * 4
+    assert between(1, 8) == between(2, 4) == 0
+    assert between(8, 1) == 7 * size  # each of 8 devices lacks 7/8
+    assert between(4, 2) == 8 * size // 4
+    # another dim: a device keeps an eighth of its new eighth
+    sixty_fourth = size // 64
+    across = crossing_bytes((16, 32), 4, Layout(mesh, 8).sharding("tp"), Layout(mesh, 8).sharding(None, "tp"))
+    assert across == 8 * 7 * sixty_fourth
+
+
+def test_training_state_by_layout_and_dims(x64):
+    mesh = make_mesh()
+    state = {
+        "m": on(mesh, 8, "tp", None, dtype=jnp.float64),
+        "v": on(mesh, 8, "tp", None),
+        "count": jax.device_put(jnp.int32(3), NamedSharding(mesh, P())),
+    }
+    dims = {"m": (None, "tp"), "v": ("dp", "tp"), "count": ()}
+    moved, report = reshard(state, Layout(mesh, 2), dims=dims)
+    assert moved["m"].sharding.spec == P(None, ("x0",))
+    assert moved["v"].sharding.spec == P(("x2", "x1"), ("x0",))
+    assert moved["count"] is state["count"]
+    assert report.num_aliased == 1
+    np.testing.assert_array_equal(moved["v"], np.arange(512).reshape(16, 32))
+    both, _ = reshard([moved["m"], moved["v"]], Layout(mesh, 4), dims=("tp", None))
+    assert {array.sharding.spec for array in both} == {P(("x0", "x1"), None)}
+
+
+def test_other_numbers_of_devices():
+    for count in (1, 3, 6):
+        mesh = make_mesh(jax.devices()[:count])
+        layouts = [Layout(mesh, tp) for tp in sorted({1, count})]
+        tree = jax.device_put(jnp.arange(36.0).reshape(6, 6), layouts[-1].sharding("tp"))
+        for layout in (*layouts, *reversed(layouts)):
+            tree, _ = reshard(tree, layout.sharding(None, "tp"))
+        np.testing.assert_array_equal(tree, np.arange(36.0).reshape(6, 6))
+
+
+# ---------------------------------------------------------------- other devices, other memory
+
+
+def halves():
+    return make_mesh(jax.devices()[:4]), make_mesh(jax.devices()[4:8])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 2)])
+def test_disjoint_devices(before, after):
+    """The same spec across, and the rest where it lands; the host sees nothing of it."""
+    left, right = halves()
+    array = on(left, before, None, "tp")
+    moved, report = reshard([array], Layout(right, after).sharding(None, "tp"), keep=True)
+    assert array._npy_value is None, "a host copy was made"
+    assert moved[0].sharding.is_equivalent_to(Layout(right, after).sharding(None, "tp"), 2)
+    np.testing.assert_array_equal(moved[0], np.arange(512).reshape(16, 32))
+    assert report.moved_bytes == 16 * 32 * 4 * 4 // after
+    back, _ = reshard(moved, Layout(left, before).sharding(None, "tp"))
+    assert moved[0].is_deleted()
+    np.testing.assert_array_equal(back[0], array)
+
+
+def test_a_way_through_the_host_would_be_seen():
+    """What the tests around this one look for: `device_put` within one set of devices leaves a host copy behind."""
+    array = on(make_mesh(), 8, "tp")
+    jax.block_until_ready(jax.device_put(array, Layout(make_mesh(), 8).sharding(None, "tp")))
+    assert array._npy_value is not None
+
+
+@pytest.mark.parametrize(("sizes", "tp"), [((4, 2), 2), ((2, 4), 2), ((4, 1), 1), ((4, 2), 1), ((1, 4), 4)])
+def test_disjoint_devices_of_unequal_number(sizes, tp):
+    meshes = [make_mesh(jax.devices()[: sizes[0]]), make_mesh(jax.devices()[8 - sizes[1] :])]
+    array = on(meshes[0], sizes[0], "tp")
+    target = Layout(meshes[1], tp).sharding(None, "tp")
+    moved, _ = reshard(array, target, keep=True)
+    assert array._npy_value is None, "a host copy was made"
+    np.testing.assert_array_equal(moved, np.arange(512).reshape(16, 32))
+    assert moved.sharding.is_equivalent_to(target, 2)
+
+
+def test_rollout_weights_between_submeshes():
+    config, (left, right) = tiny(), halves()
+    params = rules.to_rollout(train_params(config, left, jnp.float32), config, Layout(left, 1), jnp.float32, 4)
+    moved, _ = rollout_to_rollout(params, config, Layout(left, 1), Layout(right, 4), 4)
+    fresh = rules.to_rollout(train_params(config, right, jnp.float32), config, Layout(right, 4), jnp.float32)
+    equal(moved, fresh)
+
+
+def test_host_memory_and_back():
+    mesh = make_mesh()
+    array = on(mesh, 4, "tp")
+    expected = np.asarray(array)
+    on_host, report = reshard(array, Layout(mesh, 2).sharding("tp").with_memory_kind("pinned_host"))
+    assert on_host.sharding.memory_kind == "pinned_host"
+    assert array.is_deleted()
+    assert report.num_chunks == 1
+    back, _ = reshard(on_host, Layout(mesh, 8).sharding(None, "tp"))
+    assert back.sharding.memory_kind == mesh.devices.flat[0].default_memory().kind
+    np.testing.assert_array_equal(back, expected)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_sets_that_overlap_are_refused():
+    array = on(make_mesh(), 8, "tp")
+    with pytest.raises(ValueError, match=r"\[0\] is on 8 devices and its target on 4, of which 4 are the same: no pro"):
+        reshard([array], Layout(halves()[0], 4).sharding("tp"))
+    turned = make_mesh(jax.devices()[::-1])
+    with pytest.raises(ValueError, match=r"the target's devices in another order: use one mesh for both"):
+        reshard(array, Layout(turned, 4).sharding("tp"))
+    assert not array.is_deleted()
+
+
+def test_meshes_without_a_common_spec_are_refused():
+    left, right = make_mesh(jax.devices()[:3]), make_mesh(jax.devices()[4:8])
+    array = jax.device_put(jnp.zeros((12, 12)), Layout(left, 3).sharding("tp"))
+    with pytest.raises(ValueError, match=r"neither has all axes, of the same size"):
+        reshard(array, Layout(right, 4).sharding("tp"))
+
+
+def test_what_is_no_array_or_no_sharding_is_refused():
+    mesh = make_mesh()
+    layout, array = Layout(mesh, 2), on(mesh, 8, "tp")
+    with pytest.raises(ValueError, match=r"\['a'\] is ndarray, not an array on devices"):
+        reshard({"a": np.zeros(8)}, layout.sharding())
+    with pytest.raises(ValueError, match=r"must be made of NamedSharding, found 3"):
+        reshard({"a": array}, {"a": 3})
+    with pytest.raises(ValueError, match=r"the target must be a tree of shardings like the tree of arrays"):
+        reshard({"a": array}, {"b": layout.sharding()})
+    with pytest.raises(ValueError, match=r"with a Layout as target, dims must say what splits each array"):
+        reshard(array, layout)
+    with pytest.raises(ValueError, match=r"dims goes with a Layout"):
+        reshard(array, layout.sharding(), dims=("tp",))
+    with pytest.raises(ValueError, match=r"max_extra_bytes \(0\) must be at least 1"):
+        reshard(array, layout.sharding(), max_extra_bytes=0)
+    single = jax.device_put(jnp.zeros((8, 8)), jax.devices()[0])
+    with pytest.raises(ValueError, match=r"only named shardings can be moved between"):
+        reshard(single, layout.sharding("tp"))
+
+
+def test_weights_of_another_layout_are_refused():
+    config, mesh = tiny(), make_mesh()
+    params = rules.to_rollout(train_params(config, mesh, jnp.float32), config, Layout(mesh, 2), jnp.float32, 8)
+    with pytest.raises(ValueError, match=r"rollout weight \['embed'\] is sharded as .* layout_from \(tp 4\) has it as"):
+        rollout_to_rollout(params, config, Layout(mesh, 4), Layout(mesh, 1), 8)
