@@ -240,11 +240,10 @@ class Trainer:
         """Final-normed hidden states [R, T, E] and the gathered parameters that make logits of them."""
         gathered = {name: self._gather[name](w) for name, w in params.items() if name != "layers"}
         rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._rows), batch)
-        # Layers see one dim of tokens: a bfloat16 weight gradient that contracts two is slow on CPU (x25, jax 0.11.2).
         hidden = decoder.forward_scan(
             gathered | {"layers": params["layers"]},
-            rows.tokens.reshape(-1),
-            rows.positions.reshape(-1),
+            rows.tokens,
+            rows.positions,
             self._attention(rows),
             self.model_config,
             dtype=jnp.dtype(self.config.actor.dtype),
@@ -253,11 +252,11 @@ class Trainer:
             gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
         )
         head = "lm_head" if "lm_head" in gathered else "embed"
-        return hidden.reshape(*rows.tokens.shape, -1), {head: gathered[head]}
+        return hidden, {head: gathered[head]}
 
     def _attention(self, rows: TokenBatch) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-        """Attention of [R * T] tokens, for all layers of a microbatch; each device loops over its own rows."""
-        shape, how = rows.tokens.shape, self._tiling
+        """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows."""
+        how = self._tiling
         local = partial(jax.shard_map, mesh=self.mesh, out_specs=self._rows.spec, check_vma=False)
         shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
         tiles = local(
@@ -265,9 +264,7 @@ class Trainer:
         )(*shards)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
-            out = local(partial(packed.attention, how=how), in_specs=self._rows.spec)(q, k, v, *shards, tiles)
-            return out.reshape(-1, *out.shape[2:])
+            return local(partial(packed.attention, how=how), in_specs=self._rows.spec)(q, k, v, *shards, tiles)
 
         return attend
 
@@ -288,7 +285,7 @@ class Trainer:
     def _gradients_of(self, trainable: Tree, frozen: Tree, batch: TokenBatch) -> Accumulator:
         def objective(trainable: Tree) -> tuple[jax.Array, losses.LossTerms]:
             logprobs, entropy = self._token_logprobs(optimizers.combine(trainable, frozen), batch)
-            terms = losses.compute(logprobs, entropy, batch, self.config)
+            terms = losses.compute(logprobs, entropy, _held_back(batch, logprobs), self.config)
             return terms.total, terms
 
         gradients, terms = jax.grad(objective, has_aux=True)(trainable)
@@ -345,6 +342,20 @@ class Trainer:
         for leaf in jax.tree.leaves(self._accumulator):
             leaf.delete()
         self._accumulator = None
+
+
+def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
+    """The same batch, whose sums XLA cannot take before the log-probabilities exist.
+
+    Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
+    the loop over layers; with as many threads as (virtual) devices, some devices then wait in the one and some in the
+    other, for ever. An optimization barrier is gone before threads are assigned; a comparison of data is not.
+    """
+    never = logprobs > 1e30
+    return batch.replace(
+        loss_mask=jnp.where(never, 0, batch.loss_mask),
+        num_sequences=jnp.where(jnp.any(never, axis=1), 0, batch.num_sequences),
+    )
 
 
 def _project(head: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
