@@ -140,7 +140,7 @@ def migrate(
 def precompile(
     before: Layout,
     after: Layout,
-    pool: Pool,
+    pool: Sequence[Sequence[jax.Array | jax.ShapeDtypeStruct]],
     num_blocks: int,
     lane_blocks: Sequence[int] | None = None,
     *,

@@ -179,7 +179,7 @@ class FreshBatches:
 
 
 def provisioned(option: str, factor: float, count: int) -> int:
-    """ceil(factor · count), the factor taken as it is written (1.1 · 10 is 11); raises ValueError below 1."""
+    """ceil(factor · count), the factor taken as it is written (1.1 · 50 is 55); raises ValueError below 1."""
     if not (factor >= 1 and math.isfinite(factor)):
         raise ValueError(f"{option} ({factor}) must be a finite number >= 1: a round launches no less than it needs")
     return math.ceil(Fraction(str(factor)) * count)

@@ -190,11 +190,8 @@ def test_factors_scale_prompts_and_responses_apart():
         _, (result,) = run(TailBatching(config), long_every_fifth, 1)
         metrics = result.metrics
         assert [metrics["rollout/launched_prompts"], metrics["rollout/launched_samples"]] == launched
-    config = TailBatchingConfig(
-        10, 10, prompt_factor=1.1, response_factor=1.1
-    )  # 1.1 * 10 is 11, not 11.000000000000002
-    _, (result,) = run(TailBatching(config), long_every_fifth, 1)
-    assert result.metrics["rollout/launched_samples"] == 11 * 11
+    # the factor is taken as it is written: in binary, 1.1 * 50 is a little above 55
+    assert TailBatchingConfig(50, 4, prompt_factor=1.1).num_spare == 5
 
 
 def test_without_prompt_speculation_the_queue_stays_empty():
@@ -294,6 +291,32 @@ def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
     assert result.metrics["rollout/filtered_prompts"] == 1
     assert result.metrics["rollout/filtered_tokens"] == 4
     assert result.metrics["rollout/thrown_tokens"] == 2 + 9
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: bool):
+    """Whether its end is told before the verdict comes is the clock's business, and nothing may follow from it."""
+    config = TailBatchingConfig(
+        1, 2, prompt_factor=2.0, response_factor=1.0, keep_finished=True, dynamic_sampling=DynamicSampling()
+    )
+    rule = TailBatching(config)
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    commands: list[tuple] = []
+    for event in (START, finish(key(0, 0)), finish(key(1, 1)), finish(key(0, 1))):
+        commands = names(current.handle(event))
+    assert commands == [("score", key(0, 1)), ("await", key(0, 1))]
+    if is_told:
+        assert current.handle(finish(key(1, 0))) == []
+    current.handle(verdict(key(0, 0)))
+    current.handle(verdict(key(1, 1)))
+    commands = names(current.handle(verdict(key(0, 1))))
+    assert commands == ([] if is_told else [("abort", key(1, 0))])
+    if not is_told:
+        current.handle(aborted(key(1, 0), 2))
+    result = rule.settle(current)
+    assert [[sample.key for sample in deferred.kept] for deferred in rule.queue] == [[key(1, 1)]]
+    assert result.metrics["rollout/aborted_samples"] == 1
+    assert result.metrics["rollout/thrown_tokens"] == 2
 
 
 def test_few_verdicts_may_be_due_while_generation_goes_on():
