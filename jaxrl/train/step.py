@@ -15,6 +15,7 @@ are small. Prompts count once per row, not once per sample (`actor.share_prompts
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -352,7 +353,8 @@ def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
     other, for ever. An optimization barrier is gone before threads are assigned; a comparison of data is not.
     """
     never = logprobs > 1e30
-    return batch.replace(
+    return dataclasses.replace(
+        batch,
         loss_mask=jnp.where(never, 0, batch.loss_mask),
         num_sequences=jnp.where(jnp.any(never, axis=1), 0, batch.num_sequences),
     )
