@@ -2,7 +2,8 @@
 
 Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.events`). While
 samples are still decoding, finished ones are being scored in other processes; their verdicts are handed to the round
-in the order in which the samples completed, however late they arrive (design §3, logical time).
+in the order in which the samples completed, however late they arrive (design §3, logical time). `SimulatedBackend`
+(`jaxrl.sim.backend`) carries out the same commands in the same way on a simulated clock.
 
 What a clock decides here is a scorer's time-out or crash: it is journalled before the round hears of it, and a step
 that runs again after a crash hears the same.
@@ -13,19 +14,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxrl.journal import Journal
-from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.engine import Engine, Finished, resume
 from jaxrl.scheduling.events import (
     Abort,
+    AwaitVerdict,
+    CancelScore,
     Command,
     Event,
     Interrupted,
     Launch,
     RoundStarted,
+    SampleAborted,
     SampleFinished,
     Score,
     Verdict,
@@ -57,6 +61,8 @@ class Scoring(Protocol):
     """A reward pool (`jaxrl.rewards.pool`)."""
 
     def submit(self, prompt: Prompt, sample: Sample, /) -> None: ...
+
+    def cancel(self, keys: Collection[SampleKey], /) -> None: ...
 
     def completed(self) -> list[Verdict]: ...
 
@@ -110,6 +116,7 @@ class RolloutBackend:
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
         self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
+        self._awaited: set[SampleKey] = set()  # verdicts without which no plan is made
         self._arrived: dict[SampleKey, Verdict] = {}
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
@@ -161,33 +168,37 @@ class RolloutBackend:
             self._take(self._rewards.completed())
             if self._events:
                 break
-            if not self.engine.is_idle:
+            if not self.engine.is_idle and not self._awaited:
                 self._run_plan()
             elif self._due:
                 self._take(self._rewards.wait(POLL_S))
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
-        return self._events.popleft()
+        event = self._events.popleft()
+        if isinstance(event, Verdict):
+            self._awaited.discard(event.key)
+        return event
 
     def apply(self, command: Command) -> None:
         match command:
-            case Launch(prompt=prompt, keys=keys):
-                for key in keys:
-                    self._launch(prompt, key)
+            case Launch():
+                self._launch(command)
             case Score(prompt=prompt, sample=sample):
                 self._score(prompt, sample)
-            case Abort(keys=keys):
-                self._abort(keys)
+            case Abort(keys=keys, keep=keep):
+                self._abort(keys, keep)
+            case CancelScore(keys=keys):
+                self._cancel_score(keys)
+            case AwaitVerdict(key=key):
+                self._awaited.add(key)
 
     def cancel(self) -> None:
         """Drops the round: nothing of it will be heard again."""
         self.engine.abort(self.engine.unfinished())
         self.engine.drain()
-        while self._due:
-            self._take(self._rewards.wait(POLL_S))
-            self._events.clear()
-        self._requests.clear()
-        self._events.clear()
+        self._rewards.cancel(set(self._due))
+        for kept in (self._events, self._due, self._awaited, self._arrived, self._requests):
+            kept.clear()
 
     def end(self) -> dict[str, float]:
         """The round is over; its metrics."""
@@ -210,27 +221,47 @@ class RolloutBackend:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _launch(self, prompt: Prompt, key: SampleKey) -> None:
-        request_id = next(self._request_ids)
-        self._requests[key] = request_id
-        self._num_launched += 1
-        self.engine.add(Request(request_id, key, prompt.token_ids, self._params, share=prompt.key))
+    def _launch(self, command: Launch) -> None:
+        """Starts responses, or goes on with them from their token ids. Those that are finished need nothing."""
+        prompt, begun = command.prompt, {sample.key: sample for sample in command.resumed}
+        for key in command.keys:
+            request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
+            if key in begun:
+                request = resume(request, begun[key])
+            self._requests[key] = request.request_id
+            self._num_launched += 1
+            self.engine.add(request)
 
-    def _abort(self, keys: Sequence[SampleKey]) -> None:
-        """Ends requests, also those that have finished and whose events the round has not been handed yet."""
-        gone = set(keys)
-        self.engine.abort([self._requests.pop(key) for key in keys if key in self._requests])
-        self._events = deque(e for e in self._events if not (isinstance(e, SampleFinished) and e.sample.key in gone))
+    def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
+        """Ends requests; of those that have ended already, untold, the round hears as `Abort` says."""
+        if keep:
+            self._tell_finished(self.engine.drain())
+        else:
+            gone = set(keys)
+            untold = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
+            self._events = deque(e for e in self._events if all(e is not other for other in untold))
+            for event in untold:
+                self._tell_aborted(replace(event.sample, finish_reason="abort"), event.dispatch)
+        live = [key for key in keys if key in self._requests]
+        last = self.engine.counters.plans - 1
+        for sample in self.engine.abort([self._requests.pop(key) for key in live]):
+            self._tell_aborted(sample, last)
 
-    def _run_plan(self) -> None:
-        with self._timeline.span("engine", "plan", index=self.engine.counters.plans):
-            finished = self.engine.step()
+    def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
+        self._events.append(SampleAborted(time.monotonic(), sample, dispatch))
+
+    def _tell_finished(self, finished: Iterable[Finished]) -> None:
         now = time.monotonic()
         for one in finished:
             sample = replace(one.sample, text=self._tokenizer.decode(one.sample.token_ids.tolist()))
             self._events.append(SampleFinished(now, sample, one.dispatch))
             self._requests.pop(sample.key)
-        self._num_finished += len(finished)
+            self._num_finished += 1
+
+    def _run_plan(self) -> None:
+        with self._timeline.span("engine", "plan", index=self.engine.counters.plans):
+            finished = self.engine.step()
+        self._tell_finished(finished)
         busy, rows = self.engine.batcher.num_running, self.worker.num_groups * self.worker.num_slots
         tokens = self.engine.counters.busy_row_steps - self._before.busy_row_steps
         self._timeline.counter("rows", busy=busy)
@@ -247,12 +278,26 @@ class RolloutBackend:
             self._take([verdict], journalled=True)
 
     def _take(self, verdicts: list[Verdict], *, journalled: bool = False) -> None:
-        """Notes verdicts as they arrive and releases those that are due."""
+        """Notes verdicts as they arrive; those of the clock are on the disk before anybody hears of them."""
         for verdict in verdicts:
             if verdict.status in ("timeout", "crash") and not journalled:
                 decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
                 self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
             self._arrived[verdict.key] = verdict
+        self._release_due()
+
+    def _cancel_score(self, keys: Sequence[SampleKey]) -> None:
+        gone = set(keys)
+        self._rewards.cancel(gone)
+        self._due = deque(key for key in self._due if key not in gone)
+        self._awaited -= gone
+        for key in keys:
+            self._arrived.pop(key, None)
+        self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in gone))
+        self._release_due()  # one that waited for the verdict of another
+
+    def _release_due(self) -> None:
+        """Hands over the verdicts that are here and whose turn it is."""
         while self._due and self._due[0] in self._arrived:
             self._events.append(self._arrived.pop(self._due.popleft()))
 

@@ -176,6 +176,10 @@ class PromptSource:
         self._position += num_prompts
         return [self._rendered.prompt(self._row(p), epoch=p // self.num_prompts) for p in positions]
 
+    def get(self, epoch: int, index: int) -> Prompt:
+        """A prompt that was handed out before, by its key. Raises ValueError for one that the data does not hold."""
+        return self._rendered.prompt(self._rendered.row_of(index), epoch)
+
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values. Prompts handed out and not yet consumed are the caller's to save."""
         return {
@@ -230,6 +234,7 @@ class _Rendered:
         self._problems = kept
         self._tokens = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
         self._ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+        self._rows = {problem.index: row for row, problem in enumerate(kept)}
         self.num_filtered = len(problems) - len(kept)
         if self.num_filtered:
             limit = data.max_prompt_length
@@ -240,6 +245,11 @@ class _Rendered:
 
     def _ids(self, row: int) -> np.ndarray:
         return self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
+
+    def row_of(self, index: int) -> int:
+        if index not in self._rows:
+            raise ValueError(f"prompt {index}: the training data holds no such problem, or it was dropped as too long")
+        return self._rows[index]
 
     def prompt(self, row: int, epoch: int) -> Prompt:
         problem = self._problems[row]

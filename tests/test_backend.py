@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,19 @@ from jaxrl.backend import RolloutBackend, stop_string_check
 from jaxrl.journal import Journal
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.events import Abort, Event, Interrupted, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Event,
+    Interrupted,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
 from jaxrl.scheduling.plan import Request
 from jaxrl.scheduling.round import Round
 from jaxrl.sim.executor import ReplayExecutor
@@ -65,6 +77,10 @@ class Pool:
         assert sample.text, "scorers get text"
         self.submitted.append(sample.key)
         (self._held if sample.key in self.hold else self._queue).append(sample.key)
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        self._queue = deque(one for one in self._queue if one not in keys)
+        self._held = [one for one in self._held if one not in keys]
 
     def completed(self) -> list[Verdict]:
         answered = list(reversed(self._queue))  # the latest first
@@ -271,24 +287,108 @@ def test_a_stop_is_heard_while_no_event_comes(houses: Any):
     assert house.engine.is_idle
 
 
-def test_abort_ends_also_those_whose_events_are_still_to_be_told(houses: Any):
-    house = houses({key(0, 0): 2, key(0, 1): 2, key(0, 2): 30}, Pool())
-    house.backend.begin(1, PARAMS)
-    keys = (key(0, 0), key(0, 1), key(0, 2))
+def begin(house: House, keys: Sequence[SampleKey], step: int = 1) -> RolloutBackend:
+    """A round in which one prompt has been launched."""
+    house.backend.begin(step, PARAMS)
     assert isinstance(house.backend.wait(), RoundStarted)
-    house.backend.apply(Launch(PROMPTS[0], keys))
-    event = house.backend.wait()
+    house.backend.apply(Launch(PROMPTS[0], tuple(keys)))
+    return house.backend
+
+
+def next_finished(backend: RolloutBackend) -> Sample:
+    event = backend.wait()
     assert isinstance(event, SampleFinished)
-    assert event.sample.key == keys[0]
-    house.backend.apply(Abort(keys[1:]))  # the first of them has finished in the same plan
+    return event.sample
+
+
+def next_aborted(backend: RolloutBackend) -> Sample:
+    event = backend.wait()
+    assert isinstance(event, SampleAborted)
+    return event.sample
+
+
+def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_told(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 2, key(0, 2): 30}, Pool())
+    keys = (key(0, 0), key(0, 1), key(0, 2))
+    backend = begin(house, keys)
+    first = next_finished(backend)
+    assert first.key == keys[0]
+    backend.apply(Abort(keys[1:]))  # the first of them has finished in the same plan
+    untold, running = next_aborted(backend), next_aborted(backend)
+    assert [(s.key, s.finish_reason) for s in (untold, running)] == [(k, "abort") for k in keys[1:]]
+    assert (len(untold), len(running)) == (2, 5), "the tokens of the plan in flight are not waited for"
     house.engine.drain()
     assert house.engine.is_idle
-    house.backend.apply(Score(PROMPTS[0], event.sample))
-    verdict = house.backend.wait()
+    backend.apply(Score(PROMPTS[0], first))
+    verdict = backend.wait()
     assert isinstance(verdict, Verdict)
     assert verdict.key == keys[0]
     with pytest.raises(RuntimeError, match="nothing is running or being scored"):
-        house.backend.wait()
+        backend.wait()
+
+
+def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 7, key(0, 2): 30}, Pool())
+    keys = (key(0, 0), key(0, 1), key(0, 2))
+    backend = begin(house, keys)
+    assert next_finished(backend).key == keys[0]
+    backend.apply(Abort(keys[1:], keep=True))
+    ended = next_finished(backend)
+    assert (ended.key, len(ended)) == (keys[1], 7), "it ended in the plan in flight, which was waited for"
+    begun = next_aborted(backend)
+    assert (begun.key, len(begun), begun.versions.tolist()) == (keys[2], 9, [0] * 9)
+    backend.end()
+
+    backend.leave_rollout()
+    backend.enter_rollout(1)
+    backend.begin(2, PARAMS)
+    backend.wait()
+    backend.apply(Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,)))
+    whole = next_finished(backend)
+    assert (whole.key, len(whole)) == (keys[2], 30), "the finished one is not run again"
+    assert whole.versions.tolist() == [0] * 9 + [1] * 21
+    assert whole.token_ids.tolist()[:9] == begun.token_ids.tolist()
+    assert whole.text == Bytes().decode(whole.token_ids.tolist())
+    backend.end()
+
+
+def test_a_verdict_is_awaited_without_a_plan_and_one_that_is_cancelled_never_comes(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 3, key(0, 2): 30}, Pool(hold=[key(0, 0)]))
+    keys = (key(0, 0), key(0, 1), key(0, 2))
+    backend = begin(house, keys)
+    for _ in range(2):
+        backend.apply(Score(PROMPTS[0], next_finished(backend)))
+    backend.apply(AwaitVerdict(keys[0]))
+    num_plans = len(house.progress)
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[0]
+    assert len(house.progress) == num_plans, "no plan was made while the verdict was awaited"
+    backend.apply(CancelScore(keys[1:2]))  # it has come in, untold
+    assert next_finished(backend).key == keys[2], "and not the verdict"
+    backend.end()
+
+
+def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 3}, Pool(hold=[key(0, 0)]))
+    keys = (key(0, 0), key(0, 1))
+    backend = begin(house, keys)
+    samples = [next_finished(backend) for _ in keys]
+    for sample in samples:
+        backend.apply(Score(PROMPTS[0], sample))
+    backend._take(house.pool.completed())
+    backend.apply(CancelScore(keys[:1]))
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[1]
+    backend.apply(Score(PROMPTS[0], samples[0]))  # asked for again: one verdict follows
+    house.pool.hold = []
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[0]
+    with pytest.raises(RuntimeError, match="nothing is running or being scored"):
+        backend.wait()
+    backend.end()
 
 
 def test_memory_phases(houses: Any):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,18 @@ def test_deepmath(data_folder: Path):
     assert (problem.answer, problem.source) == (r"\dfrac{11}{16}", "deepmath_103k")
     by_text = config(train_files=files, prompt_key="prompt", answer_key="ground_truth")
     assert [p.identity for p in load_train(by_text)] == [p.identity for p in (problem, *rest)]
+
+
+def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
+    rows = [{"question": f"q{i}" + "x" * 50 * (i == 2), "answer": i} for i in range(6)]
+    c = config(train_files=[write(tmp_path / "a.jsonl", rows)], max_prompt_length=30, seed=3)
+    source = PromptSource(load_train(c), Characters(), c)
+    handed = source.next(12)
+    position = source.position
+    assert [source.get(*prompt.key) for prompt in handed] == handed
+    assert source.position == position, "nothing is handed out by it"
+    fresh = PromptSource(load_train(c), Characters(), c)
+    assert fresh.get(7, 3) == replace(next(p for p in handed if p.index == 3), epoch=7)
+    for index in (2, 6):
+        with pytest.raises(ValueError, match=f"prompt {index}: the training data holds no such problem"):
+            source.get(0, index)

@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -65,7 +65,12 @@ class RewardPool(Protocol):
         ...
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
-        """Queues a finished sample; returns at once. Exactly one verdict follows."""
+        """Queues a finished sample; returns at once. Exactly one verdict follows, unless it is cancelled."""
+        ...
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        """No verdict follows on these samples, as far as they were submitted before. Their scoring may go on unheard:
+        its worker is free when it ends or times out."""
         ...
 
     def completed(self) -> list[Verdict]:
@@ -101,6 +106,7 @@ class _Task:
     key: SampleKey
     request: bytes
     attempts: int = 0
+    cancelled: bool = False  # of a task that is with a ray actor
 
 
 class _Counts:
@@ -191,6 +197,10 @@ class ProcessRewardPool:
             self._schedule(task_id)
         else:
             self._rebuild()  # submits all that is pending
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        # pebble would kill the worker for it, and start another, also for tasks that wait in its pipe
+        self._pending = {task_id: task for task_id, task in self._pending.items() if task.key not in keys}
 
     def completed(self) -> list[Verdict]:
         verdicts: list[Verdict] = []
@@ -397,6 +407,11 @@ class RayRewardPool:
         self._waiting.append(_Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample))))
         self._hand_over()
 
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        self._waiting = deque(task for task in self._waiting if task.key not in keys)
+        for task, _, _ in self._running.values():
+            task.cancelled |= task.key in keys
+
     def completed(self) -> list[Verdict]:
         return self._poll(0.0)
 
@@ -409,7 +424,7 @@ class RayRewardPool:
 
     @property
     def num_pending(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + sum(not task.cancelled for task, _, _ in self._running.values())
 
     def take_metrics(self) -> dict[str, float]:
         return self._counts.take()
@@ -459,13 +474,13 @@ class RayRewardPool:
             except self._ray.exceptions.RayActorError:
                 scored = _crashed("the scorer's ray actor died")
                 self._start_actor()
-            verdicts.append(self._verdict(task, scored))
+            verdicts += self._verdict(task, scored)
         for ref, (task, actor, start) in list(self._running.items()):
             if time.monotonic() - start > self._timeout_s:
                 del self._running[ref]
                 self._ray.kill(actor)
                 self._start_actor()
-                verdicts.append(self._verdict(task, _timed_out(self._timeout_s)))
+                verdicts += self._verdict(task, _timed_out(self._timeout_s))
         self._hand_over()
         return verdicts
 
@@ -476,6 +491,9 @@ class RayRewardPool:
         self._ray.wait(refs, num_returns=1, timeout=timeout_s)
         return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
 
-    def _verdict(self, task: _Task, scored: Scored) -> Verdict:
+    def _verdict(self, task: _Task, scored: Scored) -> list[Verdict]:
+        """One, or none if nobody wants it any more."""
         status, reward, info, duration_s = scored
-        return self._counts.add(Verdict(self._clock(), task.key, reward, status, info, duration_s))
+        if task.cancelled:
+            return []
+        return [self._counts.add(Verdict(self._clock(), task.key, reward, status, info, duration_s))]

@@ -106,6 +106,16 @@ def test_many_at_once(pool: RewardPool):
     assert pool.take_metrics()["reward/num_scored"] == 0
 
 
+def test_cancelled_samples_get_no_verdict(pool: RewardPool):
+    submit(pool, "sleep 0.3", "say 1", "sleep 0.3", "say 3", "say 4")
+    pool.cancel({SampleKey(0, 7, i) for i in (0, 3)})
+    assert pool.num_pending == 3
+    assert sorted(collect(pool)) == [1, 2, 4]
+    assert pool.take_metrics()["reward/num_scored"] == 3
+    submit(pool, "say 5")
+    assert collect(pool)[0].reward == 5.0, "asked for again: the new answer, once"
+
+
 def test_each_failure_costs_its_own_sample(pool: RewardPool, caplog: pytest.LogCaptureFixture):
     bad = ["die", "spin", "raise", "nan", "segfault", "exit", "odd"]
     submit(pool, *(r for i, b in enumerate(bad) for r in (b, f"say {i}")))

@@ -226,6 +226,9 @@ class InstantPool:
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         self._done.append(Verdict(0.0, sample.key, self._workload.reward(sample.key)))
 
+    def cancel(self, keys: Any) -> None:
+        self._done = [verdict for verdict in self._done if verdict.key not in keys]
+
     def completed(self) -> list[Verdict]:
         done, self._done = self._done, []
         return done
