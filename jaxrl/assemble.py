@@ -31,6 +31,7 @@ from jaxrl.report import write_report
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rules import batch_rule, carried
 from jaxrl.run_dir import RunDir
 from jaxrl.samples import SampleLog
 from jaxrl.scheduling.batcher import BatcherConfig
@@ -235,6 +236,7 @@ class _Run:
     def __init__(self, config: Config, run_dir: RunDir, stop: StopSignal, say: Callable[[str], None]) -> None:
         self.config, self.run_dir, self.stop, self.say = config, run_dir, stop, say
         self.began = time.monotonic()
+        self.rule = batch_rule(config)  # before anything that takes long: its settings may be refused
         changes = run_dir.changes(config)
         self.devices = prepare_jax(config)
         self.mesh = make_mesh(self.devices)
@@ -289,7 +291,7 @@ class _Run:
             self.store.wait()
             self.step = loop.step
         report = write_report(run_dir.path)
-        summary = self._summary(finished, report)
+        summary = self._summary(finished, loop.num_carried, report)
         view.final_table(summary)
         return Outcome(self.step, finished, summary, report)
 
@@ -322,6 +324,7 @@ class _Run:
             self.trainer,
             outputs.timeline,
             Hooks(outputs.on_phase, outputs.on_step, outputs.on_eval, save, self.stop),
+            rule=self.rule,
             stop_token_ids=stop_ids(self.tokenizer, self.model),
             total_steps=self.total_steps,
             num_devices=self.mesh.size,
@@ -346,10 +349,11 @@ class _Run:
             count = executor.warm_up(progress)
         outputs.view.message(f"{count} rollout programs ready in {time.monotonic() - began:.0f} s")
 
-    def _summary(self, finished: bool, report: Path) -> dict[str, Any]:
+    def _summary(self, finished: bool, num_carried: int, report: Path) -> dict[str, Any]:
         return {
             "run": str(self.run_dir.path),
             "steps": f"{self.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
+            **carried(self.rule.name, num_carried),
             "time": f"{time.monotonic() - self.began:.0f} s",
             "report": str(report),
         }

@@ -61,6 +61,39 @@ class ValSampling:
 
 
 @dataclass(frozen=True)
+class TailBatching:
+    enable: bool = False  # short rounds with speculation, long rounds of the prompts that came last in them
+    prompt_factor: float = 1.25  # a short round launches ceil(this × data.train_batch_size) prompts ...
+    response_factor: float = 1.25  # ... and ceil(this × rollout.n) samples of each; both >= 1
+    max_age_steps: int = 0  # the most steps from a prompt's first launch to its batch; 0: no bound
+    at_end: Literal["flush", "leave"] = "flush"  # flush: the last rounds empty the queue; leave: it is what it is
+    keep_finished: bool = False  # a deferred prompt's finished samples count later, while no update lies between
+
+
+@dataclass(frozen=True)
+class PartialRollout:
+    enable: bool = False  # stop at enough complete prompts, go on with the others in the next step
+    over_provision: float = 2.0  # ceil(this × data.train_batch_size) prompts are under way; >= 1
+    max_staleness: int = -1  # versions that a trained token may lag behind the policy; -1: no cap
+    max_restarts: int = 1  # how often a sample may lose its tokens to the cap before a round waits for it
+    at_end: Literal["flush", "leave"] = "flush"  # flush: the last rounds empty the buffer; leave: it is what it is
+
+
+@dataclass(frozen=True)
+class OverProvisioning:
+    enable: bool = False  # a baseline: launch more, keep what ends first, discard the rest for good
+    prompt_factor: float = 1.25  # as in tail_batching
+    response_factor: float = 1.25
+
+
+@dataclass(frozen=True)
+class FilterGroups:
+    enable: bool = False  # DAPO's dynamic sampling: prompts whose rewards are all equal are replaced by others
+    max_num_gen_batches: int = 10  # a round that has launched this many batches of prompts gives up
+    max_unscored_groups: int = 8  # complete prompts whose rewards may be due before generation waits for them
+
+
+@dataclass(frozen=True)
 class RolloutSection:
     n: int = 8  # samples per prompt (the group size)
     temperature: float = 1.0
@@ -78,6 +111,11 @@ class RolloutSection:
     num_blocks: int = 0  # KV blocks per dp group; 0: what the memory leaves, at most what max_num_seqs can use
     memory_fraction: float = 0.85  # of a device's memory, for weights and KV pool together
     warmup: bool = True  # compile every shape before the first step
+    max_active_requests: int = 0  # samples under way at once, in the rounds of all rules; 0: no limit
+    stale_tokens: Literal["recorded", "mask"] = "recorded"  # of earlier versions; mask: not learnt from
+    tail_batching: TailBatching = field(default_factory=TailBatching)
+    partial_rollout: PartialRollout = field(default_factory=PartialRollout)
+    over_provisioning: OverProvisioning = field(default_factory=OverProvisioning)
     val_kwargs: ValSampling = field(default_factory=ValSampling)
 
 
@@ -125,6 +163,7 @@ class AlgorithmSection:
     use_kl_in_reward: bool = False
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
     kl_coef: float = 0.001
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
 
 
 @dataclass(frozen=True)
@@ -136,6 +175,7 @@ class RewardSection:
     timeout_s: float = 10.0  # per sample, of scoring alone; 0: none
     num_workers: int = 1  # processes
     pool: Literal["process", "ray"] = "process"
+    score_when: Literal["sample", "group", "rollout"] = "sample"  # ended; or its prompt's samples; or all
 
 
 @dataclass(frozen=True)
@@ -149,6 +189,7 @@ class TrainerSection:
     val_before_train: bool = False
     seed: int = 0
     num_devices: int = 0  # 0: all
+    one_step_off: bool = False  # roll out for step t + 1 with the weights before update t
     init_from: str = ""  # a run directory or checkpoint folder whose parameters (only) to start from
     logger: list[Literal["console", "wandb", "tensorboard"]] = field(default_factory=lambda: ["console"])
     project_name: str = "jaxrl"
@@ -408,6 +449,15 @@ _AT_LEAST: dict[str, float] = {
     "rollout.max_num_batched_tokens": 1,
     "rollout.decode_steps": 1,
     "rollout.num_blocks": 0,
+    "rollout.max_active_requests": 0,
+    "rollout.tail_batching.prompt_factor": 1,
+    "rollout.tail_batching.response_factor": 1,
+    "rollout.tail_batching.max_age_steps": 0,
+    "rollout.partial_rollout.over_provision": 1,
+    "rollout.partial_rollout.max_staleness": -1,
+    "rollout.partial_rollout.max_restarts": 0,
+    "rollout.over_provisioning.prompt_factor": 1,
+    "rollout.over_provisioning.response_factor": 1,
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
     "rollout.val_kwargs.top_k": -1,
@@ -418,6 +468,8 @@ _AT_LEAST: dict[str, float] = {
     "actor.optim.eps": 0,
     "actor.kl_loss_coef": 0,
     "algorithm.kl_coef": 0,
+    "algorithm.filter_groups.max_num_gen_batches": 1,
+    "algorithm.filter_groups.max_unscored_groups": 0,
     "actor.ppo_mini_batch_size": 0,
     "actor.ppo_epochs": 1,
     "actor.ppo_max_token_len_per_gpu": 1,

@@ -1,12 +1,18 @@
 """THE loop: collect -> score -> advantages -> pack -> gradients -> update -> sync weights -> save.
 
 Purpose: one file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer
-and the store come in as protocols. Decisions of a round are `jaxrl.scheduling.round`'s.
+and the store come in as protocols. What a round launches, which groups it yields, and what becomes of the others is the
+batch rule's decision (`jaxrl.scheduling.batches`).
 
 A step starts and ends at a *boundary*: everything that decides the future is then in the trainer's state and in
 `Loop.host_state`, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again.
 
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
+
+**One-step-off** (`trainer.one_step_off`; RollPacker §6.7). The rollout for step s + 1 comes before update s, so its
+tokens are of version s - 1 and one version old when they are trained on. Its groups wait in `Loop` and are part of a
+checkpoint. Departure: rollout and update take turns on the same devices; nothing overlaps but the bound on staleness is
+the same. The switch may change at a resume in either direction.
 """
 
 from __future__ import annotations
@@ -20,12 +26,14 @@ import numpy as np
 
 from jaxrl import metrics as numbers
 from jaxrl.config import Config
+from jaxrl.scheduling.batches import BatchRule, RoundTime, pack_groups, unpack_groups
 from jaxrl.scheduling.events import Command, Event, Interrupted
+from jaxrl.scheduling.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.round import Departures, Round
 from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, SamplingParams, TrainBatch
 
-STATE_SCHEMA = 1
+STATE_SCHEMA = 2
 
 
 class Backend(Protocol):
@@ -65,7 +73,9 @@ class Trainer(Protocol):
 class Prompts(Protocol):
     """`jaxrl.data.PromptSource`."""
 
-    def next(self, num_prompts: int) -> list[Prompt]: ...
+    def next(self, num_prompts: int, /) -> list[Prompt]: ...
+
+    def get(self, epoch: int, index: int, /) -> Prompt: ...
 
     def state(self) -> dict[str, Any]: ...
 
@@ -78,6 +88,14 @@ class Phases(Protocol):
     def phase(self, name: str, **args: Any) -> AbstractContextManager[None]: ...
 
     def take_phases(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a round has brought: the groups to train on, and its metrics."""
+
+    groups: list[Group]
+    metrics: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -108,6 +126,7 @@ class Loop:
         phases: Phases,
         hooks: Hooks,
         *,
+        rule: BatchRule,
         stop_token_ids: tuple[int, ...],
         total_steps: int,
         num_devices: int,
@@ -116,6 +135,7 @@ class Loop:
         self.step = 0
         self.total_steps = total_steps
         self.departures = Departures()
+        self.rule = rule
         self._prompts = prompts
         self._validation = validation
         self._backend = backend
@@ -126,6 +146,12 @@ class Loop:
         self._num_devices = num_devices
         self._saved_step: int | None = None
         self._running_step = 0
+        self._ahead: Collected | None = None  # for the next step
+
+    @property
+    def num_carried(self) -> int:
+        """Prompts that have been drawn from the data and have not left: what a run that ends now leaves behind."""
+        return self.rule.num_carried + (0 if self._ahead is None else len(self._ahead.groups))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -137,14 +163,41 @@ class Loop:
             "seed": self.config.trainer.seed,
             "data": self._prompts.state(),
             "departures": self.departures.state_dict(),
+            "rule": {
+                "name": self.rule.name,
+                "num_carried": self.rule.num_carried,
+                "state": self.rule.state_dict(),
+            },
+            "ahead": None
+            if self._ahead is None
+            else pack_groups(self._ahead.groups) | {"metrics": dict(self._ahead.metrics)},
         }
 
     def load_host_state(self, state: Mapping[str, Any]) -> None:
-        if state["schema"] != STATE_SCHEMA:
-            raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
+        """Goes to a saved boundary. A state of schema 1 was left by plain batches, which carry nothing.
+
+        Raises ValueError for another schema, or for prompts that wait in a rule which this run does not use.
+        """
+        if state["schema"] not in (1, STATE_SCHEMA):
+            raise ValueError(
+                f"checkpoint: state of schema {state['schema']}; this version reads schemas 1 and {STATE_SCHEMA}"
+            )
         self.step = self._saved_step = int(state["step"])
         self._prompts.load_state(state["data"])
         self.departures.load_state_dict(state["departures"])
+        if state["schema"] == 1:
+            return
+        saved, ahead = state["rule"], state["ahead"]
+        if saved["name"] == self.rule.name:
+            self.rule.load_state_dict(saved["state"])
+        elif saved["num_carried"]:
+            raise ValueError(
+                f"checkpoint: {saved['num_carried']} prompts wait in the state of {saved['name']}, and this run uses "
+                f"{self.rule.name}: they would be lost. Go on with {saved['name']}, or start a new run from the "
+                "parameters alone (trainer.init_from)"
+            )
+        if ahead is not None:
+            self._ahead = Collected(unpack_groups(ahead, self._prompts), dict(ahead["metrics"]))
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -171,13 +224,11 @@ class Loop:
         trainer = self.config.trainer
         evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
         with self._phases.phase("step", step=step):
-            with self._phase("data"):
-                prompts = self._prompts.next(self.config.data.train_batch_size)
-            groups, measured = self._collect(prompts, step)
+            now = self._collect(step) if self._ahead is None else self._ahead
+            self._ahead = self._collect(step + 1) if trainer.one_step_off and step < self.total_steps else None
             self._backend.leave_rollout()
-            batch, more = self._learn_from(groups, step)
-            measured |= more
-            for group in groups:
+            batch, learned = self._learn_from(now.groups, step)
+            for group in now.groups:
                 self.departures.leave(group.prompt.key, "trained")
             self.step = step
             with self._phase("sync"):
@@ -186,14 +237,15 @@ class Loop:
                 self._evaluate()
             if trainer.save_freq and step % trainer.save_freq == 0:
                 self._save()
-        measured |= self._phases.take_phases()
-        self._hooks.on_step(step, measured | self._throughput(batch, measured), groups)
+        measured = now.metrics | off_policy_metrics(now.groups, step) | learned | self._phases.take_phases()
+        self._hooks.on_step(step, measured | self._throughput(batch, measured), now.groups)
 
-    def _collect(self, prompts: list[Prompt], step: int) -> tuple[list[Group], dict[str, float]]:
-        """One round: every prompt's samples, scored."""
+    def _collect(self, step: int) -> Collected:
+        """One round for training step `step`: the rule's groups, scored."""
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
-        current = Round(prompts, rollout.n)
+        with self._phase("data"):
+            current = self.rule.plan(self._prompts, RoundTime(step, self.step, self.total_steps - step + 1))
         self._backend.begin(step, params)
         with self._phase("gen"):
             while not current.done and self._backend.generating:
@@ -201,19 +253,18 @@ class Loop:
         with self._phase("reward"):
             while not current.done:
                 self._handle(current)
-        groups = current.groups()
-        samples = [sample for group in groups for sample in group.samples]
+        result = self.rule.settle(current)
+        for prompt_key, outcome in result.left.items():
+            self.departures.leave(prompt_key, outcome)
+        samples = [sample for group in result.groups for sample in group.samples]
         lengths = [len(sample) for sample in samples]
         measured = numbers.spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
         measured |= numbers.length_metrics(lengths, self.config.data.max_response_length)
-        measured |= numbers.spread("prompt_length", [len(group.prompt.token_ids) for group in groups])
+        measured |= numbers.spread("prompt_length", [len(group.prompt.token_ids) for group in result.groups])
         measured["critic/mixed_reward_groups"] = float(
-            np.mean([len({s.reward for s in g.samples}) > 1 for g in groups])
+            np.mean([len({s.reward for s in g.samples}) > 1 for g in result.groups])
         )
-        staleness = np.concatenate([step - 1 - sample.versions for sample in samples])
-        measured["training/off_policy/share"] = float(np.mean(staleness > 0))
-        measured["training/off_policy/max_staleness"] = float(np.max(staleness))
-        return groups, measured | self._backend.end()
+        return Collected(result.groups, measured | result.metrics | self._backend.end())
 
     def _handle(self, current: Round) -> None:
         try:
@@ -226,7 +277,7 @@ class Loop:
 
     def _learn_from(self, groups: list[Group], step: int) -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates."""
-        actor, algorithm = self.config.actor, self.config.algorithm
+        algorithm = self.config.algorithm
         samples = [sample for group in groups for sample in group.samples]
         batch = TrainBatch(
             prompts=[group.prompt for group in groups for _ in group.samples],
@@ -234,18 +285,33 @@ class Loop:
             advantages=[np.zeros(len(sample), np.float32) for sample in samples],
         )
         with self._phase("old_log_prob"):
-            if actor.old_logprobs == "recompute":
-                batch.old_logprobs = self._trainer.token_logprobs(batch, "actor")
+            batch.old_logprobs = self._old_logprobs(batch, step)
         with self._phase("ref"):
             if self.config.needs_ref:
                 batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
         with self._phase("adv"):
             policy = batch.old_logprobs or [sample.rollout_logprobs for sample in samples]
             batch.advantages = advantages.compute(groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs)
+        if self.config.rollout.stale_tokens == "mask":
+            batch.loss_masks = [on_policy_mask(s.versions, step - 1).astype(np.float32) for s in samples]
         with self._phase("update_actor"):
             measured = self._update(groups, batch)
         values = np.concatenate(batch.advantages)
         return batch, measured | numbers.spread("critic/advantages", values)
+
+    def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
+        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote; for the others
+        what the policy says now, if that is wanted. None: recorded ones throughout."""
+        if self.config.actor.old_logprobs == "rollout":
+            return None
+        fresh = [on_policy_mask(sample.versions, step - 1) for sample in batch.samples]
+        if not any(mask.any() for mask in fresh):
+            return None
+        now = self._trainer.token_logprobs(batch, "actor")
+        if all(mask.all() for mask in fresh):
+            return now
+        recorded = [sample.rollout_logprobs for sample in batch.samples]
+        return old_logprobs_by_version(recorded, now, batch.samples, step - 1)
 
     def _update(self, groups: list[Group], batch: TrainBatch) -> dict[str, float]:
         """`ppo_epochs` passes of minibatches of whole groups; the mean of the updates' metrics."""
@@ -309,12 +375,23 @@ class Loop:
         total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
         drawn = sum(len(sample) for sample in batch.samples)
         training_s = measured["timing_s/step"] - measured.get("timing_s/testing", 0.0)
+        gen_s = measured.get("timing_s/gen", 0.0)  # none where all of the batch was there before the step
         return {
             "perf/total_num_tokens": total,
             "perf/throughput": total / training_s / self._num_devices,
-            "perf/gen_throughput": drawn / measured["timing_s/gen"] / self._num_devices,
+            **({"perf/gen_throughput": drawn / gen_s / self._num_devices} if gen_s > 0 else {}),
         }
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         self._hooks.on_phase(self._running_step, name)
         return self._phases.phase(name)
+
+
+def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """How far behind the policy that trains on them (version `step` - 1) the tokens' versions lie."""
+    staleness = np.concatenate([step - 1 - sample.versions for group in groups for sample in group.samples])
+    return {
+        "training/off_policy/share": float(np.mean(staleness > 0)),
+        "training/off_policy/mean_staleness": float(np.mean(staleness)),
+        "training/off_policy/max_staleness": float(np.max(staleness)),
+    }

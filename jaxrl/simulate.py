@@ -29,6 +29,7 @@ from jaxrl.live import LiveView
 from jaxrl.loop import Hooks, Loop
 from jaxrl.metrics import MetricsWriter
 from jaxrl.report import write_report
+from jaxrl.rules import batch_rule, carried
 from jaxrl.run_dir import RunDir
 from jaxrl.samples import SampleLog
 from jaxrl.scheduling.batcher import BatcherConfig
@@ -116,6 +117,7 @@ def build(
         trainer,
         phases,
         hooks,
+        rule=batch_rule(config),
         stop_token_ids=(STOP_TOKEN,),
         total_steps=trained.total_training_steps or max(trained.total_epochs * num_prompts // data.train_batch_size, 1),
         num_devices=sizes.num_devices,
@@ -214,6 +216,7 @@ class _Run:
         return {
             "simulated run": str(self.run_dir.path),
             "steps": f"{simulation.loop.step} of {simulation.loop.total_steps}",
+            **carried(simulation.loop.rule.name, simulation.loop.num_carried),
             "simulated time": f"{simulation.clock.now_s:.0f} s",
             "wall clock per step": seconds,
             "report": str(report),

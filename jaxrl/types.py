@@ -165,6 +165,7 @@ class TrainBatch:
       old_logprobs: per sample float32 [T_i] under the policy before this step's first update; None where the
         recorded `rollout_logprobs` serve.
       ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
+      loss_masks: per sample [T_i], 1 at tokens to learn from; None: all.
     """
 
     prompts: list[Prompt]
@@ -172,6 +173,7 @@ class TrainBatch:
     advantages: list[np.ndarray]
     old_logprobs: list[np.ndarray] | None = None
     ref_logprobs: list[np.ndarray] | None = None
+    loss_masks: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -188,4 +190,5 @@ class TrainBatch:
             pick(self.advantages),
             pick(self.old_logprobs),
             pick(self.ref_logprobs),
+            pick(self.loss_masks),
         )

@@ -22,7 +22,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "scheduling kernels sharding data metrics timeline tokenizer journal live samples run_dir config_files",
         "models watchdog",  # the watchdog reports the timeline's open spans
         "rollout train rewards sim",
-        "loop backend report explain",
+        "loop backend report explain rules",
         # The top, where the pieces come together, file by file.
         "text",
         "assemble simulate",
@@ -34,7 +34,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
-WITHOUT_JAX = ("jaxrl.loop", "jaxrl.cli", "jaxrl.__main__", "jaxrl.rewards.pool", "jaxrl.report", "jaxrl.simulate")
+WITHOUT_JAX = tuple(f"jaxrl.{name}" for name in "loop rules cli __main__ rewards.pool report simulate".split())
 
 
 def read_sources() -> dict[str, str]:

@@ -15,6 +15,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Loop
+from jaxrl.rules import batch_rule
 from jaxrl.scheduling.events import Command, Event, Interrupted, Launch, RoundStarted, SampleFinished, Score, Verdict
 from jaxrl.timeline import Timeline
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
@@ -31,7 +32,10 @@ class FakePrompts:
     def next(self, num_prompts: int) -> list[Prompt]:
         places = range(self.position, self.position + num_prompts)
         self.position += num_prompts
-        return [Prompt(p // 5, p % 5, (1, 2, p % 5), f"prompt {p % 5}", "test") for p in places]
+        return [self.get(p // 5, p % 5) for p in places]
+
+    def get(self, epoch: int, index: int) -> Prompt:
+        return Prompt(epoch, index, (1, 2, index), f"prompt {index}", "test")
 
     def state(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -152,6 +156,7 @@ class House:
                 save=self.save,
                 stop=self.stop,
             ),
+            rule=batch_rule(self.config),
             stop_token_ids=(2,),
             total_steps=more.pop("total_steps", 3),
             num_devices=2,
@@ -385,7 +390,7 @@ def test_a_stop_before_the_first_step_saves_where_it_stands(build: Build):
 
 def test_a_checkpoint_of_another_schema_is_refused(build: Build):
     house = build()
-    with pytest.raises(ValueError, match="state of schema 99; this version reads schema 1"):
+    with pytest.raises(ValueError, match="state of schema 99; this version reads schemas 1 and 2"):
         house.loop.load_host_state(house.loop.host_state() | {"schema": 99})
 
 

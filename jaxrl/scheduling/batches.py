@@ -83,6 +83,11 @@ class BatchRule(Protocol):
     """Decides across rounds; has no effects but drawing prompts from the source that it is given."""
 
     @property
+    def name(self) -> str:
+        """What people call it; a checkpoint names the rule that carries prompts."""
+        ...
+
+    @property
     def num_carried(self) -> int:
         """Prompts that have been drawn from the source and have not left: what a run that ends now leaves behind."""
         ...
@@ -139,13 +144,17 @@ class FreshBatches:
         self.limits = RaceLimits(
             num_groups=num_groups,
             group_size=group_size,
-            num_responses=provisioned("over-provisioning: response_factor", response_factor, group_size),
-            num_spare=provisioned("over-provisioning: prompt_factor", prompt_factor, num_groups) - num_groups,
+            num_responses=provisioned("rollout.over_provisioning.response_factor", response_factor, group_size),
+            num_spare=provisioned("rollout.over_provisioning.prompt_factor", prompt_factor, num_groups) - num_groups,
             score_when=score_when,
             dynamic_sampling=dynamic_sampling,
             max_active=max_active_requests,
         )
         self._open: OpenRound | None = None
+
+    @property
+    def name(self) -> str:
+        return "over-provisioning" if self.limits.is_race else "plain batches"
 
     @property
     def num_carried(self) -> int:
@@ -316,6 +325,37 @@ def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
     return samples
 
 
+def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
+    """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as `pack_samples` has them, rewards
+    float64, and why a scorer failed (empty if it did not); the rest of what scorers say is dropped."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
+        "samples": pack_samples([as_carried(sample) for sample in samples]),
+        "rewards": np.asarray([sample.reward for sample in samples], np.float64),
+        "errors": [str(sample.reward_info.get("error", "")) for sample in samples],
+    }
+
+
+def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Group]:
+    """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together."""
+    samples, errors = unpack_samples(packed["samples"]), packed["errors"]
+    sizes = [int(size) for *_, size in packed["groups"]]
+    if not len(samples) == len(packed["rewards"]) == len(errors) == sum(sizes):
+        raise ValueError(
+            f"a batch that waits: {len(samples)} samples, {len(packed['rewards'])} rewards, {len(errors)} errors and "
+            f"groups of {sizes} must fit together"
+        )
+    scored = iter(
+        replace(sample, reward=float(reward), reward_info={"error": error} if error else {})
+        for sample, reward, error in zip(samples, packed["rewards"], errors, strict=True)
+    )
+    return [
+        Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])
+        for epoch, index, size in packed["groups"]
+    ]
+
+
 # -- what composes with what (design §9) -------------------------------------------------------------------------------
 
 
@@ -354,8 +394,13 @@ def check_composition(
         return "ranking groups need one-step-off: groups of one step's prompts run while the step before trains"
     if partial_rollout and one_step_off and max_staleness is not None and max_staleness < 1:
         return (
-            f"partial rollout: max_staleness ({max_staleness} versions) must be >= 1 with one-step-off, which adds one "
-            "version to every token"
+            f"rollout.partial_rollout.max_staleness ({max_staleness} versions) must be >= 1 with one-step-off, "
+            "which adds one version to every token"
+        )
+    if score_when == "rollout" and partial_rollout:
+        return (
+            "partial rollout scores a prompt's samples when all of them have ended, whatever comes later: "
+            "reward.score_when must be 'sample' or 'group' (which mean the same there), found 'rollout'"
         )
     if dynamic_sampling and group_size < 2:
         return (
@@ -363,11 +408,13 @@ def check_composition(
             "so every prompt would be left out"
         )
     if score_when == "rollout" and streaming:
-        return "streaming needs rewards during the rollout: score_when must be 'sample' or 'group', found 'rollout'"
+        return (
+            "streaming needs rewards during the rollout: reward.score_when must be 'sample' or 'group', found 'rollout'"
+        )
     if score_when == "rollout" and dynamic_sampling and racing:
         return (
-            f"dynamic sampling with {racing[0]} needs rewards during the rollout, which say when it ends: score_when "
-            "must be 'sample' or 'group', found 'rollout'"
+            f"dynamic sampling with {racing[0]} needs rewards during the rollout, which say when it ends: "
+            "reward.score_when must be 'sample' or 'group', found 'rollout'"
         )
     if streaming and needs_whole_batch is not None:
         return (

@@ -87,20 +87,21 @@ class PartialRolloutConfig:
     def __post_init__(self) -> None:
         self.limits(self.num_spare)
         if self.at_end not in ("flush", "leave"):
-            raise ValueError(f"partial rollout: at_end ({self.at_end!r}) must be 'flush' or 'leave'")
+            raise ValueError(f"rollout.partial_rollout.at_end ({self.at_end!r}) must be 'flush' or 'leave'")
         if self.max_restarts < 0:
-            raise ValueError(f"partial rollout: max_restarts ({self.max_restarts}) must be >= 0")
+            raise ValueError(f"rollout.partial_rollout.max_restarts ({self.max_restarts}) must be >= 0")
         assert self.version_lag >= 0
         if self.max_staleness is not None and self.max_staleness < self.version_lag:
             raise ValueError(
-                f"partial rollout: max_staleness ({self.max_staleness} versions) must be >= {self.version_lag}, the "
-                "versions by which training is ahead of the rollout"
+                f"rollout.partial_rollout.max_staleness ({self.max_staleness} versions) must be >= {self.version_lag}, "
+                "the versions by which training is ahead of the rollout"
             )
 
     @property
     def num_spare(self) -> int:
         """N' - N."""
-        return provisioned("partial rollout: over_provision", self.over_provision, self.num_groups) - self.num_groups
+        option = "rollout.partial_rollout.over_provision"
+        return provisioned(option, self.over_provision, self.num_groups) - self.num_groups
 
     def limits(self, num_spare: int) -> RaceLimits:
         return RaceLimits(
@@ -146,6 +147,10 @@ class PartialRollout:
         self._restarted = 0
         self._dropped_tokens = 0
         self._resumed_tokens = 0
+
+    @property
+    def name(self) -> str:
+        return "partial rollout"
 
     @property
     def num_carried(self) -> int:

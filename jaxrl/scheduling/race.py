@@ -43,17 +43,17 @@ class DynamicSampling:
 
     Attributes:
       max_unscored_groups: completed groups whose verdicts may be due while generation goes on.
-      max_batches: a round that has launched this many times the groups it started with gives up with an error.
+      max_num_gen_batches: a round that has launched this many times the groups it started with gives up with an error.
     """
 
     max_unscored_groups: int = 8
-    max_batches: int = 10
+    max_num_gen_batches: int = 10
 
     def __post_init__(self) -> None:
         if self.max_unscored_groups < 0:
-            raise ValueError(f"dynamic sampling: max_unscored_groups ({self.max_unscored_groups} groups) must be >= 0")
-        if self.max_batches < 1:
-            raise ValueError(f"dynamic sampling: max_batches ({self.max_batches}) must be >= 1")
+            raise ValueError(f"algorithm.filter_groups.max_unscored_groups ({self.max_unscored_groups}) must be >= 0")
+        if self.max_num_gen_batches < 1:
+            raise ValueError(f"algorithm.filter_groups.max_num_gen_batches ({self.max_num_gen_batches}) must be >= 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class RaceLimits:
         assert not (self.keep_unfinished and self.num_responses > self.group_size), "a response too many has no place"
         if self.max_active and self.max_active < self.num_responses:
             raise ValueError(
-                f"max_active_requests ({self.max_active} samples) must hold one prompt's responses "
+                f"rollout.max_active_requests ({self.max_active} samples) must hold one prompt's responses "
                 f"({self.num_responses} samples), or be 0 for no limit"
             )
         if self.dynamic_sampling and self.group_size < 2:
@@ -123,8 +123,8 @@ class RaceLimits:
             )
         if self.dynamic_sampling and self.is_race and self.score_when == "rollout":
             raise ValueError(
-                "score_when (rollout) must be 'sample' or 'group' where dynamic sampling meets over-provisioning: "
-                "which groups end the round follows from their rewards"
+                "reward.score_when (rollout) must be 'sample' or 'group' where dynamic sampling meets "
+                "over-provisioning: which groups end the round follows from their rewards"
             )
 
     @property
@@ -286,11 +286,12 @@ class Race:
 
     def _refuse_endless(self) -> None:
         limits, sampling = self.limits, self.limits.dynamic_sampling
-        if sampling and len(self.groups) >= sampling.max_batches * (limits.num_groups + limits.num_spare):
+        if sampling and len(self.groups) >= sampling.max_num_gen_batches * (limits.num_groups + limits.num_spare):
             raise ValueError(
                 f"dynamic sampling: {len(self.groups)} prompts launched in one round, {len(self.filtered)} of them "
                 f"with rewards that are all equal, and {len(self.accepted)} of {limits.num_groups} groups found: the "
-                f"problems are too easy or too hard for the model; max_batches ({sampling.max_batches}) is the limit"
+                "problems are too easy or too hard for the model; algorithm.filter_groups.max_num_gen_batches "
+                f"({sampling.max_num_gen_batches}) is the limit"
             )
 
     def _take(self, ledger: RoundLedger, sample: Sample, commands: list[Command]) -> None:

@@ -88,18 +88,18 @@ class TailBatchingConfig:
     def __post_init__(self) -> None:
         self.limits("short", self.num_spare)
         if self.at_end not in ("flush", "leave"):
-            raise ValueError(f"tail batching: at_end ({self.at_end!r}) must be 'flush' or 'leave'")
+            raise ValueError(f"rollout.tail_batching.at_end ({self.at_end!r}) must be 'flush' or 'leave'")
         if self.max_age_steps and self.max_age_steps < self.least_age_bound:
             raise ValueError(
-                f"tail batching: max_age_steps ({self.max_age_steps} steps) must be >= {self.least_age_bound}, or 0 "
-                f"for no bound: a short round defers up to {self.num_spare} prompts (prompt_factor "
+                f"rollout.tail_batching.max_age_steps ({self.max_age_steps} steps) must be >= {self.least_age_bound}, "
+                f"or 0 for no bound: a short round defers up to {self.num_spare} prompts (prompt_factor "
                 f"{self.prompt_factor}), and long rounds take {self.num_groups} each"
             )
 
     @property
     def num_spare(self) -> int:
         """Prompts of a full short round beyond P0."""
-        return provisioned("tail batching: prompt_factor", self.prompt_factor, self.num_groups) - self.num_groups
+        return provisioned("rollout.tail_batching.prompt_factor", self.prompt_factor, self.num_groups) - self.num_groups
 
     @property
     def least_age_bound(self) -> int:
@@ -108,7 +108,7 @@ class TailBatchingConfig:
 
     def limits(self, kind: RoundKind, num_spare: int) -> RaceLimits:
         """Of a short round, or of a long one (then `num_spare` is 0)."""
-        num_responses = provisioned("tail batching: response_factor", self.response_factor, self.group_size)
+        num_responses = provisioned("rollout.tail_batching.response_factor", self.response_factor, self.group_size)
         return RaceLimits(
             num_groups=self.num_groups,
             group_size=self.group_size,
@@ -147,6 +147,10 @@ class TailBatching:
         self.num_rounds = 0
         self._open: OpenRound | None = None
         self._forgotten_tokens = 0  # of kept responses that a weight update has made useless
+
+    @property
+    def name(self) -> str:
+        return "tail batching"
 
     @property
     def num_carried(self) -> int:
@@ -262,6 +266,11 @@ class TailBatching:
         if sum(row[5] for row in rows) != len(kept):
             raise ValueError(
                 f"tail batching: {len(kept)} kept responses, and the queue counts {sum(r[5] for r in rows)}"
+            )
+        if any(row[5] > self.config.group_size for row in rows):
+            raise ValueError(
+                f"tail batching: prompts in the queue keep up to {max(row[5] for row in rows)} responses, and "
+                f"rollout.n is {self.config.group_size}: a resumed run with keep_finished must not lower rollout.n"
             )
         queue: deque[Deferred] = deque()
         for epoch, index, attempt, first_step, first_round, count in rows:

@@ -161,18 +161,17 @@ def pack(
     max_model_length: int,
     max_tokens_per_device: int,
     num_devices: int = 1,
-    loss_masks: Sequence[np.ndarray] | None = None,
     share_prompts: bool = True,
     row_cost: Callable[[int], float] = float,
 ) -> Packed:
     """Packs samples into microbatches whose rows split evenly over the devices.
 
     Args:
-      batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are.
+      batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are. Its loss
+        masks may have several spans per sample.
       max_model_length: tokens of the longest allowed sample, prompt included.
       max_tokens_per_device: tokens of a microbatch on one device, padding included (at least one row is used).
       num_devices: device d gets rows d*n to (d+1)*n of a microbatch with n rows per device.
-      loss_masks: per sample [T_i] over its response tokens, 1 to learn from; default: all. Several spans are fine.
       share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
       row_cost: what a row of so many tokens costs, in units of a token that attends to nothing; decides between few
         long rows, which share more, and many short ones.
@@ -203,7 +202,7 @@ def pack(
             if piece.prefix:
                 writer.prefix(batch.prompts[piece.members[0]].token_ids[: piece.prefix])
             for i in piece.members:
-                mask = np.ones(len(batch.samples[i]), np.float32) if loss_masks is None else loss_masks[i]
+                mask = np.ones(len(batch.samples[i]), np.float32) if batch.loss_masks is None else batch.loss_masks[i]
                 start = writer.sample(i, piece.prefix, np.asarray(mask))
                 places[i] = Place(micro, row, start, len(batch.samples[i]))
     return Packed(microbatches, places)

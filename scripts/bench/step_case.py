@@ -109,6 +109,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.loop import Hooks, Loop
     from jaxrl.rewards.pool import build_pool
     from jaxrl.rewards.scorers import build_scorer
+    from jaxrl.rules import batch_rule
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.timeline import Timeline
@@ -140,6 +141,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
             trainer,
             timeline,
             Hooks(_nothing, steps.on_step, _nothing, _nothing, steps.stop),
+            rule=batch_rule(config),
             stop_token_ids=(),
             total_steps=1 << 30,
             num_devices=mesh.size,

@@ -346,9 +346,9 @@ def test_a_group_whose_scorings_all_fail_leaves_as_failed():
 
 
 def test_dynamic_sampling_gives_up_on_problems_that_teach_nothing():
-    rule = FreshBatches(2, 2, dynamic_sampling=DynamicSampling(max_batches=3))
+    rule = FreshBatches(2, 2, dynamic_sampling=DynamicSampling(max_num_gen_batches=3))
     training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3, lambda k: (0.0, "ok")), None)
-    with pytest.raises(ValueError, match=r"6 prompts launched in one round, 5 of them .* max_batches \(3\)"):
+    with pytest.raises(ValueError, match=r"6 prompts launched in one round, 5 of them .*max_num_gen_batches \(3\)"):
         training.run_step()
 
 
@@ -416,7 +416,7 @@ def test_over_provisioning_discards_those_that_lose():
     [
         (lambda: TailBatchingConfig(4, 4, prompt_factor=0.9), r"prompt_factor \(0.9\) must be a finite number >= 1"),
         (lambda: TailBatchingConfig(4, 4, response_factor=float("nan")), "response_factor"),
-        (lambda: FreshBatches(4, 4, prompt_factor=0.5), "over-provisioning: prompt_factor"),
+        (lambda: FreshBatches(4, 4, prompt_factor=0.5), r"rollout\.over_provisioning\.prompt_factor"),
         (lambda: TailBatchingConfig(0, 4), r"train_batch_size \(0 prompts\)"),
         (lambda: TailBatchingConfig(2, 0), r"rollout\.n \(0 samples"),
         (lambda: TailBatchingConfig(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
@@ -428,7 +428,7 @@ def test_over_provisioning_discards_those_that_lose():
         ),
         (lambda: TailBatchingConfig(4, 4, at_end="drop"), "'flush' or 'leave'"),  # pyright: ignore
         (lambda: DynamicSampling(max_unscored_groups=-1), "max_unscored_groups"),
-        (lambda: DynamicSampling(max_batches=0), "max_batches"),
+        (lambda: DynamicSampling(max_num_gen_batches=0), "max_num_gen_batches"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str):

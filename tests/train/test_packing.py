@@ -169,7 +169,9 @@ def test_shapes_are_few():
 
 def test_several_spans():
     mask = np.array([1, 0, 0, 1, 1], np.float32)
-    packed = pack(batch_of([(2, [5])]), max_model_length=16, max_tokens_per_device=16, loss_masks=[mask])
+    batch = batch_of([(2, [5])])
+    batch.loss_masks = [mask]
+    packed = pack(batch, max_model_length=16, max_tokens_per_device=16)
     (micro,) = packed.microbatches
     assert micro.loss_mask[0].tolist() == [0, 0, 1, 0, 0, 1, 1] + [0] * 9
     assert micro.sequence_length[0, :7].tolist() == [3] * 7
