@@ -34,7 +34,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
-WITHOUT_JAX = tuple(f"jaxrl.{name}" for name in "loop rules cli __main__ rewards.pool report simulate".split())
+WITHOUT_JAX = {f"jaxrl.{name}" for name in ("loop", "rules", "cli", "__main__", "rewards.pool", "report", "simulate")}
 
 
 def read_sources() -> dict[str, str]:

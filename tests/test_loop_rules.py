@@ -235,7 +235,7 @@ def test_nothing_is_lost_whatever_happens(data: st.DataObject):
         }
     filtering = draw(st.booleans())
     racing = set(values) & {"rollout.tail_batching", "rollout.over_provisioning"}
-    whens = ["sample", "group"] if filtering and racing or "rollout.partial_rollout" in values else None
+    whens = ["sample", "group"] if (filtering and racing) or "rollout.partial_rollout" in values else None
     config = make_config(
         values,
         **{

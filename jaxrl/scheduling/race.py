@@ -15,8 +15,8 @@ Departures:
   for having come late.)
 - What a verdict decides (which groups are left out, who comes in instead) takes effect at a logical time: a completed
   group's verdicts are asked for when `max_unscored_groups` others wait behind it, or when they could end the round, and
-  then generation waits for them (`AwaitVerdict`). Nothing depends on how long scoring takes. Where nobody races,
-  every launched response is waited for anyway, and no generation waits.
+  then generation waits for them (`AwaitVerdict`). Nothing depends on how long scoring takes: neither which groups are
+  in the batch, nor which plan a replacement enters (and so which rows decode beside which).
 - A group whose scorings all failed and that dynamic sampling would filter leaves as `failed`.
 
 Order is that of completion: (dispatch, dp group, slot), as the engine tells it.
@@ -226,8 +226,7 @@ class Race:
                 self._launch(commands)
             elif self._backlog:
                 self._take(ledger, self._backlog.popleft(), commands)
-            else:
-                self._score_after_rollout(commands)
+            elif not self._score_after_rollout(commands):
                 break
         return commands
 
@@ -239,13 +238,12 @@ class Race:
         if self.limits.dynamic_sampling is None:
             self._accept(self._unresolved.popleft())
             return True
-        if self.limits.is_race and not self._must_judge(self.limits.dynamic_sampling):
+        if not self._must_judge(self.limits.dynamic_sampling) or not all(key in self._sent for key in group.kept):
             return False
         if not all(key in ledger.verdicts for key in group.kept):
-            if self.limits.is_race:
-                # verdicts come in the order in which samples were sent
-                self._awaited = next(key for key in reversed(self._sent) if key in group.kept)
-                commands.append(AwaitVerdict(self._awaited))
+            # verdicts come in the order in which samples were sent
+            self._awaited = next(key for key in reversed(self._sent) if key in group.kept)
+            commands.append(AwaitVerdict(self._awaited))
             return False
         prompt_key = self._unresolved.popleft()
         if len({ledger.verdicts[key].reward for key in group.kept}) > 1:
@@ -328,10 +326,13 @@ class Race:
                 self._sent[key] = None
                 commands.append(Score(group.planned.prompt, sample))
 
-    def _score_after_rollout(self, commands: list[Command]) -> None:
+    def _score_after_rollout(self, commands: list[Command]) -> bool:
+        """Sends what waits for the end of the rollout, if that is now; whether there was anything."""
+        num_sent = len(self._sent)
         if self.limits.score_when == "rollout" and not self._num_active:
             for prompt_key in self._unresolved:
                 self._score(self.groups[prompt_key], commands)
+        return len(self._sent) > num_sent
 
     def _stop(self, ledger: RoundLedger, commands: list[Command]) -> None:
         """Enough groups are there: chooses the batch and ends everything else."""

@@ -328,6 +328,19 @@ def test_few_verdicts_may_be_due_while_generation_goes_on():
     assert [names(current.handle(event))[-1] for event in events][-1] == ("await", key(0, 1))
 
 
+def test_where_nobody_races_replacements_come_at_a_logical_time_as_well():
+    """A prompt brought in by a verdict enters a plan, and decodes beside others: no clock may say which."""
+    rule = FreshBatches(3, 2, dynamic_sampling=DynamicSampling(max_unscored_groups=1))
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    for event in (START, finish(key(0, 0)), finish(key(0, 1)), finish(key(1, 0))):
+        current.handle(event)
+    assert current.handle(verdict(key(0, 0), 1.0)) == current.handle(verdict(key(0, 1), 1.0)) == [], "not yet"
+    assert names(current.handle(finish(key(1, 1)))) == [
+        ("score", key(1, 1)),
+        ("launch", 3, key(3, 0), key(3, 1)),
+    ], "two are complete, one verdict may be due"
+
+
 def test_a_group_whose_scorings_all_fail_leaves_as_failed():
     rule = FreshBatches(1, 2, dynamic_sampling=DynamicSampling())
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
@@ -339,7 +352,7 @@ def test_a_group_whose_scorings_all_fail_leaves_as_failed():
         *(finish(key(1, i)) for i in (0, 1)),
         *(verdict(key(1, i)) for i in (0, 1)),
     ):
-        assert not any(isinstance(command, AwaitVerdict) for command in current.handle(event))  # nobody races
+        current.handle(event)
     result = rule.settle(current)
     assert result.left == {(0, 0): "failed"}
     assert result.metrics["rollout/failed_prompts"] == 1
@@ -389,11 +402,11 @@ def test_rewards_after_the_rollout():
     table = [
         (START, [("launch", 0, key(0, 0), key(0, 1))]),
         (finish(key(0, 1)), []),
-        (finish(key(0, 0)), [("score", key(0, 1)), ("score", key(0, 0))]),
+        (finish(key(0, 0)), [("score", key(0, 1)), ("score", key(0, 0)), ("await", key(0, 0))]),
         (verdict(key(0, 1), 1.0), []),
         (verdict(key(0, 0), 1.0), [("launch", 1, key(1, 0), key(1, 1))]),
         (finish(key(1, 0)), []),
-        (finish(key(1, 1)), [("score", key(1, 0)), ("score", key(1, 1))]),
+        (finish(key(1, 1)), [("score", key(1, 0)), ("score", key(1, 1)), ("await", key(1, 1))]),
         (verdict(key(1, 0)), []),
         (verdict(key(1, 1)), []),
     ]

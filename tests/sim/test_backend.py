@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, to
 
 from jaxrl.backend import RolloutBackend
 from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.events import (
     Abort,
@@ -22,10 +25,15 @@ from jaxrl.scheduling.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.partial_rollout import PartialRollout, PartialRolloutConfig
+from jaxrl.scheduling.race import DynamicSampling
 from jaxrl.scheduling.round import Round
+from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.sim.backend import SimulatedBackend
 from jaxrl.sim.executor import ReplayExecutor
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind, Workload
-from jaxrl.types import Prompt, Sample, SamplingParams
+from jaxrl.sim.prompts import SimulatedPrompts
+from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 
 def test_a_tiny_round_by_hand():
@@ -216,22 +224,23 @@ def test_a_cancelled_round_leaves_nothing():
 # ---------------------------------------------------------------- as the real backend
 
 
-class InstantPool:
-    """A reward pool that answers at once."""
+class OddPool:
+    """A reward pool whose verdicts come after so many looks, in an order of its own; 0: at once."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._done: list[Verdict] = []
+    def __init__(self, workload: Workload, looks: int = 0) -> None:
+        self._workload, self._looks = workload, looks
+        self._pending: dict[SampleKey, int] = {}
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
-        self._done.append(Verdict(0.0, sample.key, self._workload.reward(sample.key)))
+        self._pending[sample.key] = (5 * sample.key.prompt_index + 3 * sample.key.sample_index) % (self._looks + 1)
 
     def cancel(self, keys: Any) -> None:
-        self._done = [verdict for verdict in self._done if verdict.key not in keys]
+        self._pending = {key: looks for key, looks in self._pending.items() if key not in keys}
 
     def completed(self) -> list[Verdict]:
-        done, self._done = self._done, []
-        return done
+        done = [key for key, looks in self._pending.items() if looks <= 0]
+        self._pending = {key: looks - 1 for key, looks in self._pending.items() if looks > 0}
+        return [Verdict(0.0, key, self._workload.reward(key)) for key in done]
 
     def wait(self, timeout_s: float) -> list[Verdict]:
         return self.completed()
@@ -242,7 +251,7 @@ class InstantPool:
 
 class NoWords:
     def decode(self, ids: Any) -> str:
-        return ""
+        return f"({len(ids)} simulated tokens)"
 
 
 class NoJournal:
@@ -250,35 +259,114 @@ class NoJournal:
         return None
 
 
-def test_the_real_backend_tells_the_same(tmp_path):
-    """The same round on the machine's own backend, over a replay of the same lengths: same events, same dispatches."""
+@pytest.fixture
+def real_backend(tmp_path: Path) -> Iterator[Any]:
+    """Makes real backends over a replay of a workload's lengths, on two dp groups of three rows."""
     from jaxrl.timeline import Timeline
 
-    rng = random.Random(1)
-    lengths = {key(i, j): rng.randint(1, 30) for i in range(9) for j in range(3)}
-    workload = known(lengths)
-    machine = Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=20), decode_steps=3)
-    machine.backend.enter_rollout(0)
-    replay = ReplayExecutor(lengths, 2, 3, 20, 4, 64)
-    worker: Any = SimpleNamespace(num_groups=2, num_slots=3, recompiles=0)
     with Timeline(tmp_path / "t.json") as timeline:
-        real: Any = RolloutBackend(
-            Engine(replay, BatcherConfig(decode_steps=3)),
-            worker,
-            InstantPool(workload),
-            NoWords(),
-            NoJournal(),  # pyright: ignore[reportArgumentType]
-            timeline,
-            lambda: None,
-        )
-        real._ready = True
-        outcomes = []
-        for backend in (real, machine.backend):
-            backend.begin(1, SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
-            events = play(Round([prompt(i, 5) for i in range(9)], 3), backend)
-            measured = backend.end()
-            rollout = {name: value for name, value in measured.items() if name.startswith("rollout/")}
-            finishes = [(e.sample.key, e.dispatch) for e in events if isinstance(e, SampleFinished)]
-            outcomes.append(([each[1:] for each in told(events)], finishes, rollout))
+
+        def make(workload: Workload, looks: int = 0) -> Any:
+            replay = ReplayExecutor(_Lengths(workload), 2, 3, 20, 4, 64)  # pyright: ignore[reportArgumentType]
+
+            def sync(weights: Any, version: int) -> None:
+                replay.policy_version = version
+
+            still = {"num_groups": 2, "num_slots": 3, "recompiles": 0, "sync_weights": sync, "allocate": lambda: None}
+            worker: Any = SimpleNamespace(**still)
+            engine = Engine(replay, BatcherConfig(decode_steps=3))
+            pool: Any = OddPool(workload, looks)
+            journal: Any = NoJournal()
+            return RolloutBackend(engine, worker, pool, NoWords(), journal, timeline, lambda: None)
+
+        yield make
+
+
+class _Lengths:
+    """A workload as a mapping from keys to lengths."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def __getitem__(self, of: SampleKey) -> int:
+        return self._workload.length(of)
+
+    def __contains__(self, of: SampleKey) -> bool:
+        return True
+
+
+def simulated_backend(workload: Workload) -> SimulatedBackend:
+    return Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=20), decode_steps=3).backend
+
+
+def test_the_real_backend_tells_the_same(real_backend: Any):
+    """The same round on the machine's own backend, over a replay of the same lengths: same events, same dispatches."""
+    rng = random.Random(1)
+    workload = known({key(i, j): rng.randint(1, 30) for i in range(9) for j in range(3)})
+    outcomes = []
+    for backend in (real_backend(workload), simulated_backend(workload)):
+        backend.enter_rollout(0)
+        backend.begin(1, SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
+        events = play(Round([prompt(i, 5) for i in range(9)], 3), backend)
+        measured = backend.end()
+        rollout = {name: value for name, value in measured.items() if name.startswith("rollout/")}
+        finishes = [(e.sample.key, e.dispatch) for e in events if isinstance(e, SampleFinished)]
+        outcomes.append(([each[1:] for each in told(events)], finishes, rollout))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][2]["rollout/bubble_ratio"] > 0
+
+
+SAMPLING = DynamicSampling(max_unscored_groups=1)
+RULES: dict[str, Callable[[], BatchRule]] = {
+    "plain": lambda: FreshBatches(3, 3),
+    "plain, scored afterwards": lambda: FreshBatches(3, 3, score_when="rollout"),
+    "plain, filter_groups": lambda: FreshBatches(3, 3, dynamic_sampling=SAMPLING),
+    "plain, filter_groups afterwards": lambda: FreshBatches(3, 3, score_when="rollout", dynamic_sampling=SAMPLING),
+    "over-provisioning": lambda: FreshBatches(3, 3, prompt_factor=1.5, response_factor=1.5),
+    "tail batching": lambda: TailBatching(TailBatchingConfig(3, 3, 1.5, 1.5)),
+    "tail batching, keep_finished": lambda: TailBatching(TailBatchingConfig(3, 3, 2.0, 1.5, keep_finished=True)),
+    "tail batching, filter_groups": lambda: TailBatching(TailBatchingConfig(3, 3, 2.0, dynamic_sampling=SAMPLING)),
+    "partial rollout": lambda: PartialRollout(PartialRolloutConfig(3, 3)),
+    "partial rollout, staleness 1": lambda: PartialRollout(PartialRolloutConfig(3, 3, max_staleness=1)),
+    "partial rollout, filter_groups": lambda: PartialRollout(PartialRolloutConfig(3, 3, dynamic_sampling=SAMPLING)),
+}
+MIXED = ModelledWorkload(
+    3,
+    (
+        TaskKind(
+            "t", LengthDistribution(8, 0.9, 40), LengthDistribution(6, 0.4, 12), reward_time=RewardTime(0.5, 2.0, 0.1)
+        ),
+    ),
+)
+
+
+def play_rounds(backend: Any, rule: BatchRule, num_rounds: int = 6) -> list[Any]:
+    """What each round decided and measured; the weights change after every second one."""
+    prompts = SimulatedPrompts(MIXED, 10, 12, seed=0)
+    outcomes = []
+    for step in range(1, num_rounds + 1):
+        version = (step - 1) // 2
+        backend.enter_rollout(version)
+        backend.begin(step, SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
+        current = rule.plan(prompts, RoundTime(step, version, num_rounds - step + 1))
+        play(current, backend)
+        result = rule.settle(current)
+        measured = {name: value for name, value in backend.end().items() if name.startswith("rollout/")}
+        samples = [
+            (s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward, s.text)
+            for g in result.groups
+            for s in g.samples
+        ]
+        outcomes.append((result.kind, samples, result.left, result.metrics, measured))
+    return outcomes
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_both_backends_decide_the_same_with_each_rule_whatever_scoring_takes(name: str, real_backend: Any):
+    """Real, with verdicts at once and late, and simulated with scoring times: batches, leftovers, and what the engine
+    counted are the same."""
+    simulated = play_rounds(simulated_backend(MIXED), RULES[name]())
+    for looks in (0, 7):
+        assert play_rounds(real_backend(MIXED, looks), RULES[name]()) == simulated
+    aborted = sum(metrics["rollout/aborted_samples"] for *_, metrics, _ in simulated)
+    assert (aborted > 0) == (not name.startswith("plain"))
