@@ -15,15 +15,15 @@ keep the extremes.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from jaxrl.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.live import duration
 from jaxrl.metrics import FILE_NAME, read_metrics
@@ -31,14 +31,8 @@ from jaxrl.metrics import FILE_NAME, read_metrics
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
 PHASES = ("gen", "reward", "old_log_prob", "ref", "testing", "update_actor", "sync", "save")  # colours c1 to c8
-_POINTS = 160
-_BARS = 60
 _SAMPLES_PER_STEP = 4
 _MAX_TEXT = 4000  # characters of a prompt or response that are shown
-# of the drawing, in the units of its viewBox: about one CSS pixel on a phone and in a column of the wide page
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 12, 10, 26
-
-Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +56,6 @@ class Run:
 
     def option(self, path: str) -> Any:
         return flatten(self.section("config")).get(path)
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A line of a chart. `colour` is a class of the style sheet, c1 to c9; `limit` is drawn dashed."""
-
-    label: str
-    points: Sequence[Point]
-    colour: str = "c1"
-    limit: bool = False
-    dots: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A titled drawing; `missing` says what would have to be recorded."""
-
-    title: str
-    unit: str
-    curves: Sequence[Curve]
-    missing: str
-    band: tuple[Sequence[Point], Sequence[Point]] = ((), ())  # lower and upper edge
-    stack: Sequence[Curve] = ()
-    from_zero: bool = True
-    top: float | None = None
-    span: tuple[float, float] | None = None  # steps that the axis covers; default: those of the points
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
@@ -142,7 +110,7 @@ def page(run: Run) -> str:
     name = str(run.option("trainer.experiment_name") or run.folder.resolve().name)
     problems = "".join(f"<p class=note>{escape(text)}</p>" for text in run.problems)
     span = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else None
-    charts = "".join(_card(replace(chart, span=span)) for chart in _charts(run))
+    charts = "".join(card(replace(chart, span=span)) for chart in _charts(run))
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
@@ -169,24 +137,24 @@ def _headlines(run: Run) -> str:
     last = run.metrics[-1]["step"] if run.metrics else 0
     total = run.option("trainer.total_training_steps")
     cells = [("steps", f"{last:g}" + (f" of {total}" if isinstance(total, int) and total >= last > 0 else ""), "")]
-    if reward := _finite(run.series("critic/rewards/mean")):
+    if reward := finite(run.series("critic/rewards/mean")):
         tenth = max(len(reward) // 10, 1)
         first, end = (fmean(y for _, y in part) for part in (reward[:tenth], reward[-tenth:]))
-        cells.append(("reward", _number(end), f"from {_number(first)}"))
+        cells.append(("reward", number(end), f"from {number(first)}"))
     for key in _validation_names(run)[:2]:
-        if points := _finite(run.series(key)):
+        if points := finite(run.series(key)):
             best = max(points, key=lambda point: point[1])
-            note = f"{_short(key)}; best {_number(best[1])} at step {best[0]:g}"
-            cells.append(("held-out", _number(points[-1][1]), note))
-    if throughput := _finite(run.series("perf/throughput")):
-        cells.append(("tokens/s/device", _number(median(y for _, y in throughput)), "median"))
-    if seconds := _finite(run.series("timing_s/step")):
+            note = f"{_short(key)}; best {number(best[1])} at step {best[0]:g}"
+            cells.append(("held-out", number(points[-1][1]), note))
+    if throughput := finite(run.series("perf/throughput")):
+        cells.append(("tokens/s/device", number(median(y for _, y in throughput)), "median"))
+    if seconds := finite(run.series("timing_s/step")):
         whole = sum(value for _, value in seconds)
-        cells.append(("seconds per step", _number(median(y for _, y in seconds)), f"median; {duration(whole)} in all"))
-    if tokens := _finite(run.series("perf/total_num_tokens")):
-        cells.append(("tokens", _number(sum(value for _, value in tokens)), "in all steps"))
+        cells.append(("seconds per step", number(median(y for _, y in seconds)), f"median; {duration(whole)} in all"))
+    if tokens := finite(run.series("perf/total_num_tokens")):
+        cells.append(("tokens", number(sum(value for _, value in tokens)), "in all steps"))
     items = (
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class=sub>{_breakable(note)}</dd></div>"
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class=sub>{breakable(note)}</dd></div>"
         for name, value, note in cells
     )
     return f"<dl class=headlines>{''.join(items)}</dl>"
@@ -222,6 +190,7 @@ def _charts(run: Run) -> list[Chart]:
         Chart("Held-out", "at evaluations", held_out, "val/* (trainer.test_freq is 0, or none was due yet)"),
         Chart("Response length", "tokens", lengths, "response_length/*"),
         Chart("Step time by phase", "seconds", [], "timing_s/*", stack=_phases(run)),
+        *_by_round(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
@@ -230,10 +199,32 @@ def _charts(run: Run) -> list[Chart]:
     ]
 
 
+def _by_round(run: Run) -> list[Chart]:
+    """Step time and longest response of short and long rounds, and the queue between them; none without long rounds."""
+    is_long = dict(run.series("rollout/long_round"))
+    if not any(is_long.values()):
+        return []
+
+    def dots(name: str) -> list[Curve]:
+        kinds = ((0.0, "short", "c1"), (1.0, "long", "c2"))
+        points = {kind: [(step, y) for step, y in run.series(name) if is_long.get(step) == kind] for kind, *_ in kinds}
+        return [Curve(label, points[kind], colour, dots=True, line=False) for kind, label, colour in kinds]
+
+    queue = [
+        Curve("prompts that wait", run.series("rollout/queue_length")),
+        Curve("longest wait, steps", run.series("rollout/queue_age_steps/max"), "c2"),
+    ]
+    return [
+        Chart("Step time by round", "seconds", dots("timing_s/step"), "timing_s/step"),
+        Chart("Longest response by round", "tokens", dots("response_length/max"), "response_length/max"),
+        Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length"),
+    ]
+
+
 def _phases(run: Run) -> list[Curve]:
     """Phases as layers; what the step took beyond them is "other"."""
-    whole = dict(_finite(run.series("timing_s/step")))
-    found = [(name, dict(_finite(run.series(f"timing_s/{name}")))) for name in PHASES]
+    whole = dict(finite(run.series("timing_s/step")))
+    found = [(name, dict(finite(run.series(f"timing_s/{name}")))) for name in PHASES]
     found = [(name, seconds) for name, seconds in found if seconds]
     if not found:
         return [Curve("step", list(whole.items()))] if whole else []
@@ -273,11 +264,11 @@ def _sample(sample: Mapping[str, Any]) -> str:
         f"<p class=sub>answer: {escape(str(answer)[:_MAX_TEXT])}</p>" if answer not in (None, "") else ""
     )
     details = [str(sample[k]) for k in ("finish_reason", "source") if sample.get(k)]
-    shown = _number(reward) if isinstance(reward, int | float) else "–"
+    shown = number(reward) if isinstance(reward, int | float) else "–"
     return (
         f"<tr><td data-label=Prompt>{prompt}</td><td data-label=Response><pre tabindex=0>{text('response')}</pre></td>"
         f"<td data-label=Reward class=num>{escape(shown)}</td><td data-label=Tokens class=num>"
-        f"{escape('–' if length is None else str(length))}<p class=sub>{_breakable(', '.join(details))}</p></td></tr>"
+        f"{escape('–' if length is None else str(length))}<p class=sub>{breakable(', '.join(details))}</p></td></tr>"
     )
 
 
@@ -288,7 +279,7 @@ def _config(run: Run) -> str:
     defaults, found = flatten(to_mapping(Config())), flatten(config)
     changed = [(key, value, defaults.get(key)) for key, value in found.items() if value != defaults.get(key)]
     rows = "".join(
-        f"<tr><td><code>{_breakable(key)}</code></td><td><code>{escape(str(value))}</code></td>"
+        f"<tr><td><code>{breakable(key)}</code></td><td><code>{escape(str(value))}</code></td>"
         f"<td class=sub><code>{escape(str(default))}</code></td></tr>"
         for key, value, default in changed
     )
@@ -314,148 +305,9 @@ def _facts(run: Run) -> str:
     return f"<table class=facts><tbody>{rows}</tbody></table>"
 
 
-# ---------------------------------------------------------------- charts
-
-
-def _card(chart: Chart) -> str:
-    drawn = [*chart.curves, *chart.stack]
-    head = f"<h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>"
-    if not any(_finite(curve.points) for curve in drawn):
-        return f"<figure>{head}<p class=none>not recorded: {escape(chart.missing)}</p></figure>"
-    labels = [(curve.label, curve.colour + " dash" * curve.limit) for curve in drawn]
-    if all(chart.band):
-        labels.append(("lowest to highest", "c1 faint"))
-    legend = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in labels)
-    body = f"<ul>{legend}</ul>" if len(labels) > 1 else "<ul></ul>"
-    return f"<figure>{head}{body}{_svg(chart)}</figure>"
-
-
-def _svg(chart: Chart) -> str:
-    curves = [replace(curve, points=_thin(curve.points, _POINTS)) for curve in chart.curves]
-    stack = [replace(curve, points=_thin(curve.points, _BARS)) for curve in chart.stack]
-    low, high = (_thin(points, _POINTS, how) for points, how in zip(chart.band, (min, max), strict=True))
-    xs = [x for curve in (*curves, *stack) for x, _ in curve.points]
-    tops = [sum(values) for values in zip(*([y for _, y in c.points] for c in stack), strict=True)] if stack else []
-    ys = [y for c in curves for _, y in _finite(c.points)] + [y for _, y in _finite((*low, *high))] + tops
-    ticks = _ticks(min([*ys, 0.0] if chart.from_zero else ys), max(ys) if chart.top is None else max(*ys, chart.top))
-    first, last = chart.span or (min(xs), max(xs))
-    x0, x1 = first, last
-    if stack:  # bars need room to their sides
-        half = (x1 - x0) / max(len(stack[0].points) - 1, 1) / 2 or 0.5
-        x0, x1 = x0 - half, x1 + half
-
-    def px(x: float) -> float:
-        share = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
-        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def py(y: float) -> float:
-        return round(_HEIGHT - _BOTTOM - (y - ticks[0]) / (ticks[-1] - ticks[0]) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-    parts = [_axes(ticks, first, last, px, py), _bars(stack, px, py) if stack else ""]
-    low, high = _finite(low), _finite(high)
-    if low and high:
-        edge = [(px(x), py(y)) for x, y in (*high, *reversed(low))]
-        parts.append(f"<polygon class='c1 band' points='{' '.join(f'{x},{y}' for x, y in edge)}'/>")
-    parts += [_line(curve, px, py) for curve in curves]
-    label = escape(f"{chart.title}, {chart.unit}, steps {first:g} to {last:g}", quote=True)
-    return f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label=\"{label}\">{''.join(parts)}</svg>"
-
-
-def _axes(ticks: Sequence[float], first: float, last: float, px: Callable, py: Callable) -> str:
-    parts = []
-    for tick in ticks:
-        y = py(tick)
-        parts.append(f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />")
-        parts.append(f"<text x={_LEFT - 6} y={y + 3.5} text-anchor=end>{_number(tick)}</text>")
-    parts.append(f"<text x={_LEFT - 6} y={_HEIGHT - 8} text-anchor=end>step</text>")
-    for step in _steps(first, last):
-        parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor=middle>{step:g}</text>")
-    return "".join(parts)
-
-
-def _bars(stack: Sequence[Curve], px: Callable, py: Callable) -> str:
-    count = len(stack[0].points)
-    width = round(min((_WIDTH - _LEFT - _RIGHT) / count * 0.82, 28), 2)
-    base, parts = [0.0] * count, []
-    for curve in stack:
-        for i, (x, y) in enumerate(curve.points):
-            if y > 0:
-                top, bottom = py(base[i] + y), py(base[i])
-                title = f"<title>step {x:g}: {curve.label} {_number(y)}</title>"
-                box = f"x={round(px(x) - width / 2, 2)} y={top} width={width} height={round(bottom - top, 2)}"
-                parts.append(f"<rect class={curve.colour} {box}>{title}</rect>")
-            base[i] += y
-    return "".join(parts)
-
-
-def _line(curve: Curve, px: Callable, py: Callable) -> str:
-    pieces: list[list[Point]] = [[]]
-    for x, y in curve.points:
-        if math.isfinite(y):
-            pieces[-1].append((px(x), py(y)))
-        elif pieces[-1]:
-            pieces.append([])  # a gap where a number was not finite
-    kind = f"{curve.colour} line" + " dash" * curve.limit
-    parts = [f"<polyline class='{kind}' points='{' '.join(f'{x},{y}' for x, y in p)}'/>" for p in pieces if len(p) > 1]
-    shown = _finite(curve.points)
-    if curve.dots or len(shown) == 1:
-        parts += [
-            f"<circle class={curve.colour} cx={px(x)} cy={py(y)} r=3 ><title>step {x:g}: {_number(y)}</title></circle>"
-            for x, y in shown
-        ]
-    return "".join(parts)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Three to six round values that enclose [low, high]."""
-    if high <= low:
-        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
-    rough = (high - low) / 4
-    scale = 10.0 ** math.floor(math.log10(rough))
-    size = next(factor * scale for factor in (1, 2, 2.5, 5, 10) if factor * scale >= rough * 0.999)
-    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
-    return [i * size for i in range(first, last + 1)]
-
-
-def _steps(first: float, last: float) -> list[float]:
-    """Labels of the step axis: whole numbers, round ones inside."""
-    if last - first < 1:
-        return [first]
-    inside = [t for t in _ticks(first, last) if first <= t <= last and t == int(t)]
-    return inside if len(inside) >= 2 else [first, last]
-
-
-def _thin(points: Sequence[Point], most: int, how: Callable[[list[float]], float] = fmean) -> list[Point]:
-    """At most so many points, each of an equal stretch of the series; a stretch without a finite number gives a gap."""
-    count = min(most, len(points))
-    pieces = [points[i * len(points) // count : (i + 1) * len(points) // count] for i in range(count)]
-    values = [[y for _, y in _finite(piece)] for piece in pieces]
-    return [(piece[len(piece) // 2][0], how(ys) if ys else math.nan) for piece, ys in zip(pieces, values, strict=True)]
-
-
-def _finite(points: Sequence[Point]) -> list[Point]:
-    return [(x, y) for x, y in points if math.isfinite(y)]
-
-
-def _breakable(text: str) -> str:
-    """Escaped, with places to break long names at."""
-    return escape(text).replace("/", "/<wbr>").replace("_", "_<wbr>")
-
-
 def _short(name: str) -> str:
     """`val-core/gsm8k/acc/mean@1` as `gsm8k/acc/mean@1`."""
     return name.partition("/")[2] or name
-
-
-def _number(value: float) -> str:
-    """At most three digits that count: `12.3k`, `0.0123`, `1.2e-5`."""
-    size = abs(value)
-    if not math.isfinite(value) or size == 0:
-        return f"{value:g}"
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= scale:
-            return f"{value / (scale if unit != 'k' else 1e3):.3g}{unit}"
-    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}".replace("e-0", "e-")
 
 
 _STYLE = """

@@ -19,7 +19,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
     for row in (
         "__init__",
         "types config",
-        "scheduling kernels sharding data metrics timeline tokenizer journal live samples run_dir config_files",
+        "scheduling kernels sharding data metrics timeline tokenizer journal live samples run_dir config_files charts",
         "models watchdog",  # the watchdog reports the timeline's open spans
         "rollout train rewards sim",
         "loop backend report explain rules",

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl.charts import number, step_labels, thin, ticks_of
 from jaxrl.config import from_mapping, to_mapping
 from jaxrl.metrics import MetricsWriter, length_metrics, spread
-from jaxrl.report import _number, _steps, _thin, _ticks, write_report
+from jaxrl.report import write_report
 
 STEPS = 120
 
@@ -131,6 +132,31 @@ def test_a_whole_run(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_rounds_are_drawn_by_kind(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 9):
+            is_long = step % 4 == 0
+            writer.write(
+                step,
+                {
+                    "rollout/long_round": float(is_long),
+                    "rollout/queue_length": 0.0 if is_long else float(step % 4),
+                    "rollout/queue_age_steps/max": float(step % 4),
+                    "timing_s/step": 30.0 if is_long else 10.0,
+                    "response_length/max": 900.0 if is_long else 100.0,
+                },
+            )
+    page = write_report(tmp_path).read_text()
+    for title in ("Step time by round", "Longest response by round", "Long-prompt queue"):
+        assert title in page
+    figure = page[page.index("Step time by round") :]
+    figure = figure[: figure.index("</figure>")]
+    assert figure.count("<circle class=c1") == 6, "short rounds"
+    assert figure.count("<circle class=c2") == 2, "long rounds"
+    assert "<polyline" not in figure, "steps of a kind are not one after another"
+    assert "step 8: 30" in figure
+
+
 def test_out_names_the_file(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -182,22 +208,22 @@ def test_what_is_no_run(tmp_path):
     ],
 )
 def test_ticks_are_round_and_enclose(low, high, ticks):
-    assert _ticks(low, high) == pytest.approx(ticks)
+    assert ticks_of(low, high) == pytest.approx(ticks)
 
 
 def test_step_labels_are_whole_steps():
-    assert _steps(1, 1) == [1]
-    assert _steps(1, 2) == [1, 2]
-    assert _steps(1, 120) == [50, 100]
-    assert _steps(0, 4) == [0, 1, 2, 3, 4]
+    assert step_labels(1, 1) == [1]
+    assert step_labels(1, 2) == [1, 2]
+    assert step_labels(1, 120) == [50, 100]
+    assert step_labels(0, 4) == [0, 1, 2, 3, 4]
 
 
 def test_long_runs_are_averaged():
     points = [(float(x), float(x % 2)) for x in range(1000)]
-    thin = _thin(points, 100)
-    assert len(thin) == 100
-    assert all(y == 0.5 for _, y in thin)
-    assert _thin(points[:100], 100) == points[:100]
+    thinned = thin(points, 100)
+    assert len(thinned) == 100
+    assert all(y == 0.5 for _, y in thinned)
+    assert thin(points[:100], 100) == points[:100]
 
 
 @pytest.mark.parametrize(
@@ -205,4 +231,4 @@ def test_long_runs_are_averaged():
     [(0, "0"), (0.12345, "0.123"), (1234, "1234"), (12345, "12.3k"), (2.5e9, "2.5G"), (-1.2e-5, "-1.2e-5")],
 )
 def test_numbers_are_short(value, text):
-    assert _number(value) == text
+    assert number(value) == text

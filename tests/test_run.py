@@ -230,6 +230,57 @@ def test_a_run_killed_twice_ends_with_the_same_bits(runs: Runs, whole: Path):
     assert rewards == expected, "each step once, with what the whole run drew"
 
 
+# lengths that differ: one token in twenty ends a response
+STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            (
+                "rollout.tail_batching={enable: true, prompt_factor: 1.5, at_end: leave}",
+                "algorithm.filter_groups.enable=true",
+            ),
+            id="tail batching",
+        ),
+        pytest.param(
+            ("rollout.partial_rollout={enable: true, at_end: leave}", "trainer.one_step_off=true"),
+            id="partial rollout, one step off",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_with_a_rule_killed_twice_ends_with_the_same_bits(
+    runs: Runs, overrides: tuple[str, ...], request: pytest.FixtureRequest
+):
+    """Queue and buffer are in the checkpoint; a round that was cut off runs again from the boundary."""
+    name = request.node.callspec.id.replace(" ", "-")
+    whole, run_dir, moments = runs.folder / f"{name}-whole", runs.folder / f"{name}-killed", random.Random(3)
+    output = runs.finish(whole, STOPS, *overrides)
+    for steps in (1, 3):
+        with runs.start(run_dir, STOPS, *overrides) as process:
+            wait_for_steps(process, run_dir, steps)
+            time.sleep(moments.uniform(0, 0.6))
+            kill(process)
+    runs.finish(run_dir, STOPS, *overrides)
+    assert_same_end(run_dir, whole)
+    (_, values), lines = (
+        state_of(run_dir),
+        [
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            for folder in (run_dir, whole)
+        ],
+    )
+    for killed, expected in zip(*lines, strict=True):
+        names = [name for name in expected if name.startswith(("rollout/", "critic/", "training/", "response_length/"))]
+        assert {name: killed[name] for name in names} == {name: expected[name] for name in names}
+    assert sum(line["rollout/aborted_samples"] for line in lines[0]) > 0
+    carried = values["rule"]["num_carried"]
+    assert carried == lines[0][-1]["rollout/queue_length"] > 0
+    assert f"{carried} ({values['rule']['name']})" in output
+
+
 @pytest.mark.slow
 def test_a_run_killed_at_ten_moments_ends_with_the_same_bits(runs: Runs):
     """Eight moments in rollouts, updates and saves (a step takes a quarter of a second), two while the run starts."""

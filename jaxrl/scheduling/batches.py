@@ -245,7 +245,7 @@ class OpenRound:
             "rollout/thrown_tokens": float(thrown_tokens),
             "rollout/trained_age_steps/mean": float(np.mean(ages)),
             "rollout/trained_age_steps/max": float(max(ages)),
-            "training/off_policy/share": off_policy_share(samples, self.time.policy_version),
+            "rollout/resumed_share": off_policy_share(samples, self.time.policy_version),
         }
 
 

@@ -126,7 +126,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
     assert result.metrics["rollout/aborted_samples"] == 1
     assert result.metrics["rollout/queue_length"] == 1
     assert result.metrics["rollout/buffered_tokens"] == 5
-    assert result.metrics["training/off_policy/share"] == 0
+    assert result.metrics["rollout/resumed_share"] == 0
 
     state = through_disk(rule.state_dict())
     rule = PartialRollout(rule.config)
@@ -160,7 +160,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
         "rollout/buffered_tokens": 1,
         "rollout/trained_age_steps/max": 1,
         "rollout/trained_age_steps/mean": 0.5,
-        "training/off_policy/share": 5 / 11,
+        "rollout/resumed_share": 5 / 11,
         "training/off_policy/spans/max": 2,
         "training/off_policy/spans/mean": 1.25,
         "rollout/long_round": 0,
@@ -188,7 +188,7 @@ def test_groups_that_complete_too_late_are_the_first_of_the_next_round():
     check_table(current, [(START, [("launch", 2, ("has", one[2])), ("score", one[2])]), *verdicts(one[2])])
     result = rule.settle(current)
     assert result.groups[0].samples[0].reward == 0.0
-    assert result.metrics["training/off_policy/share"] == 1
+    assert result.metrics["rollout/resumed_share"] == 1
     assert [group.key for group in rule.buffer] == [(0, 1)]
 
 

@@ -143,7 +143,7 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
         "rollout/thrown_tokens": 5 + 7 + 7 + 0 + 6,  # four aborted, and (2, 1), which had ended
         "rollout/trained_age_steps/mean": 0,
         "rollout/trained_age_steps/max": 0,
-        "training/off_policy/share": 0,
+        "rollout/resumed_share": 0,
         "rollout/deferred_prompts": 1,
         "rollout/queue_length": 1,
         "rollout/queue_age_steps/mean": 0,
@@ -603,7 +603,7 @@ def test_random_runs_keep_the_book(
         assert len(result.groups) == config.num_groups
         assert all(len(group.samples) == config.group_size for group in result.groups)
         assert all(sample.reward is not None for group in result.groups for sample in group.samples)
-        assert result.metrics["training/off_policy/share"] == 0
+        assert result.metrics["rollout/resumed_share"] == 0
         if config.max_age_steps:
             assert result.metrics["rollout/trained_age_steps/max"] <= config.max_age_steps
             assert result.metrics["rollout/queue_age_steps/max"] <= config.max_age_steps

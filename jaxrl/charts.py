@@ -1,0 +1,190 @@
+"""Charts as inline SVG, for a page that needs no network and no script.
+
+Purpose: `card(chart)` is a figure with title, legend and drawing. Colours are classes of the page's style sheet.
+
+Lines are drawn from at most `_POINTS` points and bars from `_BARS`: longer series are averaged over equal stretches,
+while bands keep the extremes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from statistics import fmean
+
+_POINTS = 160
+_BARS = 60
+# of the drawing, in the units of its viewBox: about one CSS pixel on a phone and in a column of the wide page
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 12, 10, 26
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line of a chart. `colour` is a class of the style sheet, c1 to c9; `limit` is drawn dashed; `dots` marks each
+    point, and without `line` there is nothing between them."""
+
+    label: str
+    points: Sequence[Point]
+    colour: str = "c1"
+    limit: bool = False
+    dots: bool = False
+    line: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A titled drawing; `missing` says what would have to be recorded."""
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    missing: str
+    band: tuple[Sequence[Point], Sequence[Point]] = ((), ())  # lower and upper edge
+    stack: Sequence[Curve] = ()
+    from_zero: bool = True
+    top: float | None = None
+    span: tuple[float, float] | None = None  # steps that the axis covers; default: those of the points
+
+
+def card(chart: Chart) -> str:
+    drawn = [*chart.curves, *chart.stack]
+    head = f"<h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>"
+    if not any(finite(curve.points) for curve in drawn):
+        return f"<figure>{head}<p class=none>not recorded: {escape(chart.missing)}</p></figure>"
+    labels = [(curve.label, curve.colour + " dash" * curve.limit) for curve in drawn]
+    if all(chart.band):
+        labels.append(("lowest to highest", "c1 faint"))
+    legend = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in labels)
+    body = f"<ul>{legend}</ul>" if len(labels) > 1 else "<ul></ul>"
+    return f"<figure>{head}{body}{_svg(chart)}</figure>"
+
+
+def _svg(chart: Chart) -> str:
+    curves = [replace(curve, points=thin(curve.points, _POINTS)) for curve in chart.curves]
+    stack = [replace(curve, points=thin(curve.points, _BARS)) for curve in chart.stack]
+    low, high = (thin(points, _POINTS, how) for points, how in zip(chart.band, (min, max), strict=True))
+    xs = [x for curve in (*curves, *stack) for x, _ in curve.points]
+    tops = [sum(values) for values in zip(*([y for _, y in c.points] for c in stack), strict=True)] if stack else []
+    ys = [y for c in curves for _, y in finite(c.points)] + [y for _, y in finite((*low, *high))] + tops
+    ticks = ticks_of(min([*ys, 0.0] if chart.from_zero else ys), max(ys) if chart.top is None else max(*ys, chart.top))
+    first, last = chart.span or (min(xs), max(xs))
+    x0, x1 = first, last
+    if stack:  # bars need room to their sides
+        half = (x1 - x0) / max(len(stack[0].points) - 1, 1) / 2 or 0.5
+        x0, x1 = x0 - half, x1 + half
+
+    def px(x: float) -> float:
+        share = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
+        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def py(y: float) -> float:
+        return round(_HEIGHT - _BOTTOM - (y - ticks[0]) / (ticks[-1] - ticks[0]) * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+    parts = [_axes(ticks, first, last, px, py), _bars(stack, px, py) if stack else ""]
+    low, high = finite(low), finite(high)
+    if low and high:
+        edge = [(px(x), py(y)) for x, y in (*high, *reversed(low))]
+        parts.append(f"<polygon class='c1 band' points='{' '.join(f'{x},{y}' for x, y in edge)}'/>")
+    parts += [_line(curve, px, py) for curve in curves]
+    label = escape(f"{chart.title}, {chart.unit}, steps {first:g} to {last:g}", quote=True)
+    return f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label=\"{label}\">{''.join(parts)}</svg>"
+
+
+def _axes(ticks: Sequence[float], first: float, last: float, px: Callable, py: Callable) -> str:
+    parts = []
+    for tick in ticks:
+        y = py(tick)
+        parts.append(f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />")
+        parts.append(f"<text x={_LEFT - 6} y={y + 3.5} text-anchor=end>{number(tick)}</text>")
+    parts.append(f"<text x={_LEFT - 6} y={_HEIGHT - 8} text-anchor=end>step</text>")
+    for step in step_labels(first, last):
+        parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor=middle>{step:g}</text>")
+    return "".join(parts)
+
+
+def _bars(stack: Sequence[Curve], px: Callable, py: Callable) -> str:
+    count = len(stack[0].points)
+    width = round(min((_WIDTH - _LEFT - _RIGHT) / count * 0.82, 28), 2)
+    base, parts = [0.0] * count, []
+    for curve in stack:
+        for i, (x, y) in enumerate(curve.points):
+            if y > 0:
+                top, bottom = py(base[i] + y), py(base[i])
+                title = f"<title>step {x:g}: {curve.label} {number(y)}</title>"
+                box = f"x={round(px(x) - width / 2, 2)} y={top} width={width} height={round(bottom - top, 2)}"
+                parts.append(f"<rect class={curve.colour} {box}>{title}</rect>")
+            base[i] += y
+    return "".join(parts)
+
+
+def _line(curve: Curve, px: Callable, py: Callable) -> str:
+    pieces: list[list[Point]] = [[]]
+    for x, y in curve.points:
+        if math.isfinite(y):
+            pieces[-1].append((px(x), py(y)))
+        elif pieces[-1]:
+            pieces.append([])  # a gap where a number was not finite
+    kind = f"{curve.colour} line" + " dash" * curve.limit
+    parts = [
+        f"<polyline class='{kind}' points='{' '.join(f'{x},{y}' for x, y in p)}'/>"
+        for p in pieces
+        if curve.line and len(p) > 1
+    ]
+    shown = finite(curve.points)
+    if curve.dots or len(shown) == 1:
+        parts += [
+            f"<circle class={curve.colour} cx={px(x)} cy={py(y)} r=3 ><title>step {x:g}: {number(y)}</title></circle>"
+            for x, y in shown
+        ]
+    return "".join(parts)
+
+
+def ticks_of(low: float, high: float) -> list[float]:
+    """Three to six round values that enclose [low, high]."""
+    if high <= low:
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
+    rough = (high - low) / 4
+    scale = 10.0 ** math.floor(math.log10(rough))
+    size = next(factor * scale for factor in (1, 2, 2.5, 5, 10) if factor * scale >= rough * 0.999)
+    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    return [i * size for i in range(first, last + 1)]
+
+
+def step_labels(first: float, last: float) -> list[float]:
+    """Labels of the step axis: whole numbers, round ones inside."""
+    if last - first < 1:
+        return [first]
+    inside = [t for t in ticks_of(first, last) if first <= t <= last and t == int(t)]
+    return inside if len(inside) >= 2 else [first, last]
+
+
+def thin(points: Sequence[Point], most: int, how: Callable[[list[float]], float] = fmean) -> list[Point]:
+    """At most so many points, each of an equal stretch of the series; a stretch without a finite number gives a gap."""
+    count = min(most, len(points))
+    pieces = [points[i * len(points) // count : (i + 1) * len(points) // count] for i in range(count)]
+    values = [[y for _, y in finite(piece)] for piece in pieces]
+    return [(piece[len(piece) // 2][0], how(ys) if ys else math.nan) for piece, ys in zip(pieces, values, strict=True)]
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    return [(x, y) for x, y in points if math.isfinite(y)]
+
+
+def breakable(text: str) -> str:
+    """Escaped, with places to break long names at."""
+    return escape(text).replace("/", "/<wbr>").replace("_", "_<wbr>")
+
+
+def number(value: float) -> str:
+    """At most three digits that count: `12.3k`, `0.0123`, `1.2e-5`."""
+    size = abs(value)
+    if not math.isfinite(value) or size == 0:
+        return f"{value:g}"
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= scale:
+            return f"{value / (scale if unit != 'k' else 1e3):.3g}{unit}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}".replace("e-0", "e-")
