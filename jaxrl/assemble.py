@@ -237,6 +237,7 @@ class _Run:
         self.config, self.run_dir, self.stop, self.say = config, run_dir, stop, say
         self.began = time.monotonic()
         self.rule = batch_rule(config)  # before anything that takes long: its settings may be refused
+        run_dir.refuse_other_kind(simulated=False, option="trainer.run_dir")
         changes = run_dir.changes(config)
         self.devices = prepare_jax(config)
         self.mesh = make_mesh(self.devices)

@@ -30,6 +30,7 @@ import yaml
 
 from jaxrl.config import Config, differences, from_mapping, to_mapping
 
+SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -47,6 +48,16 @@ class RunDir:
                 f"{self.path} belongs to a run that is still going (it holds {self.path / '.lock'}): wait for it, or "
                 "choose another trainer.run_dir"
             ) from None
+
+    def refuse_other_kind(self, *, simulated: bool, option: str) -> None:
+        """Raises ValueError if what was run here before was simulated and this is not, or the other way round."""
+        file = self.file("run.json")
+        if not file.exists():
+            return
+        was_simulated = json.loads(file.read_text())["devices"].get("platform") == SIMULATED
+        if was_simulated != simulated:
+            kind = "was simulated" if was_simulated else "was not simulated"
+            raise ValueError(f"{self.path} holds a run that {kind}: choose another {option}")
 
     @property
     def checkpoints(self) -> Path:

@@ -30,7 +30,7 @@ from jaxrl.loop import Hooks, Loop
 from jaxrl.metrics import MetricsWriter
 from jaxrl.report import write_report
 from jaxrl.rules import batch_rule, carried
-from jaxrl.run_dir import RunDir
+from jaxrl.run_dir import SIMULATED, RunDir
 from jaxrl.samples import SampleLog
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
@@ -44,7 +44,6 @@ from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Group
 
-PLATFORM = "simulated"  # of the devices in run.json
 STATE_FILE = "state.json"
 STOP_TOKEN = 1  # what a response that is shorter than the limit ends with
 _STATE_SCHEMA = 1
@@ -149,19 +148,13 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> Outcome:
     sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
     run_dir = RunDir(folder)
     try:
-        _refuse_real_run(run_dir)
+        run_dir.refuse_other_kind(simulated=True, option="simulate.run_dir")
         say(f"simulating {sizes.num_devices} × {config.simulate.hardware}: all seconds below are simulated ones")
         for name in ("cost_model", "workload"):
             say(f"  {name.replace('_', ' ')}: {sources[name]}")
         return _Run(config, run_dir, sources, say).go(cost, workload, sizes)
     finally:
         run_dir.close()
-
-
-def _refuse_real_run(run_dir: RunDir) -> None:
-    file = run_dir.file("run.json")
-    if file.exists() and json.loads(file.read_text())["devices"].get("platform") != PLATFORM:
-        raise ConfigError(f"{run_dir.path} holds a run that was not simulated: choose another simulate.run_dir")
 
 
 @dataclass(slots=True)
@@ -249,11 +242,11 @@ class _Run:
     def _record_start(self, sizes: MachineSizes, step: int) -> None:
         """As for a real run, and which models the numbers come from."""
         name = self.config.trainer.experiment_name or self.run_dir.path.name
-        if PLATFORM not in name:
-            name += f" ({PLATFORM})"
+        if SIMULATED not in name:
+            name += f" ({SIMULATED})"
         shown = replace(self.config, trainer=replace(self.config.trainer, experiment_name=name))
-        kind = f"{self.config.simulate.hardware} ({PLATFORM})"
-        self.run_dir.record_start(shown, {"platform": PLATFORM, "kind": kind, "count": sizes.num_devices}, step)
+        kind = f"{self.config.simulate.hardware} ({SIMULATED})"
+        self.run_dir.record_start(shown, {"platform": SIMULATED, "kind": kind, "count": sizes.num_devices}, step)
         file = self.run_dir.file("run.json")
         record = json.loads(file.read_text()) | {"simulation": self.sources | {"machine": dataclasses.asdict(sizes)}}
         _write(file, json.dumps(record, indent=1))

@@ -19,7 +19,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +56,9 @@ class Timeline:
                 ...
             timeline.counter("rows", busy=7)
         metrics |= timeline.take_phases()  # {"timing_s/gen": .., "timing_s/step": ..}
+
+    Args:
+      clock: seconds from any origin; a simulation's own.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class Timeline:
         max_events_per_step: int = 4000,
         max_tracks: int = 64,
         max_bytes: int = 32 << 20,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
         self._path = Path(path)
         self._max_events, self._max_tracks, self._max_bytes = max_events_per_step, max_tracks, max_bytes
         self._lock = threading.RLock()
@@ -74,7 +79,7 @@ class Timeline:
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
         self._bytes = self._path.stat().st_size
         self._lines: list[str] = []
-        self._started_s = self._flushed_s = time.perf_counter()
+        self._started_s, self._flushed_s = clock(), time.perf_counter()
         self._tracks: dict[str, int] = {}
         self._pending: dict[str, _Span] = {}
         self._counters: dict[str, float] = {}
@@ -101,7 +106,7 @@ class Timeline:
     def phase(self, name: str, track: str = "loop", **args: Any) -> Iterator[None]:
         """A span that also counts towards `timing_s/<name>`; the phase "step" begins a step."""
         if name == "step":
-            self._begin_step()
+            self.begin_step()
         span = self._enter(track, name, args, mergeable=False)
         try:
             yield
@@ -119,13 +124,13 @@ class Timeline:
 
     def open_spans(self) -> list[tuple[str, str, float]]:
         """(track, name, seconds so far) of what runs now, the longest first: what a watchdog reports."""
-        now = time.perf_counter()
+        now = self._clock()
         with self._lock:
             spans = [(span.track, span.name, now - span.start_s) for span in self._open.values()]
         return sorted(spans, key=lambda item: -item[2])
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """A span that is over; times are those of `time.perf_counter()`."""
+        """A span that is over; times are those of the clock."""
         with self._lock:
             self._add(_Span(track, name, start_s, end_s, args))
 
@@ -137,7 +142,7 @@ class Timeline:
 
     def counter(self, track: str, **values: float) -> None:
         """Values at this moment, drawn as curves under `track`."""
-        now = time.perf_counter()
+        now = self._clock()
         with self._lock:
             if now - self._counters.get(track, float("-inf")) < _COUNTER_EVERY_S:
                 return
@@ -165,19 +170,20 @@ class Timeline:
         self.close()
 
     def _enter(self, track: str, name: str, args: dict[str, Any], mergeable: bool = True) -> _Span:
-        now = time.perf_counter()
+        now = self._clock()
         span = _Span(track, name, now, now, args, mergeable)
         with self._lock:
             self._open[id(span)] = span
         return span
 
     def _leave(self, span: _Span) -> None:
-        span.end_s = time.perf_counter()
+        span.end_s = self._clock()
         with self._lock:
             del self._open[id(span)]
             self._add(span)
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """What is drawn from here on is another step's; for whoever does not use the phase "step"."""
         with self._lock:
             self._end_step()
             self._num_steps += 1
@@ -267,7 +273,7 @@ class Timeline:
         return round(self._origin_us + (at_s - self._started_s) * 1e6, 1)
 
     def _now_us(self) -> float:
-        return self._us(time.perf_counter())
+        return self._us(self._clock())
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -85,3 +85,14 @@ def test_every_start_is_recorded(tmp_path: Path):
 def test_versions_and_commit():
     assert {"python", "jax", "numpy"} <= set(versions())
     assert commit() == "" or len(commit().removesuffix("+changes")) == 40
+
+
+def test_simulated_and_real_runs_keep_apart(tmp_path: Path):
+    for platform, simulated in (("simulated", True), ("cpu", False)):
+        run_dir = RunDir(tmp_path / platform)
+        run_dir.refuse_other_kind(simulated=simulated, option="trainer.run_dir")
+        run_dir.record_start(make_config(), {"platform": platform, "kind": "x", "count": 1}, 0)
+        run_dir.refuse_other_kind(simulated=simulated, option="trainer.run_dir")
+        with pytest.raises(ValueError, match=r"holds a run that was .*simulated: choose another trainer\.run_dir"):
+            run_dir.refuse_other_kind(simulated=not simulated, option="trainer.run_dir")
+        run_dir.close()

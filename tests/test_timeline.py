@@ -174,3 +174,15 @@ def test_an_argument_that_json_does_not_know(path):
     with Timeline(path) as timeline, timeline.span("engine", "drain", where=path):
         pass
     assert events(path, "X")[0]["args"] == {"where": str(path)}
+
+
+def test_a_clock_of_its_own(path):
+    now = [100.0]
+    with Timeline(path, clock=lambda: now[0]) as timeline:
+        with timeline.phase("gen"):
+            now[0] += 3600.0
+        timeline.complete("engine", "plan", 100.0, 101.5)
+        assert timeline.take_phases() == {"timing_s/gen": 3600.0}
+    spans = {event["name"]: event for event in events(path, "X")}
+    assert (spans["gen"]["ts"], spans["gen"]["dur"]) == (0.0, 3600e6)
+    assert (spans["plan"]["ts"], spans["plan"]["dur"]) == (0.0, 1.5e6)

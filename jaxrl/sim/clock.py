@@ -17,7 +17,6 @@ from typing import Any
 from jaxrl.timeline import Timeline
 
 _NS = 1_000_000_000
-_COUNTER_EVERY_S = 0.02
 
 
 class SimulatedClock:
@@ -51,7 +50,7 @@ class SimulatedPhases:
 
     def __init__(self, clock: SimulatedClock, path: str | Path | None = None) -> None:
         self._clock = clock
-        self._picture = None if path is None else _Picture(path, clock)
+        self._picture = None if path is None else Timeline(path, clock=lambda: clock.now_s)
         self._sums_ns: dict[str, int] = {}
 
     @contextmanager
@@ -83,25 +82,3 @@ class SimulatedPhases:
     def close(self) -> None:
         if self._picture is not None:
             self._picture.close()
-
-
-class _Picture(Timeline):
-    """A trace file whose seconds are simulated."""
-
-    def __init__(self, path: str | Path, clock: SimulatedClock) -> None:
-        self._clock = clock
-        super().__init__(path)
-        self._started_s = clock.now_s
-
-    def begin_step(self) -> None:
-        self._begin_step()
-
-    def counter(self, track: str, **values: float) -> None:
-        now = self._clock.now_s
-        if now - self._counters.get(track, float("-inf")) >= _COUNTER_EVERY_S:
-            self._counters[track] = now
-            if self._room():
-                self._event({"name": track, "ph": "C", "tid": 0, "ts": self._now_us(), "args": values})
-
-    def _now_us(self) -> float:
-        return self._us(self._clock.now_s)
