@@ -362,6 +362,7 @@ class _Run:
 
 def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -> Explanation:
     """Derived sizes and the memory of both phases, without loading weights or data."""
+    batch_rule(config)  # its settings may be refused
     devices = [] if num_devices else prepare_jax(config)
     model = config_of(resolve_path(config.model.path))
     memory = memory_bytes or (device_bytes(devices) if devices else None)

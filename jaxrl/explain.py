@@ -23,6 +23,7 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
+from jaxrl.scheduling.batches import provisioned
 from jaxrl.sharding.mesh import prime_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
 
@@ -38,6 +39,8 @@ class Counts:
 
     step_prompts: int
     step_samples: int
+    launched_prompts: int  # under way at once in a round, as far as rows allow; rules that speculate launch more
+    launched_samples: int
     step_max_response_tokens: int
     step_max_tokens: int
     update_prompts: int  # one optimizer update, that is, one minibatch
@@ -188,9 +191,12 @@ def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts
     device_rows = max(config.actor.ppo_max_token_len_per_gpu // _row_tokens(config), 1)
     evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
     dp, _ = _layout(config, num_devices)
+    launched_prompts, launched_samples = _launched(config)
     return Counts(
         step_prompts=prompts,
         step_samples=prompts * n,
+        launched_prompts=launched_prompts,
+        launched_samples=launched_samples,
         step_max_response_tokens=prompts * n * data.max_response_length,
         step_max_tokens=prompts * n * config.max_model_length,
         update_prompts=mini,
@@ -207,6 +213,19 @@ def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts
         epoch_steps=None if num_prompts is None else num_prompts / prompts,
         total_steps=total_steps(config, num_prompts),
     )
+
+
+def _launched(config: Config) -> tuple[int, int]:
+    """The most prompts and samples that a round of the configured rule has under way."""
+    rollout, prompts, samples = config.rollout, config.data.train_batch_size, config.rollout.n
+    if rollout.partial_rollout.enable:
+        prompts = provisioned("rollout.partial_rollout.over_provision", rollout.partial_rollout.over_provision, prompts)
+    for name in ("tail_batching", "over_provisioning"):
+        section = getattr(rollout, name)
+        if section.enable:
+            prompts = provisioned(f"rollout.{name}.prompt_factor", section.prompt_factor, prompts)
+            samples = provisioned(f"rollout.{name}.response_factor", section.response_factor, samples)
+    return prompts, min(prompts * samples, rollout.max_active_requests or prompts * samples)
 
 
 # ---------------------------------------------------------------- memory, in bytes per device
@@ -325,10 +344,10 @@ def _warnings(config: Config, counts: Counts, memory: MemoryPlan) -> Iterator[st
             f"the KV pool holds {memory.pool_requests} requests of the longest length, rollout.max_num_seqs is {rows}: "
             "requests will be preempted if many grow long"
         )
-    if counts.rollout_rows > counts.step_samples:
+    if counts.rollout_rows > counts.launched_samples:
         yield (
-            f"rollout.max_num_seqs ({rows} per dp group, {counts.rollout_rows} in all) exceeds the samples of a step "
-            f"({counts.step_samples}): rows stay empty"
+            f"rollout.max_num_seqs ({rows} per dp group, {counts.rollout_rows} in all) exceeds the samples of a round "
+            f"({counts.launched_samples}): rows stay empty"
         )
     if memory.device_bytes is None:
         return
@@ -357,6 +376,11 @@ def render(e: Explanation) -> str:
         *_table(
             ("", "prompts", "samples", "tokens, at most"),
             ("a step", f"{c.step_prompts:,}", f"{c.step_samples:,}", f"{c.step_max_tokens:,}"),
+            *(
+                [("a round has under way", f"{c.launched_prompts:,}", f"{c.launched_samples:,}", "")]
+                if c.launched_samples != c.step_samples
+                else []
+            ),
             ("an optimizer update", f"{c.update_prompts:,}", f"{c.update_samples:,}", f"{c.update_max_tokens:,}"),
             (
                 "a microbatch, per device",

@@ -169,6 +169,22 @@ def test_what_does_not_fit():
     assert any("the update phase needs about" in text for text in e.warnings)
 
 
+@pytest.mark.parametrize(
+    ("rollout", "prompts", "samples"),
+    [
+        ({}, 8, 64),
+        ({"tail_batching": {"enable": True}}, 10, 100),
+        ({"over_provisioning": {"enable": True, "prompt_factor": 1.5, "response_factor": 1.0}}, 12, 96),
+        ({"partial_rollout": {"enable": True}}, 16, 128),
+        ({"tail_batching": {"enable": True}, "max_active_requests": 20}, 10, 20),
+    ],
+)
+def test_what_a_round_has_under_way(rollout, prompts, samples):
+    e = explain(config(data={"task": "t"}, rollout=rollout), SMOLLM2, 1)
+    assert (e.counts.launched_prompts, e.counts.launched_samples) == (prompts, samples)
+    assert ("a round has under way" in str(e)) == (samples != 64)
+
+
 def test_the_text():
     text = str(explain(config(data={"task": "t"}), SMOLLM2, 8, 16 << 30))
     for part in (

@@ -124,7 +124,6 @@ class Round:
         brings prompts in with its launches.
       group_size: responses per prompt (`rollout.n`).
       rule: the synchronous one by default.
-      departures: counts how prompts leave; shared by all rounds of a run.
       kind: what sort of round it is, for whoever plans resources and draws pictures.
     """
 
@@ -133,7 +132,6 @@ class Round:
         prompts: Sequence[Prompt],
         group_size: int,
         rule: RoundRule | None = None,
-        departures: Departures | None = None,
         kind: RoundKind = "plain",
     ) -> None:
         by_key = {prompt.key: prompt for prompt in prompts}
@@ -146,7 +144,6 @@ class Round:
             raise ValueError(f"rollout.n ({group_size}) must be >= 1")
         self.kind: RoundKind = kind
         self.ledger = RoundLedger(by_key, group_size)
-        self.departures = Departures() if departures is None else departures
         self._rule: RoundRule = SynchronousRule() if rule is None else rule
         self._started = False
         self._done = False
@@ -190,12 +187,6 @@ class Round:
         for key in sorted(self._rule.chosen(ledger)):
             samples.setdefault(ledger.launched[key].key, []).append(ledger.finished[key])
         return [Group(ledger.prompts[prompt_key], samples[prompt_key]) for prompt_key in sorted(samples)]
-
-    def leave(self, prompt_key: PromptKey, outcome: Outcome) -> None:
-        """Notes how a prompt of this round leaves the system. Raises ValueError if it is not of this round."""
-        if prompt_key not in self.ledger.prompts:
-            raise ValueError(f"prompt {prompt_key} is not of this round")
-        self.departures.leave(prompt_key, outcome)
 
     def _record_finish(self, sample: Sample) -> None:
         ledger, key = self.ledger, sample.key
@@ -264,33 +255,49 @@ Outcome = Literal["trained", "filtered", "failed"]
 
 
 class Departures:
-    """How prompts left the system: each (epoch, index) once, as trained, filtered or failed. Part of a checkpoint."""
+    """How prompts left the system: each (epoch, index) once, as trained, filtered or failed. Part of a checkpoint.
+
+    A bit for each prompt of an epoch: a long run has a million of them, and every step boundary copies this.
+    """
 
     SCHEMA = 1
 
     def __init__(self) -> None:
         self.counts: dict[Outcome, int] = {"trained": 0, "filtered": 0, "failed": 0}
-        self._left: set[PromptKey] = set()
+        self._left: dict[int, np.ndarray] = {}  # epoch -> bool [prompts], grown as indices come
 
     def leave(self, prompt_key: PromptKey, outcome: Outcome) -> None:
-        if prompt_key in self._left:
+        if self.has_left(prompt_key):
             raise ValueError(f"prompt {prompt_key} leaves as {outcome!r}: it has left before")
         self.counts[outcome] += 1
-        self._left.add(prompt_key)
+        self._mark(*prompt_key)
 
     def has_left(self, prompt_key: PromptKey) -> bool:
-        return prompt_key in self._left
+        epoch, index = prompt_key
+        left = self._left.get(epoch)
+        return left is not None and index < len(left) and bool(left[index])
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, and who left as flat integers [N, 2] (epoch, index)."""
-        left = np.asarray(sorted(self._left), np.int64).reshape(-1, 2)
-        return {"schema": self.SCHEMA, "counts": dict(self.counts), "left": left}
+        """Counts, and who left as flat integers [N, 2] (epoch, index), ascending."""
+        rows = [np.zeros((0, 2), np.int64)]
+        for epoch in sorted(self._left):
+            indices = np.flatnonzero(self._left[epoch])
+            rows.append(np.stack([np.full_like(indices, epoch), indices], axis=1))
+        return {"schema": self.SCHEMA, "counts": dict(self.counts), "left": np.concatenate(rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["schema"] != self.SCHEMA:
             raise ValueError(f"departures of schema {state['schema']}: this version reads schema {self.SCHEMA}")
-        left = {(int(epoch), int(index)) for epoch, index in state["left"]}
         counts: dict[Outcome, int] = {outcome: int(state["counts"][outcome]) for outcome in self.counts}
-        if sum(counts.values()) != len(left):
-            raise ValueError(f"departures: counts {counts} must add up to the {len(left)} prompts that left")
-        self.counts, self._left = counts, left
+        if sum(counts.values()) != len(state["left"]):
+            raise ValueError(f"departures: counts {counts} must add up to the {len(state['left'])} prompts that left")
+        self.counts, self._left = counts, {}
+        for epoch, index in state["left"]:
+            self._mark(int(epoch), int(index))
+
+    def _mark(self, epoch: int, index: int) -> None:
+        left = self._left.get(epoch, np.zeros(0, np.bool_))
+        if index >= len(left):
+            left = np.concatenate([left, np.zeros(index + 1, np.bool_)])  # at least doubles when it is full
+        left[index] = True
+        self._left[epoch] = left

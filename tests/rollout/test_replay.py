@@ -7,26 +7,34 @@ are the same round.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from sim_machine import Machine
 
 from jaxrl.backend import RolloutBackend
 from jaxrl.journal import Journal
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
 from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.batches import BatchRule, RoundTime
 from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.events import Command, Event, Launch, RoundStarted, SampleFinished, Score, Verdict
+from jaxrl.scheduling.events import Command, Event, Launch, RoundStarted, SampleAborted, SampleFinished, Score, Verdict
 from jaxrl.scheduling.plan import Request
 from jaxrl.scheduling.progress import Admitted, Completed, Preempted, TraceEvent
+from jaxrl.scheduling.race import DynamicSampling
 from jaxrl.scheduling.round import Round
+from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sim.executor import ReplayExecutor
+from jaxrl.sim.known import KnownSample, KnownWorkload
+from jaxrl.sim.machine import MachineSizes
 from jaxrl.timeline import Timeline
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
@@ -142,6 +150,9 @@ class SlowPool:
         self.pending[sample.key] = 1 + (7 * len(self.durations)) % 5
         self.durations[sample.key] = float(self.pending[sample.key])
 
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        self.pending = {key: looks for key, looks in self.pending.items() if key not in keys}
+
     def completed(self) -> list[Verdict]:
         self.pending = {key: looks - 1 for key, looks in self.pending.items()}
         done = [key for key, looks in self.pending.items() if looks <= 0]
@@ -252,6 +263,98 @@ def test_recorded_events_with_their_durations_give_the_same_commands(executor: M
     assert again.groups() is not None
     for a, b in zip(first.groups(), again.groups(), strict=True):
         assert [(s.key, s.reward) for s in a.samples] == [(s.key, s.reward) for s in b.samples]
+
+
+# ---------------------------------------------------------------- rounds with a rule across them
+
+
+class Cycle:
+    """The prompts again and again, each pass an epoch."""
+
+    def __init__(self) -> None:
+        self.position, self.prompts = 0, make_prompts()
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        places = range(self.position, self.position + num_prompts)
+        self.position += num_prompts
+        return [self.get(p // len(self.prompts), p % len(self.prompts)) for p in places]
+
+    def get(self, epoch: int, index: int) -> Prompt:
+        return replace(self.prompts[index], epoch=epoch)
+
+
+@dataclass
+class Played:
+    """What rounds decided, and what is known of their responses by identity."""
+
+    kinds: list[str] = field(default_factory=list)
+    kept: list[list[tuple[SampleKey, int, float | None]]] = field(default_factory=list)
+    aborted: list[list[SampleKey]] = field(default_factory=list)
+    left: list[dict] = field(default_factory=list)
+    launched: dict[SampleKey, Prompt] = field(default_factory=dict)
+    durations: dict[SampleKey, float] = field(default_factory=dict)
+    rewards: dict[SampleKey, float] = field(default_factory=dict)
+
+    def play(self, rule: BatchRule, backend: Any, num_rounds: int) -> Played:
+        prompts = Cycle()
+        for step in range(1, num_rounds + 1):
+            current = rule.plan(prompts, RoundTime(step, 0, num_rounds - step + 1))
+            backend.begin(step, PARAMS)
+            recording = Recording().run(current, backend)
+            backend.end()
+            result = rule.settle(current)
+            self.kinds.append(result.kind)
+            self.kept.append([(s.key, len(s), s.reward) for g in result.groups for s in g.samples])
+            self.aborted.append(sorted(e.sample.key for e in recording.events if isinstance(e, SampleAborted)))
+            self.left.append(result.left)
+            self.launched |= current.ledger.launched
+            for event in recording.events:
+                if isinstance(event, Verdict):
+                    self.durations[event.key], self.rewards[event.key] = event.duration_s, event.reward
+        return self
+
+
+PARAMS = SamplingParams(max_tokens=30, stop_token_ids=STOPS)
+TAIL = TailBatchingConfig(3, 2, prompt_factor=1.5, response_factor=1.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TAIL, replace(TAIL, keep_finished=True), replace(TAIL, dynamic_sampling=DynamicSampling(max_unscored_groups=0))],
+    ids=["tail batching", "keep_finished", "filter_groups"],
+)
+def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
+    config: TailBatchingConfig, executor: MeshExecutor, tmp_path: Path
+):
+    """The simulator is given lengths by identity, rewards and their durations, and some cost model; nothing else."""
+    journal = Journal(tmp_path / "journal.jsonl", 0)
+    with Timeline(tmp_path / "timeline.json") as timeline:
+        real = RolloutBackend(Engine(executor, BATCHER), executor, SlowPool(), Words(), journal, timeline, lambda: None)
+        real._ready = True  # weights and pool are there already
+        played = Played().play(TailBatching(config), real, num_rounds=6)
+    journal.close()
+    assert set(played.kinds) == {"short", "long"}
+    assert sum(map(len, played.aborted)) > 0
+
+    # a response is a function of its identity: run again without a race, the aborted ones show their lengths as well
+    requests = [Request(i, key, p.token_ids, PARAMS, share=p.key) for i, (key, p) in enumerate(played.launched.items())]
+    lengths = {sample.key: len(sample) for sample in Engine(executor, BATCHER).generate(requests)}
+    assert all(lengths[key] == length for some in played.kept for key, length, _ in some)
+    samples = {
+        key: KnownSample(length, played.rewards.get(key, 0.0), played.durations.get(key, 1.0))
+        for key, length in lengths.items()
+    }
+    workload = KnownWorkload(samples, {prompt.index: len(prompt.token_ids) for prompt in make_prompts()})
+    sizes = MachineSizes(
+        executor.num_groups, 1, SIZES.num_slots, SIZES.num_blocks, SIZES.block_size, SIZES.max_prefill_tokens
+    )
+    machine = Machine(workload, sizes, decode_steps=BATCHER.decode_steps, workers=3)
+    machine.backend.enter_rollout(0)
+    simulated = Played().play(TailBatching(config), machine.backend, num_rounds=6)
+    assert simulated.kinds == played.kinds
+    assert simulated.kept == played.kept
+    assert simulated.aborted == played.aborted
+    assert simulated.left == played.left
 
 
 def _dispatch(event: Event) -> tuple:

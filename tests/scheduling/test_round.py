@@ -286,22 +286,22 @@ def test_rules_that_contradict_the_ledger_are_bugs(answers: list[Command], messa
 
 def test_every_prompt_leaves_once_and_the_counts_survive_a_restart():
     departures = Departures()
-    round = Round([make_prompt(i) for i in range(3)], 1, departures=departures)
-    round.leave((0, 0), "trained")
-    round.leave((0, 1), "filtered")
+    departures.leave((0, 0), "trained")
+    departures.leave((0, 1), "filtered")
+    departures.leave((3, 700), "trained")
     with pytest.raises(ValueError, match="left before"):
-        round.leave((0, 0), "failed")
-    with pytest.raises(ValueError, match="not of this round"):
-        round.leave((0, 9), "trained")
+        departures.leave((0, 0), "failed")
+    assert departures.state_dict()["left"].tolist() == [[0, 0], [0, 1], [3, 700]]
     restored = Departures()
     restored.load_state_dict(departures.state_dict())
-    assert restored.counts == {"trained": 1, "filtered": 1, "failed": 0}
+    assert restored.counts == {"trained": 2, "filtered": 1, "failed": 0}
     assert restored.has_left((0, 1))
-    assert not restored.has_left((0, 2))
+    assert restored.has_left((3, 700))
+    assert not any(restored.has_left(key) for key in [(0, 2), (1, 0), (3, 699), (3, 701)])
     with pytest.raises(ValueError, match="left before"):
-        Round([make_prompt(1)], 1, departures=restored).leave((0, 1), "trained")
+        restored.leave((0, 1), "trained")
     with pytest.raises(ValueError, match="schema 2"):
         restored.load_state_dict({**departures.state_dict(), "schema": 2})
     with pytest.raises(ValueError, match="add up"):
         restored.load_state_dict({**departures.state_dict(), "left": np.zeros((0, 2), np.int64)})
-    assert restored.counts["trained"] == 1
+    assert restored.counts["trained"] == 2
