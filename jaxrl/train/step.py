@@ -289,7 +289,8 @@ class Trainer:
             terms = losses.compute(logprobs, entropy, _held_back(batch, logprobs), self.config)
             return terms.total, terms
 
-        gradients, terms = jax.grad(objective, has_aux=True)(trainable)
+        total, pull_back, terms = jax.vjp(objective, trainable, has_aux=True)
+        (gradients,) = pull_back(_one_after(terms, total.dtype))
         return Accumulator(gradients, terms.denominator, terms.means, terms.maxima)
 
     def _empty_like(self, trainable: Tree, frozen: Tree, batch: TokenBatch) -> Accumulator:
@@ -351,13 +352,24 @@ def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
     Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
     the loop over layers; with as many threads as (virtual) devices, some devices then wait in the one and some in the
     other, for ever. An optimization barrier is gone before threads are assigned; a comparison of data is not.
+    `_one_after` does the same for the loop that goes back.
     """
-    never = logprobs > 1e30
+    never = _never(logprobs)
     return dataclasses.replace(
         batch,
         loss_mask=jnp.where(never, 0, batch.loss_mask),
         num_sequences=jnp.where(jnp.any(never, axis=1), 0, batch.num_sequences),
     )
+
+
+def _one_after(terms: losses.LossTerms, dtype: Any) -> jax.Array:
+    """1, the cotangent of the loss, which exists only once all sums of `terms` do."""
+    return jnp.where(_never(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(terms))), 0, 1).astype(dtype)
+
+
+def _never(x: Any) -> jax.Array:
+    """False everywhere, which no compiler finds out: a NaN that is positive."""
+    return jnp.isnan(x) & (x > 0)
 
 
 def _project(head: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
