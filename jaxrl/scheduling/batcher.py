@@ -138,7 +138,7 @@ class Batcher:
         self._waiting: dict[int, Progress] = {}  # never yet on the device
         self._running: list[Progress] = []  # sorted by arrival
         self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]  # heaps
-        self._flights: deque[tuple[int, list[_Named]]] = deque()
+        self._flights: deque[tuple[int, list[_Named], bool]] = deque()  # the bool: all steps will be taken
         self._in_flight: Counter[int] = Counter()  # request id -> plans in flight that name it
         self._share_prompts: dict[object, tuple[tuple[int, ...], int]] = {}  # share -> (prompt, live requests)
 
@@ -215,10 +215,11 @@ class Batcher:
             num_steps=self.config.decode_steps if draft.decode else 0,
             leave_after=self.config.leave_after if is_short else UNLIMITED,
         )
-        for named in draft.named:
-            named.progress.pending += named.max_new
-            self._in_flight[named.progress.request.request_id] += 1
-        self._flights.append((plan.index, sorted(draft.named, key=lambda named: (named.dp_group, named.slot))))
+        for entry in draft.named:
+            entry.progress.pending += entry.max_new
+            self._in_flight[entry.progress.request.request_id] += 1
+        named = sorted(draft.named, key=lambda named: (named.dp_group, named.slot))
+        self._flights.append((plan.index, named, plan.leave_after == UNLIMITED))
         self.next_index += 1
         return plan
 
@@ -226,6 +227,8 @@ class Batcher:
         """Gives a running request its place in the plan, preempting younger ones for its blocks."""
         group, left = progress.group, len(progress.prefix) - progress.prefilled
         num_chunk = min(left, draft.budget[group])
+        if not left and self._reaches_its_limit(progress):
+            return
         draft.lacks_budget |= num_chunk < left
         if num_chunk < left:  # all blocks of its prefill were allocated when it was admitted
             self._name(draft, progress, num_chunk, grows_from=len(progress.prefix))
@@ -239,6 +242,10 @@ class Batcher:
             if youngest is progress:
                 return
         self._name(draft, progress, num_chunk, grows_from=need)
+
+    def _reaches_its_limit(self, progress: Progress) -> bool:
+        """Whether the plans in flight take a decoding request to its last token, if nothing stops it before."""
+        return progress.num_written + 1 >= progress.limit and all(whole for _, _, whole in self._flights)
 
     def _name(self, draft: _Draft, progress: Progress, num_chunk: int, grows_from: int) -> None:
         """Writes a request into the draft: `num_chunk` tokens of prefill, and a decode row once that is complete."""
@@ -359,7 +366,7 @@ class Batcher:
 
     def update(self, result: PlanResult, stop_check: StopCheck | None = None) -> list[Ended]:
         """Takes in a plan's outcome; returns who ended, by (dp group, slot)."""
-        index, flight = self._flights.popleft()
+        index, flight, _ = self._flights.popleft()
         assert index == result.index, f"plan {index} is due, and the result is of plan {result.index}"
         self.counters.plans += 1
         self.counters.steps += result.num_steps

@@ -99,6 +99,25 @@ def test_plans_are_left_early_only_for_someone_who_could_come_in(
     assert plan_of(batcher).leave_after == leave_after
 
 
+def test_who_reaches_the_limit_in_flight_is_in_no_further_plan():
+    batcher, _ = make_batcher(num_slots=2)
+    for i, max_tokens in enumerate((5, 9)):
+        batcher.add(make_request(i, max_tokens=max_tokens))
+    assert decoding(plan_of(batcher)) == [0, 1]  # a token from the prefill, and four steps
+    assert decoding(plan_of(batcher)) == [1]
+    assert batcher.schedule() is None
+    assert [ended.progress.request.request_id for ended in answer(batcher, 0, {0: [5] * 5, 1: [5] * 5}, {0})] == [0]
+    assert batcher.schedule() is None
+
+
+def test_a_plan_that_may_be_left_early_takes_nobody_to_the_limit_for_sure():
+    batcher, _ = make_batcher(num_slots=1)
+    for i in range(2):
+        batcher.add(make_request(i, max_tokens=5))
+    assert plan_of(batcher).leave_after == 1
+    assert decoding(plan_of(batcher)) == [0]
+
+
 def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
     batcher, _ = make_batcher(num_groups=2, num_slots=3, max_prefill_tokens=64)
     for i, share in enumerate(["a", "a", "a", "b", "b"]):
