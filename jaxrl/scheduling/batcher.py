@@ -31,12 +31,12 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from jaxrl.scheduling.blocks import BlockManager
-from jaxrl.scheduling.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request, RowResult
+from jaxrl.scheduling.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, RowResult, Seat
 from jaxrl.scheduling.progress import Admitted, Completed, Counters, Ended, Preempted, Progress, TraceEvent
 from jaxrl.types import FinishReason
 
@@ -64,24 +64,6 @@ class BatcherConfig:
         if self.decode_steps < 1 or self.leave_after < 1:
             raise ValueError(
                 f"rollout.decode_steps ({self.decode_steps}) and rollout.leave_after ({self.leave_after}) must be >= 1"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What an executor offers, per dp group; see `plan.Executor`."""
-
-    num_groups: int
-    num_slots: int
-    num_blocks: int
-    block_size: int
-    max_prefill_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.num_slots < 1 or self.max_prefill_tokens < 1:
-            raise ValueError(
-                f"rollout.num_slots ({self.num_slots}) and rollout.max_prefill_tokens ({self.max_prefill_tokens}) "
-                "must be >= 1"
             )
 
 
@@ -395,6 +377,36 @@ class Batcher:
                     key, length = progress.request.key, len(progress.tokens)
                     self.trace(Completed(index, key, named.dp_group, named.slot, length, reason))
         return ended
+
+    # Another layout
+
+    def running(self) -> tuple[Progress, ...]:
+        """Who has a row, in the order of arrival: to read."""
+        return tuple(self._running)
+
+    def reseat(self, capacity: Capacity, blocks: BlockManager, seats: Mapping[int, Seat]) -> None:
+        """Goes on with other pools (`jaxrl.scheduling.relayout`); no plan may be in flight.
+
+        Args:
+          capacity, blocks: of the new layout; `blocks` holds what `seats` name.
+          seats: by request id, where requests that keep their KV are from now on. Whoever else had a row waits, tokens
+            kept, in front of those that never ran.
+        """
+        assert not self._flights, "a layout changes while plans are in flight"
+        self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]
+        for progress in list(self._running):
+            seat = seats.get(progress.request.request_id)
+            if seat is None:
+                self._running.remove(progress)
+                progress.group = progress.slot = -1
+                progress.prefix, progress.prefilled = (), 0
+                insort(self._preempted, progress, key=_by_arrival)
+            else:
+                progress.group, progress.slot = seat.dp_group, seat.slot
+                progress.prefilled = min(seat.num_written, len(progress.prefix))
+                self._free_slots[seat.dp_group].remove(seat.slot)  # sorted, and so a heap still
+        assert seats.keys() == {progress.request.request_id for progress in self._running}
+        self.capacity, self.blocks = capacity, blocks
 
     # Bookkeeping
 

@@ -23,10 +23,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
-from jaxrl.scheduling.batcher import Batcher, BatcherConfig, Capacity, StopCheck
-from jaxrl.scheduling.plan import Executor, Request, Ticket
+from jaxrl.scheduling.batcher import Batcher, BatcherConfig, StopCheck
+from jaxrl.scheduling.layout_switch import How
+from jaxrl.scheduling.plan import Capacity, Executor, Request, Ticket
 from jaxrl.scheduling.progress import Counters, Ended, TraceEvent
+from jaxrl.scheduling.relayout import LayoutExecutor, Switched, SwitchFailed, empty_pools, plan_relayout
 from jaxrl.types import Sample
 
 
@@ -61,16 +64,10 @@ class Engine:
     ) -> None:
         self.executor = executor
         self.stop_check = stop_check
-        capacity = Capacity(
-            num_groups=executor.num_groups,
-            num_slots=executor.num_slots,
-            num_blocks=executor.num_blocks,
-            block_size=executor.block_size,
-            max_prefill_tokens=executor.max_prefill_tokens,
-        )
-        self.batcher = Batcher(config, capacity, trace)
+        self.batcher = Batcher(config, _capacity(executor), trace)
         self.duration_s = 0.0  # what the plans collected so far took, by the executor's account
         self._tickets: deque[Ticket] = deque()
+        self._untold: list[Finished] = []  # who ended while a switch waited for the plans in flight
 
     @property
     def counters(self) -> Counters:
@@ -78,8 +75,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is unfinished and no plan in flight."""
-        return self.batcher.is_idle
+        """No request is unfinished, no plan in flight, and nobody's end untold."""
+        return self.batcher.is_idle and not self._untold
 
     def unfinished(self) -> tuple[int, ...]:
         """Ids of the requests that are waiting or running, in the order in which they were added."""
@@ -109,14 +106,57 @@ class Engine:
         if plan is not None:
             self._tickets.append(self.executor.submit(plan))
         num_ahead = 0 if plan is None else 1
-        return self._collect() if len(self._tickets) > num_ahead else []
+        finished = self._take_untold()
+        return finished + (self._collect() if len(self._tickets) > num_ahead else [])
 
     def drain(self) -> list[Finished]:
         """Collects everything in flight without a new plan: afterwards the host knows all that the device does."""
-        finished: list[Finished] = []
+        finished = self._take_untold()
         while self._tickets:
             finished.extend(self._collect())
         return finished
+
+    def switch(self, tp: int, by: How = "migrate") -> Switched:
+        """Goes on with another tensor-parallel degree, in the middle of a batch.
+
+        Plans in flight are collected first; who ended in them is told by the next `step` or `drain`. No request is
+        lost, none starts anew, and no token changes.
+
+        Args:
+          tp: one of the executor's degrees, another than the one in use.
+          by: how the KV of live requests gets there; those that do not fit wait and are recomputed either way.
+
+        Raises:
+          ValueError: before anything moves, for a layout that cannot be; the old one goes on.
+          SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine goes on in the old
+            layout and recomputes every request; otherwise the executor needs weights first.
+        """
+        executor = self.executor
+        if not isinstance(executor, LayoutExecutor):
+            raise ValueError(f"switch to tp {tp}: {type(executor).__name__} cannot change its layout")
+        if tp == executor.tp:
+            raise ValueError(f"switch to tp {tp}: that is the layout in use")
+        if by not in get_args(How):
+            raise ValueError(f"switch to tp {tp}: by={by!r} must be one of {', '.join(get_args(How))}")
+        capacity = executor.capacity(tp)
+        self._untold = self.drain()
+        move = plan_relayout(self.batcher, executor.tp, tp, capacity, by)
+        try:
+            times = executor.switch(move)
+        except SwitchFailed:
+            self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher), {})
+            raise
+        move.apply(self.batcher)
+        return Switched(
+            from_tp=move.from_tp,
+            to_tp=tp,
+            how=by,
+            num_live=move.num_live,
+            num_tokens=move.num_tokens,
+            num_moved=move.num_moved,
+            num_evicted=len(move.evicted),
+            times=times,
+        )
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """Runs requests to their ends; returns samples in the order of the requests. The engine must be idle."""
@@ -160,6 +200,10 @@ class Engine:
             self.batcher.abort(added)
             raise
 
+    def _take_untold(self) -> list[Finished]:
+        untold, self._untold = self._untold, []
+        return untold
+
     def _collect(self) -> list[Finished]:
         result = self.executor.collect(self._tickets.popleft())
         self.duration_s += result.duration_s
@@ -177,6 +221,16 @@ def resume(request: Request, sample: Sample, request_id: int | None = None) -> R
         generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
         generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
         generated_versions=tuple(sample.versions.tolist()),
+    )
+
+
+def _capacity(executor: Executor) -> Capacity:
+    return Capacity(
+        num_groups=executor.num_groups,
+        num_slots=executor.num_slots,
+        num_blocks=executor.num_blocks,
+        block_size=executor.block_size,
+        max_prefill_tokens=executor.max_prefill_tokens,
     )
 
 

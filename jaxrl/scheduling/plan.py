@@ -129,6 +129,33 @@ class PlanResult:
     duration_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an executor offers, per dp group; see `Executor`."""
+
+    num_groups: int
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    max_prefill_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1 or self.max_prefill_tokens < 1:
+            raise ValueError(
+                f"rollout.num_slots ({self.num_slots}) and rollout.max_prefill_tokens ({self.max_prefill_tokens}) "
+                "must be >= 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a request runs: its dp group, its slot there, and its leading positions whose KV is in its blocks."""
+
+    dp_group: int
+    slot: int
+    num_written: int
+
+
 class Ticket(Protocol):
     """A plan that was submitted and not yet collected."""
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl.scheduling.plan import Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.scheduling.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.scheduling.relayout import Relayout, SwitchTimes
 from jaxrl.types import SampleKey
 
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
@@ -54,6 +55,8 @@ class ReplayExecutor:
       lengths: tokens of each response, kept ones included; cut at its request's max_tokens.
       num_groups, num_slots, num_blocks, block_size, max_prefill_tokens: see `plan.Executor`.
       cost: seconds that a plan takes; nothing by default.
+      layouts: by degree, what the layouts offer that it can change to; `tp`: the one in use.
+      switch_cost: seconds that a change of layout takes; nothing by default.
 
     `policy_version` may be set between plans, as a weight sync would.
     """
@@ -67,6 +70,10 @@ class ReplayExecutor:
         block_size: int,
         max_prefill_tokens: int,
         cost: Cost | None = None,
+        *,
+        tp: int = 1,
+        layouts: Mapping[int, Capacity] | None = None,
+        switch_cost: Callable[[Relayout], SwitchTimes] | None = None,
     ) -> None:
         self.num_groups = num_groups
         self.num_slots = num_slots
@@ -74,6 +81,9 @@ class ReplayExecutor:
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self.policy_version = 0
+        self.tp = tp
+        self._layouts = layouts or {}
+        self._switch_cost = switch_cost
         self._lengths = lengths
         self._cost = cost
         self._slots: dict[tuple[int, int], _Slot] = {}
@@ -113,6 +123,26 @@ class ReplayExecutor:
         result = self._results.popleft()
         assert ticket.index == result.index, f"plan {result.index} is due, not plan {ticket.index}"
         return result
+
+    def capacity(self, tp: int) -> Capacity:
+        """What a layout offers. Raises ValueError for one that was not given."""
+        if tp not in self._layouts:
+            raise ValueError(f"replay: no layout with tp {tp}, only {sorted(self._layouts)}")
+        return self._layouts[tp]
+
+    def switch(self, move: Relayout) -> SwitchTimes:
+        """Takes the rows to their new slots."""
+        assert not self._results, "a layout changes while plans are in flight"
+        slots = {slot.request.request_id: slot for slot in self._slots.values() if slot.is_active}
+        self._slots = {(row.dp_group, row.slot): slots[row.request.request_id] for row in move.rows}
+        capacity = move.capacity
+        self.num_groups, self.num_slots, self.num_blocks = (
+            capacity.num_groups,
+            capacity.num_slots,
+            capacity.num_blocks,
+        )
+        self.tp = move.to_tp
+        return SwitchTimes() if self._switch_cost is None else self._switch_cost(move)
 
     def _activate(self, chunk: PrefillChunk) -> _Slot:
         request = chunk.request

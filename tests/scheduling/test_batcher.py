@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from jaxrl.scheduling.batcher import UNLIMITED, Batcher, BatcherConfig, Capacity
-from jaxrl.scheduling.plan import Plan, PlanResult, Request, RowResult
+from jaxrl.scheduling.batcher import UNLIMITED, Batcher, BatcherConfig
+from jaxrl.scheduling.plan import Capacity, Plan, PlanResult, Request, RowResult
 from jaxrl.scheduling.progress import Admitted, Completed, Ended, Preempted, TraceEvent
 from jaxrl.types import SampleKey, SamplingParams
 

@@ -1,0 +1,265 @@
+"""What becomes of every live request when the layout changes in the middle of a batch.
+
+Purpose: `plan_relayout` says, from the batcher's books alone, who goes where, which blocks move, and who has to give up
+its row; the executor carries it out on the devices, and only then `apply` changes the books. So whatever fails before
+anything has moved leaves the engine as it was.
+
+Source: design §5 (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3 (migrate or
+recompute).
+
+Recomputing is preemption: every request waits with its tokens, and is admitted again like any other; its prompt's
+blocks are shared again with the samples beside it. So it prefills less than PAT's equation 4 charges for it.
+
+`plan_handover` is the same between two workers on disjoint devices: some requests leave one and go on in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxrl.scheduling.batcher import Batcher
+from jaxrl.scheduling.blocks import BlockManager
+from jaxrl.scheduling.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
+from jaxrl.scheduling.layout_switch import How, LiveRow, Rows, regroup
+from jaxrl.scheduling.plan import Capacity, Executor, Request, Seat
+from jaxrl.scheduling.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRow:
+    """A row that decodes: what the device must know of it. `token` stands at `position` and has no KV yet."""
+
+    request: Request
+    dp_group: int
+    slot: int
+    token: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """A change of layout, worked out.
+
+    Attributes:
+      from_tp, to_tp, how: from where, to where, and the way of the KV.
+      capacity: what the new layout offers.
+      kv: the new pools and the copies; without any where everything is recomputed.
+      rows: those that decode in the new layout without a prefill.
+      seats: of everybody who keeps its KV, by request id.
+      evicted: who migrates not, for want of room: waits and is recomputed.
+      num_live, num_tokens: rows before the change, and their tokens whose KV was there.
+    """
+
+    from_tp: int
+    to_tp: int
+    how: How
+    capacity: Capacity
+    kv: KvPlan
+    rows: tuple[ResidentRow, ...]
+    seats: Mapping[int, Seat]
+    evicted: tuple[int, ...]
+    num_live: int
+    num_tokens: int
+
+    @property
+    def num_moved(self) -> int:
+        """Tokens whose KV is copied, a shared prompt's once per copy."""
+        return len(self.kv.copies) * self.capacity.block_size
+
+    def apply(self, batcher: Batcher) -> None:
+        """Lets the batcher go on in the new layout."""
+        batcher.counters.preemptions += len(self.evicted)
+        batcher.reseat(self.capacity, self.kv.blocks, self.seats)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTimes:
+    """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
+
+    weights_s: float = 0.0
+    state_s: float = 0.0
+    fixed_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.weights_s + self.state_s + self.fixed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A change of layout that has happened; fields as in `Relayout`. `num_moved`: tokens migrated."""
+
+    from_tp: int
+    to_tp: int
+    how: How
+    num_live: int
+    num_tokens: int
+    num_moved: int
+    num_evicted: int
+    times: SwitchTimes
+
+
+class SwitchFailed(RuntimeError):
+    """A change of layout failed after something had moved.
+
+    Attributes:
+      is_usable: whether the executor is back in the old layout, with weights taken anew and an empty pool; then the
+        engine goes on there and recomputes. Otherwise it has no weights, and nothing can run until it gets some.
+    """
+
+    def __init__(self, message: str, *, is_usable: bool) -> None:
+        super().__init__(message)
+        self.is_usable = is_usable
+
+
+@runtime_checkable
+class LayoutExecutor(Executor, Protocol):
+    """An executor that can change its layout."""
+
+    @property
+    def tp(self) -> int:
+        """The degree in use."""
+        ...
+
+    def capacity(self, tp: int) -> Capacity:
+        """What the layout of this degree offers. Raises ValueError if there is no such layout."""
+        ...
+
+    def switch(self, move: Relayout) -> SwitchTimes:
+        """Carries it out, with nothing in flight.
+
+        Raises `SwitchFailed` if it fails after something has moved; anything else that it raises, it raises before.
+        """
+        ...
+
+
+def rows_of(batcher: Batcher) -> tuple[Rows, ...]:
+    """The rows of each dp group, as the switch rule sees them; nothing may be in flight."""
+    groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
+    for progress in batcher.running():
+        groups[progress.group].append(_live_row(progress))
+    return tuple(map(tuple, groups))
+
+
+def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
+    """Works a change of layout out; nothing may be in flight.
+
+    Requests are regrouped as the switch rule has it (`layout_switch.regroup`). In a group with more rows or blocks than
+    its pool offers, the youngest give up their rows.
+
+    Raises:
+      ValueError: a request, of those that wait as well, could never run in the new pools.
+    """
+    _refuse_too_long(batcher, to_tp, capacity)
+    by_id = {progress.request.request_id: progress for progress in batcher.running()}
+    groups: tuple[tuple[int, ...], ...] = ((),) * capacity.num_groups
+    if how == "migrate":
+        dealt = regroup(rows_of(batcher), capacity.num_groups)
+        groups = tuple(tuple(sorted((row.request_id for row in rows), key=_arrival(by_id))) for rows in dealt)
+    live = {i: _live_blocks(batcher, progress) for i, progress in by_id.items()}
+    groups, evicted = _evict(groups, live, capacity)
+    kv = plan_migration(
+        [live[i] for ids in groups for i in ids],
+        batcher.capacity.num_groups,
+        groups,
+        capacity.num_blocks,
+        capacity.block_size,
+    )
+    seats = _seats(kv, groups, [range(capacity.num_slots)] * capacity.num_groups)
+    return Relayout(
+        from_tp=from_tp,
+        to_tp=to_tp,
+        how=how,
+        capacity=capacity,
+        kv=kv,
+        rows=resident_rows(by_id, seats),
+        seats=seats,
+        evicted=evicted,
+        num_live=len(by_id),
+        num_tokens=sum(each.num_written for each in live.values()),
+    )
+
+
+def resident_rows(by_id: Mapping[int, Progress], seats: Mapping[int, Seat]) -> tuple[ResidentRow, ...]:
+    """Those of the seated whose prefill is complete."""
+    rows: list[ResidentRow] = []
+    for request_id, seat in seats.items():
+        progress = by_id[request_id]
+        if progress.prefilled == len(progress.prefix):
+            token, position = progress.tokens[-1], len(progress.request.prompt_ids) + len(progress.tokens) - 1
+            rows.append(ResidentRow(progress.request, seat.dp_group, seat.slot, token, position))
+    return tuple(rows)
+
+
+def _live_row(progress: Progress) -> LiveRow:
+    length = len(progress.request.prompt_ids) + len(progress.tokens)
+    return LiveRow(progress.request.request_id, length, progress.limit)
+
+
+def _arrival(by_id: Mapping[int, Progress]):
+    return lambda request_id: by_id[request_id].arrival
+
+
+def _live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
+    """What a running request holds, and wants: the whole of its prefill, or the next plan's steps."""
+    assert not progress.pending, "a layout changes while plans are in flight"
+    request = progress.request
+    if progress.prefilled < len(progress.prefix):
+        num_written, num_tokens = progress.prefilled, len(progress.prefix)
+    else:
+        num_written = progress.num_written
+        num_tokens = min(num_written + batcher.config.decode_steps, progress.limit)
+    return LiveBlocks(
+        request_id=request.request_id,
+        group=progress.group,
+        table=batcher.blocks.table(request.request_id),
+        num_written=num_written,
+        num_tokens=num_tokens,
+        share=request.share,
+        prompt_len=len(request.prompt_ids),
+    )
+
+
+def _evict(
+    groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """(groups that fit into their pools, who had to leave): the last of a group, which is its youngest, first."""
+    fitting: list[tuple[int, ...]] = []
+    evicted: list[int] = []
+    for ids in groups:
+        kept = list(ids)
+        while len(kept) > capacity.num_slots or (
+            kept and blocks_needed([live[i] for i in kept], capacity.block_size) > capacity.num_blocks - 1
+        ):
+            evicted.append(kept.pop())
+        fitting.append(tuple(kept))
+    return tuple(fitting), tuple(evicted)
+
+
+def _seats(kv: KvPlan, groups: Sequence[Sequence[int]], free_slots: Sequence[Collection[int]]) -> dict[int, Seat]:
+    """Slots for the placed, by ascending number in the order of arrival."""
+    seats: dict[int, Seat] = {}
+    for group, ids in enumerate(groups):
+        for slot, request_id in zip(free_slots[group], ids, strict=False):
+            seats[request_id] = Seat(group, slot, kv.placements[request_id].num_written)
+    return seats
+
+
+def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
+    for request_id in batcher.live():
+        progress = batcher.progress(request_id)
+        need = -(-progress.limit // capacity.block_size)
+        if need > capacity.num_blocks - 1:
+            raise ValueError(
+                f"layout with tp {tp}: request {request_id} ({progress.request.key}) may grow to {progress.limit} "
+                f"tokens, which take {need} blocks of {capacity.block_size}, and a pool of this layout has "
+                f"{capacity.num_blocks - 1} (rollout.num_blocks)"
+            )
+
+
+def empty_pools(batcher: Batcher) -> BlockManager:
+    """Pools of the batcher's own sizes with nobody in them: after its KV was lost."""
+    capacity = batcher.capacity
+    return BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)
