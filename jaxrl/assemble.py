@@ -30,7 +30,8 @@ from jaxrl.models.loading import config_of, load_model, resolve_path
 from jaxrl.report import write_report
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
-from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rules import batch_rule, carried
 from jaxrl.run_dir import RunDir
 from jaxrl.samples import SampleLog

@@ -47,8 +47,10 @@ class Worker(Protocol):
 
     num_groups: int
     num_slots: int
-    recompiles: int
     host_s: float
+
+    @property
+    def recompiles(self) -> int: ...
 
     def sync_weights(self, train_params: Any, policy_version: int, /) -> None: ...
 

@@ -22,7 +22,8 @@ from typing import Any
 from jaxrl.backend import stop_string_check
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model, resolve_path
-from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.plan import Request

@@ -14,71 +14,33 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels.attention import Implementation
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, Programs, RowState, host_rows, row_state_shapes
+from jaxrl.rollout.layout_programs import CompileAhead, ExecutorConfig, LayoutPrograms, bucket
+from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
-from jaxrl.scheduling.plan import TRASH_BLOCK, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.scheduling.kv_plan import KvPlan
+from jaxrl.scheduling.plan import (
+    TRASH_BLOCK,
+    Capacity,
+    Plan,
+    PlanResult,
+    PrefillChunk,
+    Request,
+    RowResult,
+    Ticket,
+)
+from jaxrl.scheduling.relayout import Relayout, ResidentRow, SwitchFailed, SwitchTimes
+from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.rules import pad_heads, to_rollout
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorConfig:
-    """Sizes of an executor.
-
-    Attributes:
-      num_slots: rows per dp group.
-      num_blocks: KV blocks per dp group, the reserved one included.
-      block_size: positions per block.
-      max_length: tokens of the longest sequence.
-      max_prefill_tokens: prefill tokens per plan and dp group.
-      decode_steps: the most decode steps per plan.
-      dtype: of weights, KV and activations.
-      seed: the run's; folded into every token's key.
-      truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
-      max_tp: the largest TP degree that the weights are padded for.
-      attention: what reads the paged cache (`jaxrl.kernels.attention`).
-      features_first, gathered: how programs are built (`programs.Programs`); None: as the platform runs them fastest.
-    """
-
-    num_slots: int
-    num_blocks: int
-    block_size: int = 16
-    max_length: int = 1024
-    max_prefill_tokens: int = 512
-    decode_steps: int = 16
-    dtype: Any = jnp.float32
-    seed: int = 0
-    truncate: bool = False
-    max_tp: int = 1
-    attention: Implementation = "auto"
-    features_first: bool | None = None
-    gathered: bool | None = None
-
-
-def buckets(most: int, factor: int, least: int = 1) -> tuple[int, ...]:
-    """Ascending sizes ending at exactly `most`, each a `factor`-th of the next, none below `least`."""
-    sizes = [most]
-    while (size := -(-sizes[-1] // factor)) >= least and size < sizes[-1]:
-        sizes.append(size)
-    return tuple(reversed(sizes))
-
-
-def bucket(value: int, sizes: Sequence[int]) -> int:
-    """The smallest of `sizes` that holds `value`."""
-    return next(size for size in sizes if size >= value)
+from jaxrl.sharding.rules import rollout_shardings, to_rollout
 
 
 @dataclass(slots=True)
@@ -101,75 +63,85 @@ class MeshTicket:
 
 
 class MeshExecutor:
-    """Implements `jaxrl.scheduling.plan.Executor` for one model on one layout.
+    """Implements `jaxrl.scheduling.plan.Executor` for one model on one mesh, in one layout at a time.
 
     Call `sync_weights` and `allocate` before the first plan. `release` frees the KV pool for the update phase.
+
+    Args:
+      model, layout: what to run, and the layout to begin with.
+      config: sizes, and the layouts that it can change to (`switch`).
+      weights: gives the trainer's weights, if a switch that failed halfway shall find its way back.
     """
 
-    def __init__(self, model: ModelConfig, layout: Layout, config: ExecutorConfig) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        config: ExecutorConfig,
+        weights: Callable[[], Any] | None = None,
+    ) -> None:
         self.model = model
-        self.layout = layout
         self.config = config
-        self.num_groups = layout.dp
-        self.num_slots = config.num_slots
-        self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self.max_prefill_tokens = config.max_prefill_tokens
         self.policy_version = 0
-        self.recompiles = 0
         self.host_s = 0.0
-        self._programs = Programs(
-            model,
-            layout,
-            jnp.dtype(config.dtype),
-            config.decode_steps,
-            attention=config.attention,
-            features_first=config.features_first,
-            gathered=config.gathered,
-        )
-        self._compiled: dict[tuple, Any] = {}
-        self._warm = False
+        self.reports: tuple[reshard.ReshardReport | None, kv_migration.MigrationReport | None] = (None, None)
+        self._mesh = layout.mesh
+        self._weights = weights
+        self._layouts: dict[int, LayoutPrograms] = {}
+        self._ahead: CompileAhead | None = None
+        self._collected_s = 0.0
         self._params: Any = None
         self._pool: kv_cache.Pool | None = None
         self._state: RowState | None = None
-        kv_heads = pad_heads(model.num_heads, model.num_kv_heads, config.max_tp)[1]
-        self.cache_shape = kv_cache.CacheShape(
-            model.num_layers,
-            kv_heads,
-            model.head_dim,
-            config.num_blocks,
-            config.block_size,
-            jnp.dtype(config.dtype),
+        self._use(self._programs_at(layout.tp))
+
+    def _use(self, programs: LayoutPrograms) -> None:
+        """From now on plans are of this layout."""
+        self._now = programs
+        self.layout = programs.layout
+        capacity = programs.capacity
+        self.num_groups, self.num_slots, self.num_blocks = (
+            capacity.num_groups,
+            capacity.num_slots,
+            capacity.num_blocks,
         )
-        # Every bucket is a program to compile, so they are few where they would save little.
-        self._row_buckets = buckets(config.num_slots, 4, least=8)
-        widest = -(-config.max_length // config.block_size)
-        self._decode_widths = buckets(widest, 2, least=max(-(-128 // config.block_size), widest // 8))
-        self._prefill_widths = buckets(widest, 4, least=max(-(-128 // config.block_size), widest // 16))
-        # Except for chunk lengths: all layers run their padding (32 chunks of 64 tokens, run as 128, took twice as long).
-        self._chunk_buckets = buckets(config.max_prefill_tokens, 2, least=2 * config.block_size)
+
+    def _programs_at(self, tp: int) -> LayoutPrograms:
+        if tp not in self._layouts:
+            self._layouts[tp] = LayoutPrograms(self.model, Layout(self._mesh, tp), self.config)
+        return self._layouts[tp]
+
+    @property
+    def cache_shape(self) -> kv_cache.CacheShape:
+        """Of the KV pool of the layout in use."""
+        return self._now.cache_shape
+
+    @property
+    def recompiles(self) -> int:
+        """Programs compiled after warm-up, of all layouts."""
+        return sum(layout.recompiles for layout in self._layouts.values())
 
     # -- memory phases ---------------------------------------------------------------------------------------------
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
         """Takes over the trainer's weights, on the devices: cast, padded and resharded to this layout."""
         self._params = None  # the old copy goes first: two never exist at once
-        config = self.config
         self._params = to_rollout(
             train_params,
             self.model,
             self.layout,
-            config.dtype,
-            config.max_tp,
-            features_first=self._programs.features_first,
+            self.config.dtype,
+            self.config.max_tp,
+            features_first=self._now.programs.features_first,
         )
         self.policy_version = policy_version
 
     def allocate(self) -> None:
         """Allocates the KV pool and blank row state."""
         self._pool = kv_cache.allocate(self.layout, self.cache_shape)
-        blank = host_rows(self.num_groups, self.num_slots)
-        self._state = jax.device_put(blank, jax.tree.map(lambda _: self._programs.rows_sharding, blank))
+        self._put_rows(())
 
     def release(self, *, weights: bool = False) -> None:
         """Frees the KV pool and row state (and the weights); every request must have ended or been aborted."""
@@ -178,6 +150,146 @@ class MeshExecutor:
         self._pool = self._state = None
         if weights:
             self._params = None
+
+    def start_in(self, tp: int) -> None:
+        """Chooses the layout of a rollout phase, while there are no weights and no pool: nothing has to move."""
+        if self._params is not None or self._pool is not None:
+            raise RuntimeError(f"start_in({tp}): there are weights or a KV pool: use switch, or release(weights=True)")
+        self._use(self._programs_at(tp))
+
+    def _put_rows(self, rows: Iterable[ResidentRow]) -> None:
+        """Row state with these rows decoding, and all others blank."""
+        state = host_rows(self.num_groups, self.num_slots)
+        for row in rows:
+            at = (row.dp_group, row.slot)
+            self._fill(state, at, row.request)
+            state.token[at], state.position[at], state.active[at] = row.token, row.position, True
+        self._state = jax.device_put(state, jax.tree.map(lambda _: self._now.programs.rows_sharding, state))
+
+    # -- other layouts -----------------------------------------------------------------------------------------------
+
+    @property
+    def tp(self) -> int:
+        """The tensor-parallel degree in use."""
+        return self.layout.tp
+
+    def capacity(self, tp: int) -> Capacity:
+        """What the layout of a degree offers. Raises ValueError for one that this mesh or these weights cannot have."""
+        return self._programs_at(tp).capacity
+
+    def compile_ahead(self, degrees: Iterable[int]) -> CompileAhead:
+        """Begins to compile these layouts' programs in the background; `switch` needs not wait for all of them."""
+        self._ahead = CompileAhead([self._programs_at(tp) for tp in degrees])
+        return self._ahead
+
+    def switch(self, move: Relayout) -> SwitchTimes:
+        """Goes over to another layout (`Engine.switch`); nothing may be in flight.
+
+        Weights are resharded in place. KV migrates, or a new pool is allocated where everything is recomputed. Where
+        tp grows weights go first, for they shrink while the pool grows; where it falls KV does. Everything is checked
+        and compiled before anything moves.
+
+        Raises:
+          SwitchFailed: something failed after the move had begun.
+        """
+        if self._params is None or self._pool is None:
+            raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
+        began = time.perf_counter()
+        target = self._programs_at(move.to_tp)
+        lanes = move.kv.lanes()
+        self._prepare_switch(target, lanes[0].shape[1])
+        jax.block_until_ready((self._params, self._pool, self._state))
+        ready = time.perf_counter()
+        steps = [self._move_weights, lambda to: self._move_pool(to, lanes)]
+        if move.to_tp < move.from_tp:
+            steps.reverse()
+        seconds: list[float] = []
+        try:
+            for step in steps:
+                step_began = time.perf_counter()
+                jax.block_until_ready(step(target))  # XLA:CPU can hang on two collectives at once
+                seconds.append(time.perf_counter() - step_began)
+            if move.to_tp < move.from_tp:
+                seconds.reverse()
+            self._use(target)
+            self._put_rows(move.rows)
+            jax.block_until_ready(self._state)
+        except Exception as error:
+            raise self._back_to(self._programs_at(move.from_tp), error) from error
+        self._collected_s = time.perf_counter()
+        fixed_s = self._collected_s - ready - sum(seconds) + (ready - began)
+        return SwitchTimes(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
+
+    def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """Takes KV over from an executor on other devices (`jaxrl.scheduling.handover`), by `jax.device_put`.
+
+        Raises:
+          SwitchFailed: the copy failed; the pool is empty.
+        """
+        assert isinstance(source, MeshExecutor), "KV comes from a mesh"
+        lanes = kv.lanes()
+        if lanes[0].shape[1]:
+            assert source._pool is not None
+            jax.block_until_ready((source._pool, self._pool, self._state))
+            pool, self._pool = self._pool, None
+            layouts = (source.layout, self.layout)
+            try:
+                self._pool, report = kv_migration.migrate_across(
+                    source._pool, *layouts, *lanes, self.num_blocks, into=pool
+                )
+                jax.block_until_ready(self._pool)
+            except Exception as error:
+                self.allocate()
+                raise SwitchFailed(f"the handover failed ({type(error).__name__}: {error})", is_usable=True) from error
+            self.reports = (self.reports[0], report)
+        self._put_rows(rows)
+
+    def _prepare_switch(self, target: LayoutPrograms, lane_blocks: int) -> None:
+        """Compiles what a switch will run, and raises what can be known to be wrong."""
+        reshard.precompile(self._params, self._shardings(target))
+        if lane_blocks:
+            assert self._pool is not None
+            kv_migration.precompile(
+                self.layout, target.layout, self._pool, target.cache_shape.num_blocks, [lane_blocks]
+            )
+
+    def _shardings(self, programs: LayoutPrograms) -> Any:
+        first = programs.programs.features_first
+        return rollout_shardings(self.model, programs.layout, self.config.max_tp, features_first=first)
+
+    def _move_weights(self, target: LayoutPrograms) -> Any:
+        params, self._params = self._params, None
+        self._params, report = reshard.reshard(params, self._shardings(target))
+        self.reports = (report, self.reports[1])
+        return self._params
+
+    def _move_pool(self, target: LayoutPrograms, lanes: tuple[np.ndarray, np.ndarray]) -> Any:
+        pool, self._pool = self._pool, None
+        assert pool is not None
+        if lanes[0].shape[1]:
+            num_blocks = target.cache_shape.num_blocks
+            self._pool, report = kv_migration.migrate(pool, self.layout, target.layout, *lanes, num_blocks)
+        else:
+            for array in jax.tree.leaves(pool):
+                array.delete()
+            self._pool, report = kv_cache.allocate(target.layout, target.cache_shape), None
+        self.reports = (self.reports[0], report)
+        return self._pool
+
+    def _back_to(self, programs: LayoutPrograms, error: Exception) -> SwitchFailed:
+        """After a failure halfway: weights anew in the old layout and an empty pool, or nothing at all."""
+        self._params = self._pool = self._state = None  # of weights, never a mixture
+        self._use(programs)
+        what = f"the switch from tp {programs.layout.tp} failed halfway ({type(error).__name__}: {error})"
+        if self._weights is None:
+            return SwitchFailed(f"{what}; the executor has no source of weights to go back with", is_usable=False)
+        try:
+            self.sync_weights(self._weights(), self.policy_version)
+            self.allocate()
+        except Exception as again:
+            self._params = self._pool = self._state = None
+            return SwitchFailed(f"{what}, and so did the way back ({type(again).__name__}: {again})", is_usable=False)
+        return SwitchFailed(f"{what}; its requests will be recomputed", is_usable=True)
 
     # -- the seam ----------------------------------------------------------------------------------------------------
 
@@ -234,8 +346,10 @@ class MeshExecutor:
                 )
         rows = {request_id: _join(parts) for request_id, parts in pieces.items()}
         steps = 0 if ticket.steps is None else int(ticket.steps)
-        waited = time.perf_counter() - ticket.submitted_s
-        return PlanResult(ticket.index, rows, steps, ticket.policy_version, waited)
+        now = time.perf_counter()
+        taken_s = now - max(ticket.submitted_s, self._collected_s)  # plans queue: this one began when the last ended
+        self._collected_s = now
+        return PlanResult(ticket.index, rows, steps, ticket.policy_version, taken_s)
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
@@ -243,8 +357,8 @@ class MeshExecutor:
         """Runs of chunks with one length bucket, cut where a call's rows would pass the prefill budget."""
         ordered = sorted(chunks, key=lambda c: (c.start, -len(c.tokens)))
         calls: list[tuple[list[PrefillChunk], int]] = []
-        for length, run in itertools.groupby(ordered, key=lambda c: bucket(len(c.tokens), self._chunk_buckets)):
-            most = self._prefill_rows(length)[-1]
+        for length, run in itertools.groupby(ordered, key=lambda c: bucket(len(c.tokens), self._now.chunk_buckets)):
+            most = self._now.prefill_rows(length)[-1]
             rows: list[PrefillChunk] = []
             per_group = [0] * self.num_groups
             for chunk in run:
@@ -256,14 +370,10 @@ class MeshExecutor:
             calls.append((rows, length))
         return calls
 
-    def _prefill_rows(self, length: int) -> tuple[int, ...]:
-        most = min(self.num_slots, max(1, self.max_prefill_tokens // length))
-        return buckets(most, 8, least=4)
-
     def _submit_prefill(self, chunks: list[PrefillChunk], length: int) -> _Call:
         placed = _place(chunks, self.num_groups)
-        rows = bucket(max(row for _, row, _ in placed) + 1, self._prefill_rows(length))
-        width = bucket(max(len(chunk.block_table) for chunk in chunks), self._prefill_widths)
+        rows = bucket(max(row for _, row, _ in placed) + 1, self._now.prefill_rows(length))
+        width = bucket(max(len(chunk.block_table) for chunk in chunks), self._now.prefill_widths)
         shape = (self.num_groups, rows)
         tokens = np.zeros((*shape, length), np.int32)
         start, lengths = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -301,8 +411,8 @@ class MeshExecutor:
 
     def _submit_decode(self, plan: Plan, ticket: MeshTicket) -> None:
         placed = _place(plan.decode, self.num_groups)
-        rows = bucket(max(row for _, row, _ in placed) + 1, self._row_buckets)
-        width = bucket(max(len(row.block_table) for row in plan.decode), self._decode_widths)
+        rows = bucket(max(row for _, row, _ in placed) + 1, self._now.row_buckets)
+        width = bucket(max(len(row.block_table) for row in plan.decode), self._now.decode_widths)
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
@@ -325,60 +435,15 @@ class MeshExecutor:
     # -- compilation -------------------------------------------------------------------------------------------------
 
     def shapes(self) -> list[tuple[str, int, int, int]]:
-        """Every (program, rows, positions per row, table width) that a plan can need."""
-        prefill = [
-            ("prefill", rows, length, width)
-            for length in self._chunk_buckets
-            for rows in self._prefill_rows(length)
-            for width in self._prefill_widths
-        ]
-        return prefill + [("decode", rows, 1, width) for rows in self._row_buckets for width in self._decode_widths]
+        """Every (program, rows, positions per row, table width) that a plan in this layout can need."""
+        return self._now.shapes()
 
-    def warm_up(self, progress: Any = None) -> int:
-        """Compiles every shape; needs weights and pool. Returns how many there are."""
-        shapes = self.shapes()
-        for i, shape in enumerate(shapes):
-            self._program(*shape)
-            if progress is not None:
-                progress(i + 1, len(shapes))
-        self._warm = True
-        return len(shapes)
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Compiles every shape of this layout. Returns how many there are."""
+        return self._now.warm_up(progress)
 
     def _program(self, kind: str, rows: int, length: int, width: int) -> Any:
-        key = (kind, rows, length, width)
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(*key)
-            self.recompiles += self._warm
-        return self._compiled[key]
-
-    def _compile(self, kind: str, rows: int, length: int, width: int) -> Any:
-        groups, truncate = self.num_groups, self.config.truncate
-        by_group, everywhere = self._programs.rows_sharding, NamedSharding(self.layout.mesh, PartitionSpec())
-
-        def of(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((groups, rows, *dims), dtype, sharding=by_group)
-
-        live = jax.tree.map(_abstract, (self._params, self._pool, self._state))
-        tables, slots = of(jnp.int32, width), of(jnp.int32)
-        pool_shardings = [(x.sharding, y.sharding) for x, y in self._pool or []]
-        state_shardings = jax.tree.map(lambda x: x.sharding, self._state)
-        generated = Generated(*[by_group] * len(Generated._fields))
-        if kind == "prefill":
-            fill = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group), row_state_shapes(groups, rows)
-            )
-            arguments = (of(jnp.int32, length), of(jnp.int32), of(jnp.int32), tables, slots, fill)
-            program, out = self._programs.prefill, (pool_shardings, state_shardings, generated)
-        else:
-            scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-            arguments = (tables, slots, of(jnp.bool_), scalar, scalar)
-            program, out = self._programs.decode, (pool_shardings, state_shardings, generated, everywhere)
-        jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
-        return jitted.lower(*live, *arguments).compile()
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return self._now.program((kind, rows, length, width))
 
 
 def _place(items: Iterable[Any], num_groups: int) -> list[tuple[int, int, Any]]:

@@ -31,19 +31,25 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from jaxrl.scheduling.blocks import BlockManager
-from jaxrl.scheduling.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, RowResult, Seat
-from jaxrl.scheduling.progress import Admitted, Completed, Counters, Ended, Preempted, Progress, TraceEvent
-from jaxrl.types import FinishReason
+from jaxrl.scheduling.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Seat
+from jaxrl.scheduling.progress import (
+    Admitted,
+    Completed,
+    Counters,
+    Ended,
+    Preempted,
+    Progress,
+    StopCheck,
+    TraceEvent,
+    finish_reason,
+)
 
 UNLIMITED = 1 << 30
-
-StopCheck = Callable[[Request, Sequence[int]], int | None]
-"""(request, its response so far) -> how many tokens of it to keep if a stop string is complete, else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,7 @@ class Batcher:
 
     def add(self, request: Request) -> None:
         """Lets a request wait, behind all others. Raises ValueError if it is malformed or can never run."""
-        self._refuse_unfit(request)
+        self.check(request)
         progress = Progress(
             request=request,
             arrival=self._arrivals,
@@ -369,7 +375,7 @@ class Batcher:
                 self.counters.dropped_tokens += len(row.token_ids)
                 continue
             progress.append(row, result.policy_version)
-            reason = _finish_reason(progress, row, stop_check)
+            reason = finish_reason(progress, row, stop_check)
             if reason is not None:
                 ended.append(Ended(progress, reason, index, named.dp_group, named.slot))
                 self._end(progress)
@@ -408,6 +414,21 @@ class Batcher:
         assert seats.keys() == {progress.request.request_id for progress in self._running}
         self.capacity, self.blocks = capacity, blocks
 
+    def seat(self, seats: Mapping[int, Seat]) -> None:
+        """Gives waiting requests rows; their blocks are allocated, and hold what their seats say."""
+        for request_id, seat in seats.items():
+            progress = self._waiting.pop(request_id)
+            tokens = (*progress.request.prompt_ids, *progress.tokens)
+            progress.prefix = tokens[:-1] if seat.decodes else tokens
+            progress.group, progress.slot, progress.prefilled = seat.dp_group, seat.slot, seat.num_written
+            self._free_slots[seat.dp_group].remove(seat.slot)
+            heapq.heapify(self._free_slots[seat.dp_group])
+            insort(self._running, progress, key=_by_arrival)
+
+    def free_slots(self, group: int) -> tuple[int, ...]:
+        """Slots of a dp group that nobody has, ascending."""
+        return tuple(sorted(self._free_slots[group]))
+
     # Bookkeeping
 
     def _queue(self) -> Iterator[Progress]:
@@ -435,7 +456,7 @@ class Batcher:
             if count > 1:
                 self._share_prompts[request.share] = (prompt, count - 1)
 
-    def _refuse_unfit(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises ValueError for a request that is malformed or can never run."""
         who = f"request {request.request_id} ({request.key})"
         num_prompt, num_max, kept = len(request.prompt_ids), request.params.max_tokens, len(request.generated)
@@ -471,17 +492,3 @@ class Batcher:
 
 def _by_arrival(progress: Progress) -> int:
     return progress.arrival
-
-
-def _finish_reason(progress: Progress, row: RowResult, stop_check: StopCheck | None) -> FinishReason | None:
-    """Why a request that just gained tokens is finished; None if it is not. A stop string cuts what follows it."""
-    request = progress.request
-    if stop_check is not None and request.params.stop_strings:
-        keep = stop_check(request, progress.tokens)
-        if keep is not None:
-            assert 0 <= keep <= len(progress.tokens), f"stop_check keeps {keep} of {len(progress.tokens)} tokens"
-            progress.truncate(keep)
-            return "stop"
-    if not row.stopped:
-        return None
-    return "stop" if progress.tokens[-1] in request.params.stop_token_ids else "length"

@@ -25,10 +25,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from jaxrl.scheduling.batcher import Batcher, BatcherConfig, StopCheck
+from jaxrl.scheduling.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.layout_switch import How
 from jaxrl.scheduling.plan import Capacity, Executor, Request, Ticket
-from jaxrl.scheduling.progress import Counters, Ended, TraceEvent
+from jaxrl.scheduling.progress import Counters, Ended, StopCheck, TraceEvent
 from jaxrl.scheduling.relayout import LayoutExecutor, Switched, SwitchFailed, empty_pools, plan_relayout
 from jaxrl.types import Sample
 
@@ -116,6 +116,10 @@ class Engine:
             finished.extend(self._collect())
         return finished
 
+    def settle(self) -> None:
+        """Like `drain`, but who ended is told by the next `step` or `drain`."""
+        self._untold = self.drain()
+
     def switch(self, tp: int, by: How = "migrate") -> Switched:
         """Goes on with another tensor-parallel degree, in the middle of a batch.
 
@@ -139,7 +143,7 @@ class Engine:
         if by not in get_args(How):
             raise ValueError(f"switch to tp {tp}: by={by!r} must be one of {', '.join(get_args(How))}")
         capacity = executor.capacity(tp)
-        self._untold = self.drain()
+        self.settle()
         move = plan_relayout(self.batcher, executor.tp, tp, capacity, by)
         try:
             times = executor.switch(move)

@@ -149,11 +149,15 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a request runs: its dp group, its slot there, and its leading positions whose KV is in its blocks."""
+    """Where a request runs: its dp group, its slot there, and its leading positions whose KV is in its blocks.
+
+    `decodes`: its prefill is complete; the newest of its tokens has no KV yet.
+    """
 
     dp_group: int
     slot: int
     num_written: int
+    decodes: bool
 
 
 class Ticket(Protocol):

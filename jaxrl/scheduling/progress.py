@@ -6,6 +6,7 @@ its replay are compared. No decisions are taken here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,6 +109,11 @@ class Progress:
         """
         return len(self.request.prompt_ids) + len(self.tokens) + self.pending - 1
 
+    @property
+    def is_resident(self) -> bool:
+        """It has a row whose prefill is complete."""
+        return self.slot >= 0 and self.prefilled == len(self.prefix)
+
     def append(self, row: RowResult, version: int) -> None:
         self.tokens.extend(row.token_ids.tolist())
         self.sampled_logprobs.extend(row.sampled_logprobs.tolist())
@@ -138,3 +144,21 @@ class Ended:
     dispatch: int
     dp_group: int
     slot: int
+
+
+StopCheck = Callable[[Request, Sequence[int]], int | None]
+"""(request, its response so far) -> how many tokens of it to keep if a stop string is complete, else None."""
+
+
+def finish_reason(progress: Progress, row: RowResult, stop_check: StopCheck | None) -> FinishReason | None:
+    """Why a request that just gained tokens is finished; None if it is not. A stop string cuts what follows it."""
+    request = progress.request
+    if stop_check is not None and request.params.stop_strings:
+        keep = stop_check(request, progress.tokens)
+        if keep is not None:
+            assert 0 <= keep <= len(progress.tokens), f"stop_check keeps {keep} of {len(progress.tokens)} tokens"
+            progress.truncate(keep)
+            return "stop"
+    if not row.stopped:
+        return None
+    return "stop" if progress.tokens[-1] in request.params.stop_token_ids else "length"

@@ -10,12 +10,12 @@ recompute).
 Recomputing is preemption: every request waits with its tokens, and is admitted again like any other; its prompt's
 blocks are shared again with the samples beside it. So it prefills less than PAT's equation 4 charges for it.
 
-`plan_handover` is the same between two workers on disjoint devices: some requests leave one and go on in the other.
+Requests that leave for another worker: `jaxrl.scheduling.handover`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -158,7 +158,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
     if how == "migrate":
         dealt = regroup(rows_of(batcher), capacity.num_groups)
         groups = tuple(tuple(sorted((row.request_id for row in rows), key=_arrival(by_id))) for rows in dealt)
-    live = {i: _live_blocks(batcher, progress) for i, progress in by_id.items()}
+    live = {i: live_blocks(batcher, progress) for i, progress in by_id.items()}
     groups, evicted = _evict(groups, live, capacity)
     kv = plan_migration(
         [live[i] for ids in groups for i in ids],
@@ -167,14 +167,18 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
         capacity.num_blocks,
         capacity.block_size,
     )
-    seats = _seats(kv, groups, [range(capacity.num_slots)] * capacity.num_groups)
+    seats = {
+        request_id: Seat(group, slot, kv.placements[request_id].num_written, by_id[request_id].is_resident)
+        for group, ids in enumerate(groups)
+        for slot, request_id in enumerate(ids)
+    }
     return Relayout(
         from_tp=from_tp,
         to_tp=to_tp,
         how=how,
         capacity=capacity,
         kv=kv,
-        rows=resident_rows(by_id, seats),
+        rows=tuple(resident_row(by_id[i], seat) for i, seat in seats.items() if seat.decodes),
         seats=seats,
         evicted=evicted,
         num_live=len(by_id),
@@ -182,15 +186,10 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
     )
 
 
-def resident_rows(by_id: Mapping[int, Progress], seats: Mapping[int, Seat]) -> tuple[ResidentRow, ...]:
-    """Those of the seated whose prefill is complete."""
-    rows: list[ResidentRow] = []
-    for request_id, seat in seats.items():
-        progress = by_id[request_id]
-        if progress.prefilled == len(progress.prefix):
-            token, position = progress.tokens[-1], len(progress.request.prompt_ids) + len(progress.tokens) - 1
-            rows.append(ResidentRow(progress.request, seat.dp_group, seat.slot, token, position))
-    return tuple(rows)
+def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
+    """What the device must know of a row that decodes, at its seat."""
+    token, position = progress.tokens[-1], len(progress.request.prompt_ids) + len(progress.tokens) - 1
+    return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position)
 
 
 def _live_row(progress: Progress) -> LiveRow:
@@ -198,19 +197,19 @@ def _live_row(progress: Progress) -> LiveRow:
     return LiveRow(progress.request.request_id, length, progress.limit)
 
 
-def _arrival(by_id: Mapping[int, Progress]):
+def _arrival(by_id: Mapping[int, Progress]) -> Callable[[int], int]:
     return lambda request_id: by_id[request_id].arrival
 
 
-def _live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
+def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
     """What a running request holds, and wants: the whole of its prefill, or the next plan's steps."""
     assert not progress.pending, "a layout changes while plans are in flight"
     request = progress.request
-    if progress.prefilled < len(progress.prefix):
-        num_written, num_tokens = progress.prefilled, len(progress.prefix)
-    else:
+    if progress.is_resident:
         num_written = progress.num_written
         num_tokens = min(num_written + batcher.config.decode_steps, progress.limit)
+    else:
+        num_written, num_tokens = progress.prefilled, len(progress.prefix)
     return LiveBlocks(
         request_id=request.request_id,
         group=progress.group,
@@ -236,15 +235,6 @@ def _evict(
             evicted.append(kept.pop())
         fitting.append(tuple(kept))
     return tuple(fitting), tuple(evicted)
-
-
-def _seats(kv: KvPlan, groups: Sequence[Sequence[int]], free_slots: Sequence[Collection[int]]) -> dict[int, Seat]:
-    """Slots for the placed, by ascending number in the order of arrival."""
-    seats: dict[int, Seat] = {}
-    for group, ids in enumerate(groups):
-        for slot, request_id in zip(free_slots[group], ids, strict=False):
-            seats[request_id] = Seat(group, slot, kv.placements[request_id].num_written)
-    return seats
 
 
 def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.sampling import SamplingState, request_key
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine

@@ -19,7 +19,8 @@ import pytest
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor, bucket, buckets
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig, bucket, buckets
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
 from jaxrl.scheduling.batcher import BatcherConfig
@@ -327,7 +328,7 @@ def test_nothing_is_compiled_after_warm_up():
     assert counted[-1] == (len(executor.shapes()), len(executor.shapes()))
     engine.generate(requests())
     assert executor.recompiles == 0
-    executor._compiled.pop(("decode", 8, 1, 5))
+    executor._now._compiled.pop(("decode", 8, 1, 5))
     engine.generate(requests(1, 1))
     assert executor.recompiles == 1
 
@@ -399,7 +400,7 @@ def test_no_plan_needs_a_shape_that_warm_up_leaves_out(sizes: dict[str, int], nu
         generated = Generated(*[_Value()] * 5)
         return lambda *_: (1, 1, generated, 1) if kind == "decode" else (1, 1, generated)
 
-    mesh._program = record  # pyright: ignore[reportAttributeAccessIssue]
+    mesh._now.program = lambda shape: record(*shape)  # pyright: ignore[reportAttributeAccessIssue]
     mesh._params = mesh._pool = mesh._state = 1  # pyright: ignore[reportAttributeAccessIssue]
     rng = np.random.default_rng(3)
     asked: list[Request] = []

@@ -14,7 +14,8 @@ import pytest
 from jaxrl.kernels import attention, reference
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.plan import Request

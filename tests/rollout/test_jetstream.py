@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from jaxrl.models.loading import RANDOM, load_model
-from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.plan import Request

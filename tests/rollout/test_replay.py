@@ -20,7 +20,8 @@ from sim_machine import Machine
 from jaxrl.backend import RolloutBackend
 from jaxrl.journal import Journal
 from jaxrl.models.loading import load_model
-from jaxrl.rollout.executor import ExecutorConfig, MeshExecutor
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.batches import BatchRule, RoundTime
 from jaxrl.scheduling.engine import Engine

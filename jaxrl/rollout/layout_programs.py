@@ -1,0 +1,256 @@
+"""The compiled programs of one layout, by shape bucket, and what they are compiled for.
+
+Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Everything follows from the model,
+the layout and the sizes, so programs can be compiled before a layout is ever in use: no weights or pools are needed.
+`compile_ahead` does it in the background; whoever needs a program meanwhile waits for that one alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.kernels.attention import Implementation
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout import kv_cache
+from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
+from jaxrl.scheduling.plan import Capacity
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
+
+Shape = tuple[str, int, int, int]
+"""(program, rows, positions per row, table width)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSizes:
+    """What a layout has room for, per dp group: rows, and KV blocks with the reserved one."""
+
+    tp: int
+    num_slots: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """Sizes of an executor.
+
+    Attributes:
+      num_slots: rows per dp group.
+      num_blocks: KV blocks per dp group, the reserved one included.
+      block_size: positions per block.
+      max_length: tokens of the longest sequence.
+      max_prefill_tokens: prefill tokens per plan and dp group.
+      decode_steps: the most decode steps per plan.
+      dtype: of weights, KV and activations.
+      seed: the run's; folded into every token's key.
+      truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
+      max_tp: the largest TP degree that the weights are padded for.
+      attention: what reads the paged cache (`jaxrl.kernels.attention`).
+      features_first, gathered: how programs are built (`programs.Programs`); None: as the platform runs them fastest.
+      layouts: degrees that the executor can change to, with sizes of their own; others that divide `max_tp` have
+        `num_slots` and `num_blocks`.
+    """
+
+    num_slots: int
+    num_blocks: int
+    block_size: int = 16
+    max_length: int = 1024
+    max_prefill_tokens: int = 512
+    decode_steps: int = 16
+    dtype: Any = jnp.float32
+    seed: int = 0
+    truncate: bool = False
+    max_tp: int = 1
+    attention: Implementation = "auto"
+    features_first: bool | None = None
+    gathered: bool | None = None
+    layouts: tuple[LayoutSizes, ...] = ()
+
+    def sizes(self, tp: int) -> LayoutSizes:
+        """What the layout of a degree has room for. Raises ValueError where the weights are not padded for it."""
+        if tp < 1 or self.max_tp % tp:
+            raise ValueError(
+                f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
+            )
+        own = (sizes for sizes in self.layouts if sizes.tp == tp)
+        return next(own, LayoutSizes(tp, self.num_slots, self.num_blocks))
+
+
+def buckets(most: int, factor: int, least: int = 1) -> tuple[int, ...]:
+    """Ascending sizes ending at exactly `most`, each a `factor`-th of the next, none below `least`."""
+    sizes = [most]
+    while (size := -(-sizes[-1] // factor)) >= least and size < sizes[-1]:
+        sizes.append(size)
+    return tuple(reversed(sizes))
+
+
+def bucket(value: int, sizes: Sequence[int]) -> int:
+    """The smallest of `sizes` that holds `value`."""
+    return next(size for size in sizes if size >= value)
+
+
+class LayoutPrograms:
+    """Programs of one model on one layout, each compiled once.
+
+    Attributes:
+      capacity: what the layout offers; layout, config, model: what it was made of.
+      cache_shape: of the KV pool. programs: their functions.
+      is_warm: all shapes are compiled; what is compiled later counts in `recompiles`.
+    """
+
+    def __init__(self, model: ModelConfig, layout: Layout, config: ExecutorConfig) -> None:
+        self.model, self.layout, self.config = model, layout, config
+        sizes = config.sizes(layout.tp)
+        self.capacity = Capacity(
+            layout.dp, sizes.num_slots, sizes.num_blocks, config.block_size, config.max_prefill_tokens
+        )
+        self.dtype = jnp.dtype(config.dtype)
+        self.programs = Programs(
+            model,
+            layout,
+            self.dtype,
+            config.decode_steps,
+            attention=config.attention,
+            features_first=config.features_first,
+            gathered=config.gathered,
+        )
+        self.cache_shape = kv_cache.CacheShape(
+            model.num_layers,
+            pad_heads(model.num_heads, model.num_kv_heads, config.max_tp)[1],
+            model.head_dim,
+            sizes.num_blocks,
+            config.block_size,
+            self.dtype,
+        )
+        self.is_warm = False
+        self.recompiles = 0
+        self._compiled: dict[Shape, Future[Any]] = {}
+        self._lock = threading.Lock()
+        # Every bucket is a program to compile, so they are few where they would save little.
+        widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
+        self.row_buckets = buckets(sizes.num_slots, 4, least=8)
+        self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))
+        self.prefill_widths = buckets(widest, 4, least=max(least, widest // 16))
+        # Except for chunk lengths: all layers run their padding (32 chunks of 64 tokens, run as 128, took twice as long).
+        self.chunk_buckets = buckets(config.max_prefill_tokens, 2, least=2 * config.block_size)
+
+    def prefill_rows(self, length: int) -> tuple[int, ...]:
+        """The sizes of a prefill call's rows, by its length bucket."""
+        most = min(self.capacity.num_slots, max(1, self.capacity.max_prefill_tokens // length))
+        return buckets(most, 8, least=4)
+
+    def shapes(self) -> list[Shape]:
+        """Every shape that a plan can need."""
+        prefill = [
+            ("prefill", rows, length, width)
+            for length in self.chunk_buckets
+            for rows in self.prefill_rows(length)
+            for width in self.prefill_widths
+        ]
+        return prefill + [("decode", rows, 1, width) for rows in self.row_buckets for width in self.decode_widths]
+
+    def program(self, shape: Shape) -> Any:
+        """The compiled program of a shape; compiles it if nobody has."""
+        with self._lock:
+            found = self._compiled.get(shape)
+            is_mine = found is None
+            if found is None:
+                found = self._compiled[shape] = Future()
+                self.recompiles += self.is_warm
+        if is_mine:
+            try:
+                found.set_result(self._compile(*shape))
+            except BaseException as error:
+                with self._lock:
+                    del self._compiled[shape]  # whoever asks next tries again
+                found.set_exception(error)
+        return found.result()
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Compiles every shape; returns how many there are."""
+        shapes = self.shapes()
+        for i, shape in enumerate(shapes):
+            self.program(shape)
+            if progress is not None:
+                progress(i + 1, len(shapes))
+        self.is_warm = True
+        return len(shapes)
+
+    def _compile(self, kind: str, rows: int, length: int, width: int) -> Any:
+        groups, truncate = self.layout.dp, self.config.truncate
+        by_group = self.programs.rows_sharding
+        everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
+
+        def of(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((groups, rows, *dims), dtype, sharding=by_group)
+
+        live = self.abstract_params(), self.abstract_pool(), self._state(self.capacity.num_slots)
+        tables, slots = of(jnp.int32, width), of(jnp.int32)
+        pool_shardings = [(x.sharding, y.sharding) for x, y in live[1]]
+        state_shardings = jax.tree.map(lambda x: x.sharding, live[2])
+        generated = Generated(*[by_group] * len(Generated._fields))
+        if kind == "prefill":
+            arguments = (of(jnp.int32, length), of(jnp.int32), of(jnp.int32), tables, slots, self._state(rows))
+            program, out = self.programs.prefill, (pool_shardings, state_shardings, generated)
+        else:
+            scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+            arguments = (tables, slots, of(jnp.bool_), scalar, scalar)
+            program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
+        jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
+        return jitted.lower(*live, *arguments).compile()
+
+    # -- what programs are compiled for ----------------------------------------------------------------------------
+
+    def abstract_params(self) -> Any:
+        """The rollout weights' shapes, dtypes and shardings in this layout."""
+        convert, shardings = rollout_params_fn(
+            self.model, self.layout, self.dtype, self.config.max_tp, features_first=self.programs.features_first
+        )
+        train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), self.model.weights())
+        shapes = jax.eval_shape(convert, train)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+    def abstract_pool(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+        """The KV pool's."""
+        shape = self.cache_shape
+        dims = (self.layout.dp, shape.num_kv_heads, shape.num_blocks, shape.block_size, shape.head_dim)
+        one = jax.ShapeDtypeStruct(dims, shape.dtype, sharding=kv_cache.pool_sharding(self.layout, shape))
+        return [(one, one)] * shape.num_layers
+
+    def _state(self, rows: int) -> Any:
+        by_group = self.programs.rows_sharding
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group),
+            row_state_shapes(self.layout.dp, rows),
+        )
+
+
+class CompileAhead:
+    """Compiles layouts' programs in a thread of its own; `close` drops what has not begun."""
+
+    def __init__(self, layouts: Sequence[LayoutPrograms]) -> None:
+        wide = bool(jax.config.read("jax_enable_x64"))  # as the caller has it: jax keeps it per thread
+
+        def compile_all(layout: LayoutPrograms) -> None:
+            with jax.enable_x64(wide):
+                layout.warm_up()
+
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
+        self._jobs = [self._pool.submit(compile_all, layout) for layout in layouts]
+
+    def wait(self) -> None:
+        """Until everything is compiled; raises what compiling raised."""
+        for job in self._jobs:
+            job.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
