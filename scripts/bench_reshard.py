@@ -40,7 +40,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.scheduling.blocks import BlockManager
 from jaxrl.scheduling.kv_plan import LiveBlocks, plan_migration
-from jaxrl.scheduling.layout_switch import LiveRow, regroup
+from jaxrl.scheduling.situation import LiveRow, regroup
 from jaxrl.sharding import kv_migration
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh

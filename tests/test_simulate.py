@@ -19,7 +19,7 @@ from jaxrl.cli import main
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.metrics import read_metrics
 from jaxrl.models.shapes import SHAPES
-from jaxrl.scheduling.latency import Measurement, Profile, ProfileIdentity
+from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, num_devices_of, workload_of
 from jaxrl.sim.cost_model import Efficiency, ModelSizes, RooflineCost
 from jaxrl.sim.hardware import HARDWARE

@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 from jaxrl.scheduling.batcher import Batcher
 from jaxrl.scheduling.engine import Engine, resume
 from jaxrl.scheduling.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
-from jaxrl.scheduling.layout_switch import regroup
 from jaxrl.scheduling.plan import Executor, Seat
 from jaxrl.scheduling.relayout import ResidentRow, SwitchFailed, empty_pools, live_blocks, resident_row, rows_of
+from jaxrl.scheduling.situation import regroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Which KV blocks move where when requests change their dp groups: the accounting half of a layout switch.
 
 Purpose: `plan_migration` is told who is live, what each request holds, and who is to be with whom afterwards
-(`layout_switch.regroup`); it fills the block pools of the new layout and lists the copies. What moves the bytes is
+(`situation.regroup`); it fills the block pools of the new layout and lists the copies. What moves the bytes is
 `jaxrl.sharding.kv_migration`, which takes `KvPlan.lanes`.
 
 Source: design §5 (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per group when
@@ -119,7 +119,7 @@ def plan_migration(
     Args:
       requests: all that are live, whose plans have been collected.
       num_groups_before: dp groups of the layout that they are in.
-      groups: request ids of each dp group of the new layout, as `layout_switch.regroup` deals them.
+      groups: request ids of each dp group of the new layout, as `situation.regroup` deals them.
       num_blocks: blocks of a new pool, the reserved one included.
       block_size: positions per block, the same before and after.
       into: the pools of another worker that takes these requests in beside its own (their ids must differ); a refusal

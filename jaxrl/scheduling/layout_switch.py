@@ -31,7 +31,6 @@ Legend: S decode steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -39,12 +38,12 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from jaxrl.scheduling.latency import SwitchCost
+from jaxrl.scheduling.latency_profile import SwitchCost
+from jaxrl.scheduling.situation import Bound, Rows, Situation, load_at, num_tokens, regroup
 
 SCHEMA = 1
 MAX_TERMS = 2048
 
-Bound = Literal["max_length", "expected"]
 Direction = Literal["up", "both"]
 StateMode = Literal["cheaper", "migrate", "recompute"]
 How = Literal["migrate", "recompute"]
@@ -65,68 +64,6 @@ class LatencyModel(Protocol):
     def move_s(self, from_tp: int, to_tp: int, tokens: int) -> float: ...
 
     def recompute_s(self, to_tp: int, lengths: Sequence[int]) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRow:
-    """A request on the device.
-
-    Attributes:
-      request_id: whose.
-      length: tokens of its context, prompt and response.
-      limit: the longest it can get: prompt + max_tokens.
-      expected_remaining: tokens that history expects it to gain still; None if history knows nothing of it.
-    """
-
-    request_id: int
-    length: int
-    limit: int
-    expected_remaining: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.length <= self.limit:
-            raise ValueError(f"row of request {self.request_id}: length ({self.length}) must be in [1, {self.limit}]")
-
-    def steps_left(self, bound: Bound) -> int:
-        """Decode steps until it ends: to its limit, or as expected, which is at least one step and never beyond."""
-        left = self.limit - self.length
-        if bound == "max_length" or self.expected_remaining is None:
-            return left
-        return min(max(math.ceil(self.expected_remaining), 1), left)
-
-
-Rows = tuple[LiveRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCapacity:
-    """What one dp group of a layout has room for: tokens of KV, and rows."""
-
-    tokens: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Where a generation stands between two plans.
-
-    Attributes:
-      dispatch: logical time: plans since the start of the generation.
-      tp: the degree in use.
-      groups: live rows of each dp group, in the layout's order.
-      capacities: by degree, what its layout leaves for a dp group; a degree without one cannot be used.
-      num_waiting: requests that have no row.
-    """
-
-    dispatch: int
-    tp: int
-    groups: tuple[Rows, ...]
-    capacities: Mapping[int, GroupCapacity]
-    num_waiting: int = 0
-
-    @property
-    def num_live(self) -> int:
-        return sum(map(len, self.groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,40 +189,6 @@ class Switch:
         return cls(**{name: entry[name] for name in names})
 
 
-def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
-    """Who is with whom once there are `dp` groups (Algorithm 1, lines 7 and 23).
-
-    Fewer: neighbours merge, as the factored mesh has it (design §5). More: each group deals its rows to the groups it
-    splits into, longest first, each to the one with fewest rows, of those with fewest tokens. What the rule predicts
-    holds for an engine that does the same.
-    """
-    if dp <= len(groups):
-        assert len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
-        size = len(groups) // dp
-        return tuple(tuple(row for rows in groups[i : i + size] for row in rows) for i in range(0, len(groups), size))
-    assert dp % len(groups) == 0, f"{len(groups)} dp groups cannot become {dp}"
-    split: list[Rows] = []
-    for rows in groups:
-        parts: list[list[LiveRow]] = [[] for _ in range(dp // len(groups))]
-        for row in sorted(rows, key=lambda row: (-row.length, row.request_id)):
-            min(parts, key=lambda part: (len(part), _tokens(part))).append(row)
-        split.extend(map(tuple, parts))
-    return tuple(split)
-
-
-def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [S] and tokens [S] of the fullest dp group that many steps from now, [S]; 0 when all rows have ended."""
-    batch_S, tokens_S = np.zeros(len(step_S), np.int64), np.zeros(len(step_S), np.int64)
-    for rows in groups:
-        by_end = sorted((row.steps_left(bound), row.length) for row in rows)
-        length_sums = np.cumsum([0, *(length for _, length in by_end)])
-        gone_S = np.searchsorted([left for left, _ in by_end], step_S, side="right")
-        live_S = len(by_end) - gone_S
-        batch_S = np.maximum(batch_S, live_S)
-        tokens_S = np.maximum(tokens_S, length_sums[-1] - length_sums[gone_S] + live_S * step_S)
-    return batch_S, tokens_S
-
-
 def remaining_s(model: LatencyModel, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
     """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time).
 
@@ -304,6 +207,10 @@ class SwitchRule(Protocol):
     """Decides between two plans; `start_generation` comes first."""
 
     def start_generation(self) -> None: ...
+
+    def wants(self, now: Situation) -> bool:
+        """Whether `decide` would look further than at the time: asked with plans in flight, it changes nothing."""
+        ...
 
     def decide(self, now: Situation) -> Switch | None: ...
 
@@ -337,23 +244,17 @@ class LayoutSwitchRule:
 
         A switch that is returned counts as made: if it fails, the next one waits for the cooldown all the same.
         """
-        self._check(now)
-        if not now.num_live or now.num_waiting:
+        found = self._find(now)
+        if found is None:
             return None
-        if self._last is not None and now.dispatch - self._last.dispatch < self.config.cooldown:
-            return None
-        stay, *others = self.evaluate(now)
-        possible = [candidate for candidate in others if candidate.refused is None]
-        best = min(possible, key=lambda candidate: candidate.total_s, default=None)
-        if best is None or stay.total_s - best.total_s <= self.config.min_gain * stay.total_s:
-            return None
+        stay, best = found
         switch = Switch(
             dispatch=now.dispatch,
             from_tp=now.tp,
             to_tp=best.tp,
             how=best.how,
             num_live=now.num_live,
-            num_tokens=sum(map(_tokens, now.groups)),
+            num_tokens=sum(map(num_tokens, now.groups)),
             stay_s=stay.total_s,
             remaining_s=best.remaining_s,
             weights_s=best.weights_s,
@@ -364,6 +265,24 @@ class LayoutSwitchRule:
         )
         self.record(switch)
         return switch
+
+    def wants(self, now: Situation) -> bool:
+        """Whether `decide` would name a degree. Raises as it does."""
+        return self._find(now) is not None
+
+    def _find(self, now: Situation) -> tuple[Candidate, Candidate] | None:
+        """(to stay, the best other) where the other is to be gone to."""
+        self._check(now)
+        if not now.num_live or now.num_waiting:
+            return None
+        if self._last is not None and now.dispatch - self._last.dispatch < self.config.cooldown:
+            return None
+        stay, *others = self.evaluate(now)
+        possible = [candidate for candidate in others if candidate.refused is None]
+        best = min(possible, key=lambda candidate: candidate.total_s, default=None)
+        if best is None or stay.total_s - best.total_s <= self.config.min_gain * stay.total_s:
+            return None
+        return stay, best
 
     def record(self, switch: Switch) -> None:
         """Takes note of a switch that was decided elsewhere (replayed)."""
@@ -382,7 +301,7 @@ class LayoutSwitchRule:
         cost = self.model.switch_cost(now.tp, tp)
         ways: dict[How, float] = {}
         if self.config.state != "recompute":
-            ways["migrate"] = self.model.move_s(now.tp, tp, max(map(_tokens, now.groups)))
+            ways["migrate"] = self.model.move_s(now.tp, tp, max(map(num_tokens, now.groups)))
         if self.config.state != "migrate":
             lengths = [[row.length for row in rows] for rows in groups if rows]
             ways["recompute"] = max(self.model.recompute_s(tp, each) for each in lengths)
@@ -463,6 +382,12 @@ class ReplayedSwitchRule:
         if self._then is not None:
             self._then.start_generation()
 
+    def wants(self, now: Situation) -> bool:
+        """Whether the journal has something for this dispatch; after its last entry, whether `then` wants to."""
+        if self._next == len(self._switches):
+            return self._then is not None and self._then.wants(now)
+        return now.dispatch >= self._switches[self._next].dispatch
+
     def decide(self, now: Situation) -> Switch | None:
         """What the journal says of this dispatch. Raises ValueError if the run does not follow its journal."""
         if self._next == len(self._switches):
@@ -479,7 +404,3 @@ class ReplayedSwitchRule:
         if self._then is not None:
             self._then.record(due)
         return due
-
-
-def _tokens(rows: Iterable[LiveRow]) -> int:
-    return sum(row.length for row in rows)

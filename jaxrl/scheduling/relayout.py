@@ -22,9 +22,10 @@ from typing import Protocol, runtime_checkable
 from jaxrl.scheduling.batcher import Batcher
 from jaxrl.scheduling.blocks import BlockManager
 from jaxrl.scheduling.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
-from jaxrl.scheduling.layout_switch import How, LiveRow, Rows, regroup
+from jaxrl.scheduling.layout_switch import How
 from jaxrl.scheduling.plan import Capacity, Executor, Request, Seat
 from jaxrl.scheduling.progress import Progress
+from jaxrl.scheduling.situation import LiveRow, Rows, regroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def rows_of(batcher: Batcher) -> tuple[Rows, ...]:
 def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
     """Works a change of layout out; nothing may be in flight.
 
-    Requests are regrouped as the switch rule has it (`layout_switch.regroup`). In a group with more rows or blocks than
+    Requests are regrouped as the switch rule has it (`situation.regroup`). In a group with more rows or blocks than
     its pool offers, the youngest give up their rows.
 
     Raises:

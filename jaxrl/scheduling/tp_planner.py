@@ -28,15 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.scheduling.layout_switch import (
-    LatencyModel,
-    LayoutSwitchConfig,
-    LiveRow,
-    Situation,
-    Switch,
-    SwitchRule,
-    remaining_s,
-)
+from jaxrl.scheduling.layout_switch import LatencyModel, LayoutSwitchConfig, Switch, SwitchRule, remaining_s
+from jaxrl.scheduling.situation import LiveRow, Situation
 
 
 @dataclass(frozen=True, slots=True)

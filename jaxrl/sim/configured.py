@@ -17,7 +17,8 @@ from typing import Any
 from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.scheduling.latency import LatencyPredictor, Profile
+from jaxrl.scheduling.latency import LatencyPredictor
+from jaxrl.scheduling.latency_profile import Profile
 from jaxrl.sim.calibrate import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost, TableCost
 from jaxrl.sim.hardware import hardware

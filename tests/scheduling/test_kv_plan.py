@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrl.scheduling.blocks import BlockManager
 from jaxrl.scheduling.kv_plan import LiveBlocks, blocks_needed, plan_migration
-from jaxrl.scheduling.layout_switch import LiveRow, regroup
+from jaxrl.scheduling.situation import LiveRow, regroup
 
 BLOCK = 4
 

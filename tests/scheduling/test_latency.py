@@ -12,18 +12,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.latency import (
-    CorrectionConfig,
-    LatencyPredictor,
+from jaxrl.scheduling.latency import CorrectionConfig, LatencyPredictor, kv_move_s, rms_context
+from jaxrl.scheduling.latency_profile import (
     Measurement,
     Profile,
     ProfileIdentity,
     ProfilePoint,
     SwitchCost,
-    kv_move_s,
     missing_points,
     profile_points,
-    rms_context,
 )
 
 IDENTITY = ProfileIdentity("tiny", "abc", "cpu", 8, "0.10.2", "float32")

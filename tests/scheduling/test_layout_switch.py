@@ -13,20 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.latency import LatencyPredictor, Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layout_switch import (
-    GroupCapacity,
-    LayoutSwitchConfig,
-    LayoutSwitchRule,
-    LiveRow,
-    ReplayedSwitchRule,
-    Rows,
-    Situation,
-    Switch,
-    load_at,
-    regroup,
-    remaining_s,
-)
+from jaxrl.scheduling.latency import LatencyPredictor
+from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layout_switch import LayoutSwitchConfig, LayoutSwitchRule, ReplayedSwitchRule, Switch, remaining_s
+from jaxrl.scheduling.situation import GroupCapacity, LiveRow, Rows, Situation, load_at, regroup
 
 ROOMY = GroupCapacity(tokens=1 << 40, rows=1 << 20)
 DEGREES = (1, 2, 4, 8)

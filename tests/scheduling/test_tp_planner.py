@@ -9,16 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.latency import LatencyPredictor, Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layout_switch import (
-    GroupCapacity,
-    LayoutSwitchConfig,
-    LayoutSwitchRule,
-    LiveRow,
-    ReplayedSwitchRule,
-    Situation,
-    Switch,
-)
+from jaxrl.scheduling.latency import LatencyPredictor
+from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layout_switch import LayoutSwitchConfig, LayoutSwitchRule, ReplayedSwitchRule, Switch
+from jaxrl.scheduling.situation import GroupCapacity, LiveRow, Situation
 from jaxrl.scheduling.tp_planner import RoundLayouts, TpPlanner, TpPlannerConfig, profiled_degree
 
 DEGREES = (1, 2, 4, 8)

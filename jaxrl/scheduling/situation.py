@@ -1,0 +1,118 @@
+"""Live rows, dp group by dp group: what a decision about the layout looks at, and how rows regroup when it changes.
+
+Source: PAT §4.2, Algorithm 1, lines 4, 7 and 8; design §5 for how dp groups merge and split.
+
+Legend: S decode steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Bound = Literal["max_length", "expected"]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRow:
+    """A request on the device.
+
+    Attributes:
+      request_id: whose.
+      length: tokens of its context, prompt and response.
+      limit: the longest it can get: prompt + max_tokens.
+      expected_remaining: tokens that history expects it to gain still; None if history knows nothing of it.
+    """
+
+    request_id: int
+    length: int
+    limit: int
+    expected_remaining: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= self.limit:
+            raise ValueError(f"row of request {self.request_id}: length ({self.length}) must be in [1, {self.limit}]")
+
+    def steps_left(self, bound: Bound) -> int:
+        """Decode steps until it ends: to its limit, or as expected, which is at least one step and never beyond."""
+        left = self.limit - self.length
+        if bound == "max_length" or self.expected_remaining is None:
+            return left
+        return min(max(math.ceil(self.expected_remaining), 1), left)
+
+
+Rows = tuple[LiveRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCapacity:
+    """What one dp group of a layout has room for: tokens of KV, and rows."""
+
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Where a generation stands between two plans.
+
+    Attributes:
+      dispatch: logical time: plans since the start of the generation.
+      tp: the degree in use.
+      groups: live rows of each dp group, in the layout's order.
+      capacities: by degree, what its layout leaves for a dp group; a degree without one cannot be used.
+      num_waiting: requests that have no row.
+    """
+
+    dispatch: int
+    tp: int
+    groups: tuple[Rows, ...]
+    capacities: Mapping[int, GroupCapacity]
+    num_waiting: int = 0
+
+    @property
+    def num_live(self) -> int:
+        return sum(map(len, self.groups))
+
+
+def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
+    """Who is with whom once there are `dp` groups (Algorithm 1, lines 7 and 23).
+
+    Fewer: neighbours merge, as the factored mesh has it (design §5). More: each group deals its rows to the groups it
+    splits into, longest first, each to the one with fewest rows, of those with fewest tokens. What the rule predicts
+    holds for an engine that does the same.
+    """
+    if dp <= len(groups):
+        assert len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
+        size = len(groups) // dp
+        return tuple(tuple(row for rows in groups[i : i + size] for row in rows) for i in range(0, len(groups), size))
+    assert dp % len(groups) == 0, f"{len(groups)} dp groups cannot become {dp}"
+    split: list[Rows] = []
+    for rows in groups:
+        parts: list[list[LiveRow]] = [[] for _ in range(dp // len(groups))]
+        for row in sorted(rows, key=lambda row: (-row.length, row.request_id)):
+            min(parts, key=lambda part: (len(part), num_tokens(part))).append(row)
+        split.extend(map(tuple, parts))
+    return tuple(split)
+
+
+def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [S] and tokens [S] of the fullest dp group that many steps from now, [S]; 0 when all rows have ended."""
+    batch_S, tokens_S = np.zeros(len(step_S), np.int64), np.zeros(len(step_S), np.int64)
+    for rows in groups:
+        by_end = sorted((row.steps_left(bound), row.length) for row in rows)
+        length_sums = np.cumsum([0, *(length for _, length in by_end)])
+        gone_S = np.searchsorted([left for left, _ in by_end], step_S, side="right")
+        live_S = len(by_end) - gone_S
+        batch_S = np.maximum(batch_S, live_S)
+        tokens_S = np.maximum(tokens_S, length_sums[-1] - length_sums[gone_S] + live_S * step_S)
+    return batch_S, tokens_S
+
+
+def num_tokens(rows: Iterable[LiveRow]) -> int:
+    """Tokens of these rows' contexts together."""
+    return sum(row.length for row in rows)
