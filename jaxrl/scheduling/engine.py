@@ -27,8 +27,8 @@ from typing import get_args
 
 from jaxrl.scheduling.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.layout_switch import How
-from jaxrl.scheduling.plan import Capacity, Executor, Request, Ticket
-from jaxrl.scheduling.progress import Counters, Ended, StopCheck, TraceEvent
+from jaxrl.scheduling.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
+from jaxrl.scheduling.progress import Counters, Ended, PlanTimes, StopCheck, TraceEvent
 from jaxrl.scheduling.relayout import LayoutExecutor, Switched, SwitchFailed, empty_pools, plan_relayout
 from jaxrl.types import Sample
 
@@ -42,6 +42,22 @@ class Finished:
     dispatch: int
     dp_group: int
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A plan in flight, as `PlanTimes` will tell of it."""
+
+    index: int
+    prefill_tokens: int
+    batch: int
+    tokens: int  # when it was made
+    was_queued: bool
+
+    def times(self, result: PlanResult) -> PlanTimes:
+        context = self.tokens + self.batch * result.num_steps / 2
+        steps, duration_s = result.num_steps, result.duration_s
+        return PlanTimes(self.index, steps, duration_s, self.prefill_tokens, self.batch, context, self.was_queued)
 
 
 class Engine:
@@ -66,7 +82,9 @@ class Engine:
         self.stop_check = stop_check
         self.batcher = Batcher(config, _capacity(executor), trace)
         self.duration_s = 0.0  # what the plans collected so far took, by the executor's account
+        self.watch: Callable[[PlanTimes], None] | None = None  # told of every plan that was collected
         self._tickets: deque[Ticket] = deque()
+        self._loads: deque[_Load] = deque()  # of the same plans, where somebody watches
         self._untold: list[Finished] = []  # who ended while a switch waited for the plans in flight
 
     @property
@@ -104,6 +122,8 @@ class Engine:
         """Submits the next plan, collects the one before, and returns who finished in that one."""
         plan = self.batcher.schedule()
         if plan is not None:
+            if self.watch is not None:
+                self._loads.append(self._load(plan))
             self._tickets.append(self.executor.submit(plan))
         num_ahead = 0 if plan is None else 1
         finished = self._take_untold()
@@ -115,6 +135,11 @@ class Engine:
         while self._tickets:
             finished.extend(self._collect())
         return finished
+
+    def recompute(self) -> None:
+        """Takes every row's KV for lost: all requests wait, tokens kept, and are prefilled anew."""
+        self.settle()
+        self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher), {})
 
     def settle(self) -> None:
         """Like `drain`, but who ended is told by the next `step` or `drain`."""
@@ -211,7 +236,20 @@ class Engine:
     def _collect(self) -> list[Finished]:
         result = self.executor.collect(self._tickets.popleft())
         self.duration_s += result.duration_s
+        if self._loads and self._loads[0].index == result.index:
+            load = self._loads.popleft()
+            if self.watch is not None:
+                self.watch(load.times(result))
         return [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
+
+    def _load(self, plan: Plan) -> _Load:
+        """Rows and tokens of the dp groups as a plan was made."""
+        rows, tokens = [0] * self.batcher.capacity.num_groups, [0] * self.batcher.capacity.num_groups
+        for row in plan.decode:
+            rows[row.dp_group] += 1
+            tokens[row.dp_group] += self.batcher.progress(row.request_id).num_written + 1 - plan.num_steps
+        prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
+        return _Load(plan.index, prefill_tokens, max(rows), max(tokens), bool(self._tickets))
 
 
 def resume(request: Request, sample: Sample, request_id: int | None = None) -> Request:

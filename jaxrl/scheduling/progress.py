@@ -79,6 +79,26 @@ class Counters:
         return 1.0 - self.busy_row_steps / self.offered_row_steps if self.offered_row_steps else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PlanTimes:
+    """How long a plan took, and under which load.
+
+    Attributes:
+      index, num_steps, duration_s: of its result.
+      prefill_tokens: tokens of its prefill chunks.
+      batch, context: the most rows of a dp group, and the most tokens of one, halfway through its decode steps.
+      was_queued: it was submitted while the plan before it ran: `duration_s` is the device's time alone.
+    """
+
+    index: int
+    num_steps: int
+    duration_s: float
+    prefill_tokens: int
+    batch: int
+    context: float
+    was_queued: bool
+
+
 @dataclass(slots=True, eq=False)
 class Progress:
     """One live request: what it has, where it runs."""

@@ -136,11 +136,16 @@ class LayoutExecutor(Executor, Protocol):
         ...
 
 
-def rows_of(batcher: Batcher) -> tuple[Rows, ...]:
-    """The rows of each dp group, as the switch rule sees them; nothing may be in flight."""
+def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | None = None) -> tuple[Rows, ...]:
+    """The rows of each dp group, as the switch rule sees them: with what is known, which lags by the plans in flight.
+
+    `expected`: how many tokens history expects a request to gain still.
+    """
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
     for progress in batcher.running():
-        groups[progress.group].append(_live_row(progress))
+        length = len(progress.request.prompt_ids) + len(progress.tokens)
+        remaining = None if expected is None else expected(progress)
+        groups[progress.group].append(LiveRow(progress.request.request_id, length, progress.limit, remaining))
     return tuple(map(tuple, groups))
 
 
@@ -191,11 +196,6 @@ def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
     """What the device must know of a row that decodes, at its seat."""
     token, position = progress.tokens[-1], len(progress.request.prompt_ids) + len(progress.tokens) - 1
     return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position)
-
-
-def _live_row(progress: Progress) -> LiveRow:
-    length = len(progress.request.prompt_ids) + len(progress.tokens)
-    return LiveRow(progress.request.request_id, length, progress.limit)
 
 
 def _arrival(by_id: Mapping[int, Progress]) -> Callable[[int], int]:

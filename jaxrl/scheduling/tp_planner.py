@@ -1,8 +1,8 @@
 """The tensor-parallel degree that a rollout round starts with, from how often requests were preempted before.
 
 Purpose: `TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more
-memory for KV) and halves it after quiet rounds (a smaller one communicates less); `RoundLayouts` says how that goes
-together with switches inside a round.
+memory for KV) and halves it after quiet rounds (a smaller one communicates less). How that goes together with switches
+inside a round: `jaxrl.scheduling.round_layouts`.
 
 Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
 groups stay inside one host, and the degree to begin with is the best one by the profile.
@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.scheduling.layout_switch import LatencyModel, LayoutSwitchConfig, Switch, SwitchRule, remaining_s
-from jaxrl.scheduling.situation import LiveRow, Situation
+from jaxrl.scheduling.layout_switch import LatencyModel, remaining_s
+from jaxrl.scheduling.situation import LiveRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,76 +155,3 @@ def profiled_degree(
         return remaining_s(model, tp, (rows,))
 
     return min(sorted(degrees), key=decode_s)
-
-
-class RoundLayouts:
-    """Both rules over one round after another.
-
-    - A round starts in the planner's degree for its kind.
-    - Inside it the switch rule may only go up from there, as the batch drains; several times, if it pays.
-    - When the round has ended, the planner hears of all its preemptions, those after a switch included, and the worker
-      returns to the planner's degree. What the switch rule chose leaves no trace in the planner.
-
-    So tp never falls while rows live, and the planner's comparison is between rounds that began in its own degrees.
-
-    Args:
-      planner: chooses the degree to start with.
-      rule: decides inside rounds (live or replayed); None to stay in the degree all round.
-      rule_config: the options that the rule has, or had when it was recorded.
-
-    Example::
-
-        tp = layouts.start(kind)                     # the layout to be in, before weights are synchronised
-        switch = layouts.decide(situation)           # between two plans, as often as wished
-        layouts.end(preemptions)                     # and back: `start` says the next layout
-    """
-
-    def __init__(
-        self, planner: TpPlanner, rule: SwitchRule | None = None, rule_config: LayoutSwitchConfig | None = None
-    ) -> None:
-        """Raises ValueError if the rule could lower tp or leave the host."""
-        if (rule is None) != (rule_config is None):
-            raise ValueError("round layouts: a switch rule and its config come together")
-        if rule_config is not None:
-            if rule_config.direction != "up":
-                raise ValueError(
-                    f"round layouts: with a planner the switch rule's direction ({rule_config.direction!r}) must be "
-                    "'up': the planner alone lowers tp, between rounds"
-                )
-            if rule_config.degrees != planner.config.allowed:
-                raise ValueError(
-                    f"round layouts: the switch rule's degrees {rule_config.degrees} must be those of the planner "
-                    f"inside one host {planner.config.allowed}"
-                )
-        self.planner = planner
-        self._rule = rule
-        self._kind: str | None = None
-        self._tp = 0
-
-    def start(self, kind: str = "all") -> int:
-        """Begins a round; returns its degree."""
-        if self._kind is not None:
-            raise ValueError(f"round layouts: a {kind!r} round starts before the {self._kind!r} round has ended")
-        self._kind, self._tp = kind, self.planner.degree(kind)
-        if self._rule is not None:
-            self._rule.start_generation()
-        return self._tp
-
-    def decide(self, now: Situation) -> Switch | None:
-        """The switch to make now, upwards, or None. Raises ValueError outside a round, or below its degree."""
-        if self._kind is None or now.tp < self._tp:
-            raise ValueError(
-                f"round layouts: a decision at tp {now.tp} needs a round that started, at that degree or below "
-                f"(round: {self._kind!r}, started at tp {self._tp})"
-            )
-        switch = None if self._rule is None else self._rule.decide(now)
-        if switch is not None and switch.to_tp < now.tp:
-            raise ValueError(f"round layouts: {switch} lowers tp inside a round")
-        return switch
-
-    def end(self, preemptions: int) -> int:
-        """Ends the round, with all its preemptions; returns the degree that the next round of its kind starts with."""
-        if self._kind is None:
-            raise ValueError("round layouts: no round has started")
-        degree, self._kind = self.planner.observe(preemptions, self._kind), None
-        return degree

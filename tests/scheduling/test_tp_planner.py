@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl.scheduling.latency import LatencyPredictor
 from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layout_switch import LayoutSwitchConfig, LayoutSwitchRule, ReplayedSwitchRule, Switch
-from jaxrl.scheduling.situation import GroupCapacity, LiveRow, Situation
-from jaxrl.scheduling.tp_planner import RoundLayouts, TpPlanner, TpPlannerConfig, profiled_degree
+from jaxrl.scheduling.tp_planner import TpPlanner, TpPlannerConfig, profiled_degree
 
 DEGREES = (1, 2, 4, 8)
 CONFIG = TpPlannerConfig(DEGREES, initial=2, max_degree=8)
@@ -126,7 +124,7 @@ def test_preemptions_are_counts():
         TpPlanner(CONFIG).observe(-1, "long")
 
 
-# With the profile, and with the switch rule
+# With the profile
 
 
 def make_model() -> LatencyPredictor:
@@ -153,99 +151,3 @@ def make_model() -> LatencyPredictor:
 def test_the_degree_to_begin_with(num_rows: int, expected: int):
     assert profiled_degree(make_model(), (1, 2, 4), num_rows, prompt_tokens=10, response_tokens=100) == expected
     assert profiled_degree(make_model(), (2,), num_rows, 10, 100) == 2
-
-
-SWITCH_CONFIG = LayoutSwitchConfig((1, 2, 4), min_gain=0.0, cooldown=1, state="migrate")
-
-
-def make_layouts(initial: int = 1, quiet_rounds: int = 4) -> RoundLayouts:
-    planner = TpPlanner(TpPlannerConfig((1, 2, 4, 8), initial, max_degree=4, quiet_rounds=quiet_rounds))
-    return RoundLayouts(planner, LayoutSwitchRule(SWITCH_CONFIG, make_model()), SWITCH_CONFIG)
-
-
-def draining(tp: int, dispatch: int, num_rows: int) -> Situation:
-    """Rows dealt to dp groups from both ends of the mesh, so that two of them do not share a group before tp 4."""
-    order = [0, 2, 1, 3]
-    alone = [[LiveRow(i, 10 + dispatch, 1000 + dispatch)] if order.index(i) < num_rows else [] for i in range(4)]
-    size = tp
-    groups = tuple(tuple(row for rows in alone[i : i + size] for row in rows) for i in range(0, 4, size))
-    return Situation(dispatch, tp, groups, dict.fromkeys((1, 2, 4), GroupCapacity(1 << 30, 64)))
-
-
-def run_round(layouts: RoundLayouts, preemptions: int) -> tuple[list[int], int]:
-    """The degrees of a round whose rows end one after another, and the one it returns to."""
-    tp = layouts.start()
-    seen = [tp]
-    for dispatch, num_rows in enumerate((4, 4, 3, 2, 2, 1, 1)):
-        switch = layouts.decide(draining(tp, dispatch, num_rows))
-        if switch is not None:
-            tp = switch.to_tp
-            seen.append(tp)
-    return seen, layouts.end(preemptions)
-
-
-def test_a_round_starts_in_the_planners_degree_goes_up_and_returns():
-    layouts = make_layouts()
-    # Four rows: 10 ms at tp 1. Two, in different groups at tp 2: 8 ms. One: 4 ms at tp 4.
-    assert run_round(layouts, preemptions=0) == ([1, 2, 4], 1), "up inside, and back to the planner's degree"
-    assert run_round(layouts, preemptions=3) == ([1, 2, 4], 2), "the planner doubles, whatever the round ended in"
-    assert run_round(layouts, preemptions=3) == ([2, 4], 2), "it never falls below the planner's degree"
-    assert run_round(layouts, preemptions=9) == ([2, 4], 4)
-    assert run_round(layouts, preemptions=9) == ([4], 4), "no way up is left, and the host ends at 4"
-    for degree in (4, 4, 4, 2):
-        assert run_round(layouts, preemptions=0) == ([4], degree)
-    assert run_round(layouts, preemptions=0) == ([2, 4], 2)
-
-
-def test_the_planner_alone():
-    layouts = RoundLayouts(TpPlanner(replace(CONFIG, max_degree=4)))
-    assert run_round(layouts, preemptions=1) == ([2], 2)
-    assert run_round(layouts, preemptions=2) == ([2], 4)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
-def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
-    layouts = make_layouts(initial, quiet_rounds=2)
-    for count in preemptions:
-        planned = layouts.planner.degree()
-        seen, back = run_round(layouts, count)
-        assert seen[0] == planned
-        assert seen == sorted(set(seen))
-        assert back == layouts.planner.degree()
-
-
-def test_the_order_of_calls():
-    layouts = make_layouts(initial=2)
-    with pytest.raises(ValueError, match=r"a decision at tp 2 needs a round that started"):
-        layouts.decide(draining(2, 0, 4))
-    with pytest.raises(ValueError, match="no round has started"):
-        layouts.end(0)
-    layouts.start("short")
-    with pytest.raises(ValueError, match=r"a 'long' round starts before the 'short' round has ended"):
-        layouts.start("long")
-    with pytest.raises(ValueError, match=r"a decision at tp 1 needs .* \(round: 'short', started at tp 2\)"):
-        layouts.decide(draining(1, 0, 4))
-    layouts.end(5)
-    assert layouts.start("long") == 2
-
-
-def test_rules_that_do_not_go_together():
-    planner = TpPlanner(replace(CONFIG, max_degree=4))
-    rule = LayoutSwitchRule(SWITCH_CONFIG, make_model())
-    with pytest.raises(ValueError, match="come together"):
-        RoundLayouts(planner, rule)
-    with pytest.raises(ValueError, match=r"direction \('both'\) must be 'up'"):
-        RoundLayouts(planner, rule, replace(SWITCH_CONFIG, direction="both"))
-    for degrees in ((1, 2), (1, 2, 4, 8)):
-        with pytest.raises(ValueError, match=r"must be those of the planner inside one host \(1, 2, 4\)"):
-            RoundLayouts(planner, rule, replace(SWITCH_CONFIG, degrees=degrees))
-
-
-def test_a_journal_that_lowers_tp_is_refused():
-    down = Switch(0, 4, 2, "migrate", 1, 10, 2.0, 1.0, 0.1, 0.1, 0.1, 0.02, 0.01)
-    planner = TpPlanner(TpPlannerConfig((1, 2, 4), initial=2, max_degree=4))
-    layouts = RoundLayouts(planner, ReplayedSwitchRule([down]), SWITCH_CONFIG)
-    layouts.start()
-    with pytest.raises(ValueError, match="lowers tp inside a round"):
-        layouts.decide(draining(4, 0, 1))
