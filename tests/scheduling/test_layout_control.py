@@ -132,7 +132,7 @@ def test_a_draining_round_goes_up_and_the_next_one_starts_below():
 def test_the_predictor_follows_the_machine():
     world = World(LENGTHS, slow=1.5)
     world.run()
-    assert world.predictor.ratio(1) == pytest.approx(1.5, abs=0.2)
+    assert 1.2 < world.predictor.ratio(1) < 1.5, "a tenth of the way with every plan"
     metrics = world.control.end(0)
     assert 1 < metrics["rollout/layout/step_correction"] < 1.5
 
