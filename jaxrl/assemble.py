@@ -20,8 +20,11 @@ from jax.sharding import Mesh
 from jaxrl.backend import RolloutBackend, stop_string_check
 from jaxrl.config import Config, ConfigError
 from jaxrl.data import PromptSource, load_train, validation_prompts
-from jaxrl.explain import Explanation, explain, plan_num_blocks, total_steps
+from jaxrl.explain import Explanation, explain, layout_degrees, layout_sizes, total_steps
 from jaxrl.journal import Journal
+from jaxrl.layout_log import FILE_NAME as LAYOUTS_FILE
+from jaxrl.layout_log import LayoutLog
+from jaxrl.layouts import LayoutSession, build_layouts
 from jaxrl.live import LiveView
 from jaxrl.loop import Hooks, Loop
 from jaxrl.metrics import MetricsWriter
@@ -31,7 +34,7 @@ from jaxrl.report import write_report
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.rules import batch_rule, carried
 from jaxrl.run_dir import RunDir
 from jaxrl.samples import SampleLog
@@ -84,17 +87,20 @@ def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, Mod
     return Tokenizer.from_path(path.removeprefix("random:")), model, params
 
 
-def build_executor(config: Config, model: ModelConfig, layout: Layout) -> MeshExecutor:
-    """The executor of `config.rollout`, its pool sized by `plan_num_blocks`."""
+def build_executor(
+    config: Config, model: ModelConfig, layout: Layout, weights: Callable[[], Any] | None = None
+) -> MeshExecutor:
+    """The executor of `config.rollout`, its pools sized by `layout_sizes`; `weights` as `MeshExecutor` takes them."""
     rollout, val = config.rollout, config.rollout.val_kwargs
     memory = device_bytes(layout.mesh.devices.ravel().tolist())
+    sizes = layout_sizes(config, model, layout.mesh.size, memory)
     truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
     return MeshExecutor(
         model,
         layout,
         ExecutorConfig(
-            num_slots=rollout.max_num_seqs,
-            num_blocks=plan_num_blocks(config, model, layout.mesh.size, memory),
+            num_slots=sizes[layout.tp][0],
+            num_blocks=sizes[layout.tp][1],
             block_size=rollout.block_size,
             max_length=config.max_model_length,
             max_prefill_tokens=rollout.max_num_batched_tokens,
@@ -103,8 +109,10 @@ def build_executor(config: Config, model: ModelConfig, layout: Layout) -> MeshEx
             dtype=rollout.dtype,
             seed=config.trainer.seed,
             truncate=any(truncates),
-            max_tp=layout.tp,
+            max_tp=max(sizes),
+            layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
         ),
+        weights,
     )
 
 
@@ -203,6 +211,7 @@ class _Outputs:
     writer: MetricsWriter
     samples: SampleLog
     journal: Journal
+    layouts: LayoutLog
     phase_began_s: float = field(default_factory=time.monotonic)
     evaluated: dict[str, float] = field(default_factory=dict)  # of the step that is running
 
@@ -285,10 +294,12 @@ class _Run:
             stack.enter_context(closing(writer))
             samples = stack.enter_context(closing(SampleLog(run_dir.file("samples.jsonl"), last_step=resume_step)))
             journal = stack.enter_context(closing(Journal(run_dir.file("journal.jsonl"), self.step)))
+            layouts = stack.enter_context(closing(LayoutLog(run_dir.file(LAYOUTS_FILE), resume_step)))
             pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
             watchdog = stack.enter_context(closing(Watchdog(timeline, config.trainer.hang_timeout_s, view.message)))
             pool.warm()
-            loop = self._loop(pool, _Outputs(view, timeline, watchdog, writer, samples, journal))
+            outputs = _Outputs(view, timeline, watchdog, writer, samples, journal, layouts)
+            loop = self._loop(pool, outputs, stack)
             finished = loop.run()
             self.store.wait()
             self.step = loop.step
@@ -297,11 +308,16 @@ class _Run:
         view.final_table(summary)
         return Outcome(self.step, finished, summary, report)
 
-    def _loop(self, pool: RewardPool, outputs: _Outputs) -> Loop:
+    def _loop(self, pool: RewardPool, outputs: _Outputs, stack: contextlib.ExitStack) -> Loop:
         config = self.config
-        executor = build_executor(config, self.model, self.layout)
+        executor = build_executor(config, self.model, self.layout, lambda: self.trainer.params)
+        engine = build_engine(config, executor, self.tokenizer)
+        layouts: LayoutSession | None = None
+        if config.rollout.layout.adapts:
+            kept = (outputs.journal, outputs.timeline, outputs.layouts)
+            layouts = build_layouts(config, self.model, self.mesh, engine, *kept)
         backend = RolloutBackend(
-            build_engine(config, executor, self.tokenizer),
+            engine,
             executor,
             pool,
             self.tokenizer,
@@ -310,9 +326,12 @@ class _Run:
             weights=lambda: self.trainer.params,
             on_progress=outputs.on_progress,
             interrupted=self.stop,
+            layouts=layouts,
         )
 
         def save(step: int, state: Mapping[str, Any]) -> None:
+            if layouts is not None:
+                state = {**state, "layouts": layouts.state_dict()}
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
             self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
             if committed is not None:
@@ -334,9 +353,15 @@ class _Run:
         if self.resuming:
             state, host = self.store.restore(self.trainer.abstract_state())
             self.trainer.load_state(state)
-            loop.load_host_state(join_arrays(host.values, host.arrays))
+            host_state = join_arrays(host.values, host.arrays)
+            if layouts is not None:
+                layouts.load_state_dict(host_state.get("layouts", {}))
+            loop.load_host_state(host_state)
         if config.rollout.warmup and self.step < self.total_steps:
             self._warm_up(backend, executor, outputs)
+            others = [tp for tp in layout_degrees(config, self.mesh.size) if tp != executor.tp]
+            if others:
+                stack.enter_context(closing(executor.compile_ahead(others)))
         return loop
 
     def _warm_up(self, backend: RolloutBackend, executor: MeshExecutor, outputs: _Outputs) -> None:

@@ -12,6 +12,7 @@ that runs again after a crash hears the same.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,9 +37,11 @@ from jaxrl.scheduling.events import (
 )
 from jaxrl.scheduling.plan import Request
 from jaxrl.scheduling.progress import Counters
+from jaxrl.scheduling.relayout import SwitchFailed
 from jaxrl.timeline import Timeline
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
+_log = logging.getLogger(__name__)
 POLL_S = 0.5  # how long to wait for a verdict before looking round again
 
 
@@ -57,6 +60,24 @@ class Worker(Protocol):
     def allocate(self) -> None: ...
 
     def release(self, *, weights: bool = False) -> None: ...
+
+
+class Layouts(Protocol):
+    """What changes the worker's layout (`jaxrl.layouts.LayoutSession`)."""
+
+    def enter(self) -> None: ...
+
+    def begin(self, step: int, round_index: int, kind: str, /) -> None: ...
+
+    def before_plan(self) -> None: ...
+
+    def after_plan(self) -> None: ...
+
+    def finished(self, length: int, /) -> None: ...
+
+    def end(self, preemptions: int, /) -> dict[str, float]: ...
+
+    def cancel(self) -> None: ...
 
 
 class Scoring(Protocol):
@@ -89,6 +110,7 @@ class RolloutBackend:
       weights: gives the trainer's current weights, on the devices.
       on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
       interrupted: whether a stop was asked for; looked at after every plan, for a response may be long.
+      layouts: changes the layout between rounds and inside them; None: it stays.
     """
 
     def __init__(
@@ -102,6 +124,7 @@ class RolloutBackend:
         weights: Callable[[], Any],
         on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
         interrupted: Callable[[], bool] = lambda: False,
+        layouts: Layouts | None = None,
     ) -> None:
         self.engine = engine
         self.worker = worker
@@ -112,6 +135,7 @@ class RolloutBackend:
         self._weights = weights
         self._on_progress = on_progress
         self._interrupted = interrupted
+        self._layouts = layouts
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
@@ -129,6 +153,8 @@ class RolloutBackend:
 
     def enter_rollout(self, policy_version: int) -> None:
         """Weights from the trainer to the rollout layout, on the devices; then the KV pool in what is left."""
+        if self._layouts is not None and not self._ready:
+            self._layouts.enter()
         self.worker.sync_weights(self._weights(), policy_version)
         if not self._ready:
             self.worker.allocate()
@@ -142,8 +168,8 @@ class RolloutBackend:
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, params: SamplingParams) -> None:
-        """A round of training step `step` starts; its responses are drawn with `params`."""
+    def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
+        """A round of training step `step` starts; its responses are drawn with `params`. `kind`: for the layout."""
         assert self.engine.is_idle, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
         # a step may have two rounds, training and evaluation, and a prompt of each may have the same key
@@ -153,6 +179,8 @@ class RolloutBackend:
         self._num_launched = self._num_finished = 0
         self._before = replace(self.engine.counters)
         self._recompiles = self.worker.recompiles
+        if self._layouts is not None:
+            self._layouts.begin(step, self._round, kind)
 
     @property
     def generating(self) -> bool:
@@ -198,6 +226,8 @@ class RolloutBackend:
         """Drops the round: nothing of it will be heard again."""
         self.engine.abort(self.engine.unfinished())
         self.engine.drain()
+        if self._layouts is not None:
+            self._layouts.cancel()
         self._rewards.cancel(set(self._due))
         for kept in (self._events, self._due, self._awaited, self._arrived, self._requests):
             kept.clear()
@@ -219,6 +249,7 @@ class RolloutBackend:
             "rollout/prefill_tokens": now.prefill_tokens - before.prefill_tokens,
             "rollout/shared_tokens": now.shared_tokens - before.shared_tokens,
             **self._rewards.take_metrics(),
+            **(self._layouts.end(now.preemptions - before.preemptions) if self._layouts is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -259,11 +290,26 @@ class RolloutBackend:
             self._events.append(SampleFinished(now, sample, one.dispatch))
             self._requests.pop(sample.key)
             self._num_finished += 1
+            if self._layouts is not None:
+                self._layouts.finished(len(sample))
+
+    def _change_layout(self) -> None:
+        """Lets the layout change; a failure that leaves nothing usable stops the run at the last boundary."""
+        if self._layouts is None:
+            return
+        try:
+            self._layouts.before_plan()
+        except SwitchFailed as failure:
+            _log.error("the run stops and is saved: %s", failure)
+            raise Interrupted(str(failure)) from failure
 
     def _run_plan(self) -> None:
+        self._change_layout()
         with self._timeline.span("engine", "plan", index=self.engine.counters.plans):
             finished = self.engine.step()
         self._tell_finished(finished)
+        if self._layouts is not None:
+            self._layouts.after_plan()
         busy, rows = self.engine.batcher.num_running, self.worker.num_groups * self.worker.num_slots
         tokens = self.engine.counters.busy_row_steps - self._before.busy_row_steps
         self._timeline.counter("rows", busy=busy)

@@ -1,4 +1,4 @@
-"""`jaxrl train | simulate | generate | eval | export | explain-config | explain-layout | report`.
+"""`jaxrl train | simulate | generate | eval | export | explain-config | explain-layout | profile | report`.
 
 Only argument parsing is imported at the top: reward workers re-import the main module, and must not load jax; and
 `jaxrl --help` answers at once.
@@ -88,6 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     layout.add_argument("--max-tp", type=int, default=None, help="the degree that weights are padded for (--tp)")
     layout.add_argument("--svg", metavar="FILE", help="also draw it")
     layout.add_argument("--png", metavar="FILE", help="also draw it (needs pillow)")
+
+    measure = command(
+        "profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.", config=True
+    )
+    measure.add_argument("--out", metavar="FILE", help="the table (default: rollout.layout.profile)")
+    measure.add_argument("--max-batch", type=int, default=0, help="most live rows, all dp groups together")
+    measure.add_argument("--token-budget", type=int, default=0, help="most live tokens, all dp groups together")
+    measure.add_argument("--max-context", type=int, default=0, help="most tokens of a row")
+    measure.add_argument("--repeats", type=int, default=3, help="measurements of a fast point (3)")
 
     report = command("report", _report, "Write a run's page, report.html.")
     report.add_argument("run_dir", metavar="RUN")
@@ -194,6 +203,20 @@ def _explain_layout(options: argparse.Namespace) -> int:
     if options.png:
         Path(options.png).write_bytes(png(draw(explanation)))
     print(explanation)
+    return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from jaxrl import config_files
+    from jaxrl.profiling import ProfileOptions, run
+
+    config = config_files.load(options.config, options.overrides)
+    out = options.out or config.rollout.layout.profile
+    if not out:
+        raise ValueError("give the table's file with --out, or as rollout.layout.profile")
+    sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
+    table = run(config, out, sizes)
+    print(f"{out}: {len(table.decode)} decode points, {len(table.prefill)} prefills, {len(table.switches)} switches")
     return 0
 
 

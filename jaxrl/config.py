@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxrl.layout_options import LayoutSection
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The message is one sentence for the user."""
@@ -116,6 +118,7 @@ class RolloutSection:
     tail_batching: TailBatching = field(default_factory=TailBatching)
     partial_rollout: PartialRollout = field(default_factory=PartialRollout)
     over_provisioning: OverProvisioning = field(default_factory=OverProvisioning)
+    layout: LayoutSection = field(default_factory=LayoutSection)
     val_kwargs: ValSampling = field(default_factory=ValSampling)
 
 
@@ -380,6 +383,9 @@ def _check(c: Config) -> None:
     _check_data(c)
     _check_batch(c)
     _check_tokens(c)
+    problem = c.rollout.layout.problem(c.rollout.tensor_model_parallel_size, c.trainer.num_devices)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def _check_data(c: Config) -> None:
@@ -458,6 +464,13 @@ _AT_LEAST: dict[str, float] = {
     "rollout.partial_rollout.max_restarts": 0,
     "rollout.over_provisioning.prompt_factor": 1,
     "rollout.over_provisioning.response_factor": 1,
+    "rollout.layout.devices_per_host": 0,
+    "rollout.layout.cooldown": 1,
+    "rollout.layout.headroom_tokens": 0,
+    "rollout.layout.correction_weight": 0,
+    "rollout.layout.correction_max_factor": 1,
+    "rollout.layout.planner_rise": 1,
+    "rollout.layout.planner_quiet_rounds": 1,
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
     "rollout.val_kwargs.top_k": -1,
@@ -492,4 +505,4 @@ _AT_LEAST: dict[str, float] = {
     "simulate.host_s": 0,
 }
 _UNIT = ("rollout.top_p", "rollout.memory_fraction", "rollout.val_kwargs.top_p")  # in (0, 1]
-_BELOW_ONE = ("rollout.min_p", "actor.optim.beta1", "actor.optim.beta2")  # in [0, 1)
+_BELOW_ONE = ("rollout.min_p", "rollout.layout.min_gain", "actor.optim.beta1", "actor.optim.beta2")  # in [0, 1)

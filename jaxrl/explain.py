@@ -16,7 +16,10 @@ rollout phase as a whole.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -141,9 +144,9 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     useful = rollout.max_num_seqs * per_request + _RESERVED_BLOCKS
     if memory_bytes is None:
         return useful
-    taken = sum(_resident(config, model_config, devices).values()) + _rollout_weights(config, model_config)
+    taken = sum(_resident(config, model_config, devices).values()) + _rollout_weights(config, model_config, devices)
     left = int(memory_bytes * rollout.memory_fraction) - taken
-    block = _block_bytes(config, model_config)
+    block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
     if fitting < per_request + _RESERVED_BLOCKS:
         raise ValueError(
@@ -154,6 +157,53 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
             "data.max_response_length, raise rollout.tensor_model_parallel_size, or set actor.offload_optimizer"
         )
     return min(useful, fitting)
+
+
+def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
+    """The tp degrees that rollout may use, ascending; the configured one alone where nothing adapts.
+
+    Raises:
+      ValueError: a degree is not one of the mesh's, or leaves a host.
+    """
+    layout, tp = config.rollout.layout, config.rollout.tensor_model_parallel_size
+    if not layout.adapts:
+        return (tp,)
+    possible = tuple(itertools.accumulate((1, *prime_factors(num_devices)), operator.mul))
+    host = layout.devices_per_host or num_devices
+    degrees = tuple(layout.degrees) or tuple(degree for degree in possible if degree <= host)
+    for degree in (*degrees, tp):
+        if degree not in possible or degree > host or degree not in degrees:
+            raise ValueError(
+                f"rollout.layout.degrees: tp {degree} must be one of {', '.join(map(str, possible))} (which the "
+                f"{num_devices} devices can be factored into), at most the {host} devices of a host, and the first tp "
+                f"({tp}) one of the degrees {degrees}"
+            )
+    return degrees
+
+
+def layout_sizes(
+    config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None
+) -> dict[int, tuple[int, int]]:
+    """By tp degree: rows and KV blocks per dp group, as `rollout.layout.scale_rows` has them and the memory allows."""
+    rollout, tp = config.rollout, config.rollout.tensor_model_parallel_size
+    degrees = layout_degrees(config, num_devices)
+    sizes: dict[int, tuple[int, int]] = {}
+    for degree in degrees:
+        rows, blocks = rollout.max_num_seqs, rollout.num_blocks
+        if rollout.layout.scale_rows:
+            rows = max(rows * degree // tp, 1)
+            blocks = max((blocks - _RESERVED_BLOCKS) * degree // tp, 1) + _RESERVED_BLOCKS if blocks else 0
+        scaled = dataclasses.replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
+        own = dataclasses.replace(config, rollout=scaled)
+        sizes[degree] = rows, plan_num_blocks(own, model_config, num_devices, memory_bytes)
+        needed = -(-config.max_model_length // rollout.block_size)
+        if sizes[degree][1] - _RESERVED_BLOCKS < needed:
+            raise ValueError(
+                f"rollout.layout: at tp {degree} a pool has {sizes[degree][1]} blocks, one of them reserved, and one "
+                f"request of {config.max_model_length} tokens needs {needed}: raise rollout.num_blocks "
+                f"({rollout.num_blocks}), or leave tp {degree} out of rollout.layout.degrees"
+            )
+    return sizes
 
 
 def total_steps(config: Config, num_prompts: int | None) -> int | None:
@@ -260,18 +310,18 @@ def _device_numbers(model_config: ModelConfig, degree: int) -> int:
     return total
 
 
-def _block_bytes(config: Config, model_config: ModelConfig) -> int:
+def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) -> int:
     """One KV block on one device: all layers, keys and values, this device's share of the heads."""
     tp = config.rollout.tensor_model_parallel_size
-    kv_heads = padded_config(model_config, tp).num_kv_heads
+    kv_heads = padded_config(model_config, layout_degrees(config, num_devices)[-1]).num_kv_heads
     heads = kv_heads // _splits(kv_heads, tp)
     positions = config.rollout.block_size * model_config.num_layers * model_config.head_dim
     return 2 * positions * heads * _BYTES[config.rollout.dtype]
 
 
-def _rollout_weights(config: Config, model_config: ModelConfig) -> int:
-    tp = config.rollout.tensor_model_parallel_size
-    return _device_numbers(padded_config(model_config, tp), tp) * _BYTES[config.rollout.dtype]
+def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:
+    padded = padded_config(model_config, layout_degrees(config, num_devices)[-1])
+    return _device_numbers(padded, config.rollout.tensor_model_parallel_size) * _BYTES[config.rollout.dtype]
 
 
 def _resident(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
@@ -326,8 +376,8 @@ def _memory(
     return MemoryPlan(
         resident=_resident(config, model_config, num_devices),
         rollout={
-            "rollout weights": _rollout_weights(config, model_config),
-            "KV pool": num_blocks * _block_bytes(config, model_config),
+            "rollout weights": _rollout_weights(config, model_config, num_devices),
+            "KV pool": num_blocks * _block_bytes(config, model_config, num_devices),
         },
         update=_update(config, model_config, num_devices, fused_attention),
         num_blocks=num_blocks,

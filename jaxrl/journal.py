@@ -44,6 +44,10 @@ class Journal:
         """What was decided about `key` in `step`, if anything was."""
         return self._entries.get((step, kind, key))
 
+    def entries(self, step: int, kind: str) -> list[Mapping[str, Any]]:
+        """Every decision of one kind in `step`, in the order in which they were first written."""
+        return [entry for (at, name, _), entry in self._entries.items() if (at, name) == (step, kind)]
+
     def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
         """Writes a decision to the disk; it may take effect once this returns."""
         entry = {"step": step, "kind": kind, "key": list(key), **decision}

@@ -49,7 +49,7 @@ class Backend(Protocol):
 
     def leave_rollout(self) -> None: ...
 
-    def begin(self, step: int, params: SamplingParams) -> None: ...
+    def begin(self, step: int, params: SamplingParams, kind: str = "all", /) -> None: ...
 
     def wait(self) -> Event: ...
 
@@ -337,7 +337,7 @@ class Loop:
         params = self._sampling(val.temperature, val.top_k, val.top_p, 0.0)
         with self._phase("testing"):
             current = Round(self._validation, val.n)
-            self._backend.begin(self.step, params)
+            self._backend.begin(self.step, params, "eval")
             try:
                 while not current.done:
                     self._handle(current)

@@ -6,6 +6,7 @@ from the few functions below), what was configured, and samples to read.
 Inputs, each of which may be missing (the page then says so):
   metrics.jsonl   one line per step (`jaxrl.metrics`)
   samples.jsonl   one line per shown sample: step, prompt, response, answer, reward, length, finish_reason, source
+  layouts.jsonl   the layout over each rollout round, where it adapts (`jaxrl.layout_log`)
   run.json        config (resolved), versions, commit, devices {platform, kind, count}, started, command
 
 Curves are drawn from at most `_POINTS` points: longer runs are averaged over equal stretches of steps, while the bands
@@ -25,6 +26,7 @@ from typing import Any
 
 from jaxrl.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.config import Config, flatten, to_mapping
+from jaxrl.layout_report import layouts_section
 from jaxrl.live import duration
 from jaxrl.metrics import FILE_NAME, read_metrics
 
@@ -116,7 +118,7 @@ def page(run: Run) -> str:
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{escape(name)} · jaxrl</title><style>{_STYLE}</style></head><body><main>"
         f"<header><h1>{escape(name)}</h1><p class=sub>{_subtitle(run)}</p></header>{problems}"
-        f"{_headlines(run)}<section class=charts>{charts}</section>"
+        f"{_headlines(run)}<section class=charts>{charts}</section>{layouts_section(run.folder)}"
         f"<h2>Samples</h2>{_samples(run)}<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}"
         "</main></body></html>\n"
     )

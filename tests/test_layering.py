@@ -18,15 +18,18 @@ ROWS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "__init__",
-        "types config",
-        "scheduling kernels sharding data metrics timeline tokenizer journal live samples run_dir config_files charts",
-        "models watchdog",  # the watchdog reports the timeline's open spans
+        "types layout_options",
+        "config",
+        "scheduling kernels sharding data metrics timeline tokenizer journal live samples layout_log run_dir "
+        "config_files charts",
+        "models watchdog layout_report",  # the watchdog reports the timeline's open spans
         "rollout train rewards sim",
         "loop backend report explain rules",
         # The top, where the pieces come together, file by file.
         "text",
+        "layouts",
         "assemble simulate",
-        "evaluate",
+        "evaluate profiling",
         "cli",
         "__main__",
     )

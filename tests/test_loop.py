@@ -66,7 +66,7 @@ class FakeBackend:
     def leave_rollout(self) -> None:
         self.log.append("leave")
 
-    def begin(self, step: int, params: SamplingParams) -> None:
+    def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
         assert not self.events
         self.step, self.params = step, params
         self.log.append(("begin", step, params.temperature))

@@ -141,7 +141,7 @@ class MeshExecutor:
     def allocate(self) -> None:
         """Allocates the KV pool and blank row state."""
         self._pool = kv_cache.allocate(self.layout, self.cache_shape)
-        self._put_rows(())
+        self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:
         """Frees the KV pool and row state (and the weights); every request must have ended or been aborted."""
@@ -157,7 +157,7 @@ class MeshExecutor:
             raise RuntimeError(f"start_in({tp}): there are weights or a KV pool: use switch, or release(weights=True)")
         self._use(self._programs_at(tp))
 
-    def _put_rows(self, rows: Iterable[ResidentRow]) -> None:
+    def put_rows(self, rows: Iterable[ResidentRow]) -> None:
         """Row state with these rows decoding, and all others blank."""
         state = host_rows(self.num_groups, self.num_slots)
         for row in rows:
@@ -212,7 +212,7 @@ class MeshExecutor:
             if move.to_tp < move.from_tp:
                 seconds.reverse()
             self._use(target)
-            self._put_rows(move.rows)
+            self.put_rows(move.rows)
             jax.block_until_ready(self._state)
         except Exception as error:
             raise self._back_to(self._programs_at(move.from_tp), error) from error
@@ -242,7 +242,7 @@ class MeshExecutor:
                 self.allocate()
                 raise SwitchFailed(f"the handover failed ({type(error).__name__}: {error})", is_usable=True) from error
             self.reports = (self.reports[0], report)
-        self._put_rows(rows)
+        self.put_rows(rows)
 
     def _prepare_switch(self, target: LayoutPrograms, lane_blocks: int) -> None:
         """Compiles what a switch will run, and raises what can be known to be wrong."""

@@ -248,7 +248,21 @@ def profile_points(
     return tuple(points)
 
 
-def missing_points(profile: Profile, points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
-    """Those of `points`, in their order, that lack a decode or a prefill time: what a profiler still has to do."""
-    known = {entry.point for entry in profile.decode} & {entry.point for entry in profile.prefill}
+def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
+    """Those of `points` at which prefills are measured: of each degree the smallest and the largest batch, and of their
+    contexts every second one and the longest. Prefills take long, and grow smoothly."""
+    chosen: list[ProfilePoint] = []
+    by_degree: dict[int, dict[int, list[ProfilePoint]]] = {}
+    for point in sorted(points):
+        by_degree.setdefault(point.tp, {}).setdefault(point.batch, []).append(point)
+    for batches in by_degree.values():
+        for batch in dict.fromkeys((min(batches), max(batches))):
+            own = batches[batch]
+            chosen += dict.fromkeys((*own[len(own) % 2 :: 2], own[-1]))
+    return tuple(sorted(chosen))
+
+
+def missing_points(measured: Iterable[Measurement], points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
+    """Those of `points`, in their order, that have not been measured: what a profiler still has to do."""
+    known = {entry.point for entry in measured}
     return tuple(point for point in points if point not in known)

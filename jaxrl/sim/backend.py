@@ -162,8 +162,8 @@ class SimulatedBackend:
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, params: SamplingParams) -> None:
-        """A round of training step `step` starts; its responses are drawn with `params`."""
+    def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
+        """A round of training step `step` starts; its responses are drawn with `params`; all kinds are alike."""
         assert self.engine.is_idle, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
         self._step, self._params = step, params

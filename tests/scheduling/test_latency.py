@@ -20,6 +20,7 @@ from jaxrl.scheduling.latency_profile import (
     ProfilePoint,
     SwitchCost,
     missing_points,
+    prefill_points,
     profile_points,
 )
 
@@ -386,9 +387,17 @@ def test_points_fit_and_are_resumed(max_batch: int, budget: int, degrees: set[in
         assert shortest <= point.context <= longest
         assert sum((other.tp, other.batch) == (point.tp, point.batch) for other in points) > 1
     half = tuple(Measurement(p.tp, p.batch, p.context, 1.0) for p in points[::2])
-    rest = missing_points(Profile(IDENTITY, half, half[1:]), points)
-    assert set(rest) == set(points[1::2]) | {points[0]}
-    assert list(rest) == sorted(rest)
+    rest = missing_points(half, points)
+    assert rest == points[1::2]
+    chosen = prefill_points(points)
+    assert set(chosen) <= set(points)
+    assert {point.tp for point in chosen} == {point.tp for point in points}
+    for tp in {point.tp for point in points}:
+        own = [point for point in points if point.tp == tp]
+        batches = {point.batch for point in own}
+        assert {point.batch for point in chosen if point.tp == tp} == {min(batches), max(batches)}
+        longest = max(point.context for point in own if point.batch == min(batches))
+        assert any((p.tp, p.batch, p.context) == (tp, min(batches), longest) for p in chosen)
 
 
 def test_points_that_cannot_be():

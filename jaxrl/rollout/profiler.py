@@ -1,0 +1,170 @@
+"""Measures what a latency profile holds, on an executor: decode steps, prefills, and changes of layout.
+
+Purpose: `Profiler` runs dummy batches through the executor's own programs, in the shapes in which the engine would run
+them. `jaxrl profile` (`jaxrl.profiling`) decides what is measured and keeps the table.
+
+Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
+
+Departures: KV is whatever lies in the pool, for its values cost nothing; rows are placed at their positions without a
+prefill. A change of layout is really carried out, with and without live tokens, and what the tokens add is the cost of
+a token. Slow points take fewer decode steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.kv_plan import LiveBlocks, plan_migration
+from jaxrl.scheduling.latency_profile import Measurement, ProfilePoint, SwitchCost
+from jaxrl.scheduling.plan import DecodeRow, Plan, Request, Seat
+from jaxrl.scheduling.relayout import Relayout, ResidentRow, SwitchTimes
+from jaxrl.types import SampleKey, SamplingParams
+
+POINT_S = 1.5
+"""What a decode point may take, roughly."""
+
+
+class Profiler:
+    """Runs on an idle executor with weights and a pool, whose layouts it changes as it needs.
+
+    Args:
+      executor: `jaxrl.rollout.executor.MeshExecutor`.
+      repeats: measurements of which the median counts, where a point is fast.
+    """
+
+    def __init__(self, executor: MeshExecutor, repeats: int = 3) -> None:
+        self.executor = executor
+        self.repeats = repeats
+        self._steps = executor.config.decode_steps
+        self._engine = Engine(executor, BatcherConfig(decode_steps=self._steps))
+        self._plans = 0
+        self._ids = 0
+
+    def use(self, tp: int) -> None:
+        """Goes to a layout."""
+        if self.executor.tp != tp:
+            self._engine.switch(tp)
+
+    # -- decode ------------------------------------------------------------------------------------------------------
+
+    def decode(self, point: ProfilePoint) -> Measurement:
+        """Seconds per decode step with `batch` rows of `context` tokens in every dp group."""
+        self.use(point.tp)
+        self._decode_plan(point, 1)  # compiles, if anything is to be compiled
+        step_s = self._decode_plan(point, 1)
+        steps = min(max(int(POINT_S / max(step_s, 1e-9)), 2), self._steps)
+        repeats = self.repeats if step_s * steps * self.repeats < POINT_S else 1
+        return Measurement(
+            point.tp, point.batch, point.context, median(self._decode_plan(point, steps) for _ in range(repeats))
+        )
+
+    def _decode_plan(self, point: ProfilePoint, steps: int) -> float:
+        """Seconds per step of a plan that stands at the point halfway."""
+        executor, size = self.executor, self.executor.block_size
+        start = max(min(point.context - steps // 2, executor.config.max_length - steps) - 1, 0)
+        width = -(-(start + 1 + steps) // size)
+        rows: list[ResidentRow] = []
+        named: list[DecodeRow] = []
+        for group in range(executor.num_groups):
+            for slot in range(point.batch):
+                request = self._request(1, executor.config.max_length - 1)
+                rows.append(ResidentRow(request, group, slot, token=1, position=start))
+                table = tuple(1 + (slot * width + i) % (executor.num_blocks - 1) for i in range(width))
+                named.append(DecodeRow(request.request_id, group, slot, table))
+        executor.put_rows(rows)
+        plan = Plan(self._plans, decode=tuple(named), num_steps=steps)
+        self._plans += 1
+        began = time.perf_counter()
+        result = executor.collect(executor.submit(plan))
+        assert result.num_steps == steps, "rows stopped early"
+        return (time.perf_counter() - began) / steps
+
+    def _request(self, prompt_len: int, max_tokens: int) -> Request:
+        self._ids += 1
+        params = SamplingParams(max_tokens=max_tokens)
+        return Request(self._ids, SampleKey(0, self._ids, 0), (1,) * prompt_len, params)
+
+    # -- prefill -----------------------------------------------------------------------------------------------------
+
+    def prefill(self, point: ProfilePoint) -> Measurement:
+        """Seconds until `batch` rows of `context` tokens in every dp group have their caches."""
+        self.use(point.tp)
+        length = min(point.context, self.executor.config.max_length - 1)
+        seconds: list[float] = []
+        for _ in range(2):  # the first compiles
+            requests = [self._request(length, 1) for _ in range(point.batch * self.executor.num_groups)]
+            began = time.perf_counter()
+            self._engine.generate(requests)
+            seconds.append(time.perf_counter() - began)
+        return Measurement(point.tp, point.batch, point.context, min(seconds))
+
+    # -- changes of layout -------------------------------------------------------------------------------------------
+
+    def switches(self, one: int, other: int) -> tuple[SwitchCost, SwitchCost]:
+        """The costs of going from one degree to the other, and back."""
+        self.use(one)
+        times: dict[tuple[int, bool], list[SwitchTimes]] = {}
+        tokens: dict[int, int] = {}
+        for attempt in range(3):
+            for target, filled in ((other, False), (one, False), (other, True), (one, True)):
+                source = self.executor.tp
+                move = self._move(target, filled)
+                if filled:
+                    tokens[source] = self._fullest(move)
+                taken = self.executor.switch(move)
+                move.apply(self._engine.batcher)
+                if attempt:  # the first compiles
+                    times.setdefault((source, filled), []).append(taken)
+        return self._cost(one, other, times, tokens), self._cost(other, one, times, tokens)
+
+    def _cost(
+        self, source: int, target: int, times: dict[tuple[int, bool], list[SwitchTimes]], tokens: dict[int, int]
+    ) -> SwitchCost:
+        empty, filled = times[source, False], times[source, True]
+        added_s = median(t.state_s for t in filled) - median(t.state_s for t in empty)
+        return SwitchCost(
+            from_tp=source,
+            to_tp=target,
+            weights_s=median(t.weights_s for t in empty + filled),
+            kv_s_per_token=max(added_s, 0.0) / tokens[source],
+            fixed_s=median(t.fixed_s + t.state_s for t in empty),
+        )
+
+    def _move(self, target: int, filled: bool) -> Relayout:
+        """A change of layout in which every dp group of the smaller layout's pools is half full, or nobody lives."""
+        executor, size = self.executor, self.executor.block_size
+        before, after = executor.num_groups, executor.capacity(target)
+        groups: list[list[int]] = [[] for _ in range(after.num_groups)]
+        live: list[LiveBlocks] = []
+        if filled:
+            lanes = max(before, after.num_groups)
+            room = min((executor.num_blocks - 1) * before, (after.num_blocks - 1) * after.num_groups) // lanes
+            held = max(room // 2, 1)
+            for lane in range(lanes):
+                source, place = lane * before // lanes, lane * after.num_groups // lanes
+                first = 1 + held * (lane % (lanes // before))
+                table = tuple(range(first, first + held))
+                live.append(LiveBlocks(lane, source, table, held * size, held * size))
+                groups[place].append(lane)
+        kv = plan_migration(live, before, groups, after.num_blocks, size)
+        for lane in range(len(live)):
+            kv.blocks.free(lane)  # nobody lives on: only the blocks move
+        seats: dict[int, Seat] = {}
+        return Relayout(executor.tp, target, "migrate", after, kv, (), seats, (), 0, 0)
+
+    def _fullest(self, move: Relayout) -> int:
+        """Tokens that the fullest dp group had before a move."""
+        counts = [0] * self.executor.num_groups
+        for copy in move.kv.copies:
+            counts[copy.source_group] += self.executor.block_size
+        return max(counts)
+
+
+def pairs(degrees: Sequence[int]) -> list[tuple[int, int]]:
+    """Every pair of degrees, the smaller one first."""
+    return [(a, b) for i, a in enumerate(degrees) for b in degrees[i + 1 :]]
