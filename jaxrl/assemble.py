@@ -294,7 +294,7 @@ class _Run:
             stack.enter_context(closing(writer))
             samples = stack.enter_context(closing(SampleLog(run_dir.file("samples.jsonl"), last_step=resume_step)))
             journal = stack.enter_context(closing(Journal(run_dir.file("journal.jsonl"), self.step)))
-            layouts = stack.enter_context(closing(LayoutLog(run_dir.file(LAYOUTS_FILE), resume_step)))
+            layouts = LayoutLog(run_dir.file(LAYOUTS_FILE), resume_step)
             pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
             watchdog = stack.enter_context(closing(Watchdog(timeline, config.trainer.hang_timeout_s, view.message)))
             pool.warm()

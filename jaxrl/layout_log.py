@@ -17,7 +17,7 @@ FILE_NAME = "layouts.jsonl"
 
 
 class LayoutLog:
-    """Appends a line per round; drops lines of steps after `last_step` when it opens."""
+    """Appends a line per round; drops lines of steps after `last_step` when it is made."""
 
     def __init__(self, path: str | Path, last_step: int) -> None:
         path = Path(path)
@@ -25,13 +25,11 @@ class LayoutLog:
             draft = path.with_suffix(".draft")
             draft.write_bytes(b"".join(_line(entry) for entry in _read(path) if entry["step"] <= last_step))
             os.replace(draft, path)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
+        self._path = path
 
     def write(self, step: int, round_index: int, kind: str, source: str, picture: Mapping[str, Any]) -> None:
-        self._file.write(_line({"step": step, "round": round_index, "kind": kind, "source": source, **picture}))
-
-    def close(self) -> None:
-        self._file.close()
+        with open(self._path, "ab") as file:
+            file.write(_line({"step": step, "round": round_index, "kind": kind, "source": source, **picture}))
 
 
 def read_layouts(folder: str | Path) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def config(layout: dict[str, Any] | None = None, **rollout: Any) -> Config:
         (
             {"degrees": [2, 4]},
             {},
-            r"degrees \[2, 4\] must ascend .* with rollout.tensor_model_parallel_size \(1\) among",
+            r"degrees \[2, 4\] must ascend .*tensor_model_parallel_size \(1\) among",
         ),
         ({"degrees": [1, 2, 3]}, {}, r"each dividing the next"),
         ({"degrees": [1, 4, 2]}, {}, r"must ascend from at least 1"),
