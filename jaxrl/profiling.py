@@ -46,7 +46,7 @@ class ProfileOptions:
 
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: Progress | None = None) -> Profile:
     """Measures what `out` lacks, and writes it there. Raises ValueError for a table of something else."""
-    config = _adaptive(config)
+    config = adaptive(config)
     devices = prepare_jax(config)
     mesh = make_mesh(devices)
     degrees = layout_degrees(config, mesh.size)
@@ -70,7 +70,7 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
     return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress)
 
 
-def _adaptive(config: Config) -> Config:
+def adaptive(config: Config) -> Config:
     """With layouts to choose from, whether or not the configuration has them."""
     layout = replace(config.rollout.layout, planner=True, switch=False)
     return replace(config, rollout=replace(config.rollout, layout=layout))

@@ -2,7 +2,7 @@
 with one that was made up so that it switches; and the profiler itself.
 
 The model has 9 query and 3 key/value heads, so weights of layouts that adapt are padded. In float64 tokens do not
-depend on the layout, and training weights have one layout only: so a run that switches ends as one at tp 1, bit for bit.
+depend on the layout, and training weights have one layout only: so a run that switches ends as one at tp 1, to the bit.
 """
 
 from __future__ import annotations

@@ -54,28 +54,33 @@ class Profiler:
 
     def decode(self, point: ProfilePoint) -> Measurement:
         """Seconds per decode step with `batch` rows of `context` tokens in every dp group."""
-        self.use(point.tp)
-        self._decode_plan(point, 1)  # compiles, if anything is to be compiled
-        step_s = self._decode_plan(point, 1)
+        seconds = self.mixed(point.tp, [point.context] * point.batch)
+        return Measurement(point.tp, point.batch, point.context, seconds)
+
+    def mixed(self, tp: int, contexts: Sequence[int]) -> float:
+        """Seconds per decode step with rows of these contexts, in tokens, in every dp group."""
+        self.use(tp)
+        self._decode_plan(contexts, 1)  # compiles, if anything is to be compiled
+        step_s = self._decode_plan(contexts, 1)
         steps = min(max(int(POINT_S / max(step_s, 1e-9)), 2), self._steps)
         repeats = self.repeats if step_s * steps * self.repeats < POINT_S else 1
-        return Measurement(
-            point.tp, point.batch, point.context, median(self._decode_plan(point, steps) for _ in range(repeats))
-        )
+        return median(self._decode_plan(contexts, steps) for _ in range(repeats))
 
-    def _decode_plan(self, point: ProfilePoint, steps: int) -> float:
-        """Seconds per step of a plan that stands at the point halfway."""
+    def _decode_plan(self, contexts: Sequence[int], steps: int) -> float:
+        """Seconds per step of a plan in which rows have these contexts halfway."""
         executor, size = self.executor, self.executor.block_size
-        start = max(min(point.context - steps // 2, executor.config.max_length - steps) - 1, 0)
-        width = -(-(start + 1 + steps) // size)
         rows: list[ResidentRow] = []
         named: list[DecodeRow] = []
         for group in range(executor.num_groups):
-            for slot in range(point.batch):
+            used = 0
+            for slot, context in enumerate(contexts):
                 request = self._request(1, executor.config.max_length - 1)
+                start = max(min(context - steps // 2, executor.config.max_length - steps) - 1, 0)
+                width = -(-(start + 1 + steps) // size)
                 rows.append(ResidentRow(request, group, slot, token=1, position=start))
-                table = tuple(1 + (slot * width + i) % (executor.num_blocks - 1) for i in range(width))
+                table = tuple(1 + (used + i) % (executor.num_blocks - 1) for i in range(width))
                 named.append(DecodeRow(request.request_id, group, slot, table))
+                used += width
         executor.put_rows(rows)
         plan = Plan(self._plans, decode=tuple(named), num_steps=steps)
         self._plans += 1
