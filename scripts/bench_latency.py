@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     executor.allocate()
     profiler, predictor = Profiler(executor), LatencyPredictor(profile)
     say(f"command: {records.command()}")
-    say(f"{mesh.size} devices of {profile.identity.device_kind}, jax {profile.identity.jax_version}, {model.num_params():,}")
+    identity = profile.identity
+    say(f"{identity.model}, {mesh.size} devices of {identity.device_kind}, jax {identity.jax_version}")
     plain: dict[int, list[float]] = {}
     corrected: dict[int, list[float]] = {}
     for tp, lengths in sorted(held_out(profile, options.points, options.seed), key=lambda each: each[0]):
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plain.setdefault(tp, []).append(abs(predicted_s / predictor.ratio(tp) - real_s) / real_s)
         corrected.setdefault(tp, []).append(abs(predicted_s - real_s) / real_s)
         predictor.observe(*load, real_s)
-        say(f"tp {tp}, {len(lengths):3} rows, {sum(lengths):6} tokens: {real_s * 1e3:8.2f} ms, {predicted_s * 1e3:8.2f}")
+        rows = f"tp {tp}, {len(lengths):3} rows, {sum(lengths):6} tokens"
+        say(f"{rows}: {real_s * 1e3:8.2f} ms, predicted {predicted_s * 1e3:8.2f}")
     for name, errors in (("profile alone", plain), ("corrected online", corrected)):
         for tp, values in errors.items():
             say(describe(f"{name}, tp {tp}", values))

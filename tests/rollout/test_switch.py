@@ -194,7 +194,8 @@ def compare(name: str, dtype: str, asked: list[Request], one: list[Sample], othe
         at = next(i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q)
         assert is_near_tie(name, dtype, request, x[:at], (x[at], y[at])), (request, at)
         differing += 1
-    print(f"{name} {dtype}: {differing} of {len(asked)} responses differ ({differing / total:.1e} a token), each at a near-tie")
+    rate = f"{differing} of {len(asked)} responses, {differing / total:.1e} a token"
+    print(f"{name} {dtype}: first differences, each at a near-tie: {rate}")
     assert differing <= 1 + total // 1000
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,41 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, predictor, situation
 
 from jaxrl.scheduling.latency import LatencyPredictor
 from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layout_switch import LayoutSwitchConfig, LayoutSwitchRule, ReplayedSwitchRule, Switch, remaining_s
-from jaxrl.scheduling.situation import GroupCapacity, LiveRow, Rows, Situation, load_at, regroup
-
-ROOMY = GroupCapacity(tokens=1 << 40, rows=1 << 20)
-DEGREES = (1, 2, 4, 8)
-
-
-def predictor(
-    steps: dict[tuple[int, int], float],
-    switches: dict[tuple[int, int], tuple[float, float, float]],
-    prefill: dict[int, float] | None = None,
-    num_devices: int = 8,
-) -> LatencyPredictor:
-    """Step times by (tp, rows of a dp group) in seconds, whatever the context; prefill by tp, whatever the load."""
-    identity = ProfileIdentity("made up", "", "", num_devices, "", "")
-    decode = [Measurement(tp, b, n, s) for (tp, b), s in steps.items() for n in (1, 1 << 20)]
-    filled = [Measurement(tp, b, 1 << 20, s) for tp, s in (prefill or {}).items() for b in (1, 1 << 10)]
-    costs = [SwitchCost(*pair, *cost) for pair, cost in switches.items()]
-    return LatencyPredictor(Profile(identity, tuple(decode), tuple(filled), tuple(costs), source="synthetic"))
-
-
-def situation(
-    tp: int, rows: Sequence[Sequence[tuple[int, int]]], num_devices: int = 8, dispatch: int = 0, **others
-) -> Situation:
-    """Rows as (length, steps left) for the first dp groups; the others are empty."""
-    groups: list[Rows] = []
-    for g in range(num_devices // tp):
-        mine = rows[g] if g < len(rows) else []
-        groups.append(tuple(LiveRow(100 * g + i, n, n + left) for i, (n, left) in enumerate(mine)))
-    others.setdefault("capacities", dict.fromkeys(DEGREES, ROOMY))
-    return Situation(dispatch, tp, tuple(groups), **others)
-
+from jaxrl.scheduling.layout_switch import LayoutSwitchConfig, LayoutSwitchRule, Switch
+from jaxrl.scheduling.situation import GroupCapacity, LiveRow, Situation, regroup
 
 # PAT §3.1 (A40, eight devices): a step takes 15.37 -> 9.64 ms from tp 2 to tp 8 with one row, 24.41 -> 30.87 ms with
 # 128 rows in all: 32 in each of the four dp groups of tp 2. §5.4: a switch takes 1.03 s for weights, 2.36 s for the KV
@@ -59,17 +29,6 @@ PAT = predictor(
 )
 PAT_CONFIG = LayoutSwitchConfig((2, 8), min_gain=0.0)
 NINE = [[(12_288, 1000)] * 3] + [[(12_288, 1000)] * 2] * 3
-
-# Round numbers: steps of 10 ms at tp 1, 8 at tp 2, 5 at tp 4, 4 at tp 8 with one row in a group; each row more costs
-# 1 ms x tp: communication grows with the group's rows. A switch costs 1 s and 0.1 ms per token; a prefill 0.25 s.
-SIMPLE = predictor(
-    {(tp, b): s + 0.001 * tp * (b - 1) for tp, s in ((1, 0.010), (2, 0.008), (4, 0.005), (8, 0.004)) for b in (1, 64)},
-    {(a, b): (0.5, 0.0001, 0.5) for a in DEGREES for b in DEGREES if a != b},
-    prefill=dict.fromkeys(DEGREES, 0.25),
-)
-UP = LayoutSwitchConfig(DEGREES, min_gain=0.0)
-MOVE = replace(UP, state="migrate")
-BOTH = replace(MOVE, direction="both")
 
 
 @dataclass(frozen=True)
@@ -482,118 +441,6 @@ def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, 
         assert switch.gain_s == pytest.approx(times[tp] - times[chosen], rel=1e-6, abs=1e-9)
 
 
-@settings(deadline=None)
-@given(st.lists(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), max_size=5), min_size=1, max_size=4))
-def test_load_at(rows: list[list[tuple[int, int]]]):
-    groups = situation(1, rows, num_devices=len(rows)).groups
-    batch_S, tokens_S = load_at(groups, "max_length", np.arange(32))
-    for step in range(32):
-        live = [[row.length + step for row in group if row.limit - row.length > step] for group in groups]
-        assert batch_S[step] == max(map(len, live))
-        assert tokens_S[step] == max(map(sum, live))
-    assert remaining_s(SIMPLE, 1, ()) == 0.0
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(2000, 9000)), min_size=1, max_size=6))
-def test_long_sums_are_close(rows: list[tuple[int, int]]):
-    """Beyond 2048 steps a part of them stands for all."""
-    points = [Measurement(1, b, n, 0.01 + 0.002 * b + 1e-6 * b * n) for b in (1, 3, 6) for n in (8, 512, 20_000)]
-    model = LatencyPredictor(Profile(ProfileIdentity("", "", "", 1, "", ""), tuple(points)))
-    groups = situation(1, [rows], num_devices=1).groups
-    num_steps = max(left for _, left in rows)
-    exact = float(np.sum(model.decode_steps_s(1, *load_at(groups, "max_length", np.arange(num_steps)))))
-    assert remaining_s(model, 1, groups) == pytest.approx(exact, rel=1e-3)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(0, 9), min_size=8, max_size=8), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])
-)
-def test_regroup(counts: list[int], before: int, after: int):
-    groups = situation(8 // before, [[(1 + 7 * i % 5, 1) for i in range(n)] for n in counts[:before]]).groups
-    now = regroup(groups, after)
-    assert len(now) == after
-    ids = [[row.request_id for row in group] for group in now]
-    assert sorted(i for group in ids for i in group) == sorted(row.request_id for group in groups for row in group)
-    for i, group in enumerate(now):
-        size = max(before, after) // min(before, after)
-        sources = groups[i * size : (i + 1) * size] if after <= before else (groups[i // size],)
-        assert {row.request_id for row in group} <= {row.request_id for rows in sources for row in rows}
-        if after > before:
-            siblings = ids[i // size * size : (i // size + 1) * size]
-            assert max(map(len, siblings)) - min(map(len, siblings)) <= 1, "dealt evenly"
-
-
-def test_split_groups_balance_their_tokens():
-    """Longest first: 9 | 8, then 5 to the 8, 4 to the 9; in their order 4, 5, 8, 9 they would make 12 and 14."""
-    groups = situation(2, [[(4, 1), (9, 1), (5, 1), (8, 1)]], num_devices=2).groups
-    assert [[row.length for row in group] for group in regroup(groups, 2)] == [[9, 4], [8, 5]]
-
-
-# The journal
-
-
-def two_switches() -> list[Switch]:
-    rule = LayoutSwitchRule(replace(MOVE, cooldown=1), SIMPLE)
-    now = situation(1, [[(10, 10_000)]], dispatch=3, capacities={2: ROOMY})
-    first = rule.decide(now)
-    second = rule.decide(situation(2, [[(50, 9_960)]], dispatch=6))
-    assert first is not None
-    assert second is not None
-    return [first, second]
-
-
-def test_a_switch_survives_the_journal():
-    for switch in two_switches():
-        entry = {"step": 4, "kind": "layout_switch", "key": [switch.dispatch], **switch.to_json()}
-        assert Switch.from_json(json.loads(json.dumps(entry))) == switch
-    with pytest.raises(ValueError, match=r"this version reads schema 1, with the fields dispatch, from_tp"):
-        Switch.from_json({**two_switches()[0].to_json(), "schema": 9})
-    with pytest.raises(ValueError, match=r"this version reads schema 1"):
-        Switch.from_json({"schema": 1})
-
-
-def test_replay_by_dispatch_number_then_live():
-    """The replayed part asks no predictor; what follows is decided with the replayed switches in mind."""
-    first, second = two_switches()
-    live = LayoutSwitchRule(replace(MOVE, cooldown=4), SIMPLE)
-    rule = ReplayedSwitchRule([first, second], then=live)
-    for _ in range(2):  # a generation that starts over
-        rule.start_generation()
-        tp, seen = 1, {}
-        for dispatch in range(12):
-            capacities = {2: ROOMY, 8: ROOMY} if dispatch != 4 else dict.fromkeys(DEGREES, ROOMY)
-            switch = rule.decide(situation(tp, [[(10, 10_000)]], dispatch=dispatch, capacities=capacities))
-            if switch is not None:
-                seen[dispatch], tp = switch, switch.to_tp
-        assert seen == {3: first, 6: second}
-    short = ReplayedSwitchRule([first], then=live)
-    short.start_generation()
-    assert short.decide(situation(1, [[(10, 10_000)]], dispatch=0)) is None, "nothing was decided then"
-    assert short.decide(situation(1, [[(10, 10_000)]], dispatch=3)) == first
-    for dispatch, decides in [(4, False), (6, False), (7, True)]:  # cooldown counts from the replayed switch
-        assert (short.decide(situation(2, [[(10, 10_000)]], dispatch=dispatch)) is not None) == decides
-
-
-def test_a_replay_alone_decides_nothing_more():
-    rule = ReplayedSwitchRule(two_switches()[:1])
-    assert rule.decide(situation(1, [[(10, 10_000)]], dispatch=3)) is not None
-    assert rule.decide(situation(2, [[(10, 10_000)]], dispatch=30)) is None
-
-
-@pytest.mark.parametrize(("dispatch", "tp"), [(3, 2), (4, 1)])
-def test_a_run_that_leaves_its_journal_is_refused(dispatch: int, tp: int):
-    rule = ReplayedSwitchRule(two_switches())
-    with pytest.raises(ValueError, match=rf"at dispatch 3 from tp 1: the run is at dispatch {dispatch} with tp {tp}"):
-        rule.decide(situation(tp, [[(10, 10_000)]], dispatch=dispatch))
-
-
-def test_a_journal_out_of_order_is_refused():
-    with pytest.raises(ValueError, match=r"dispatch numbers \[6, 3\] must ascend"):
-        ReplayedSwitchRule(two_switches()[::-1])
-
-
 # What cannot be
 
 
@@ -628,11 +475,6 @@ def test_config_is_checked(options: dict, message: str):
 def test_situations_are_checked(now: Situation, message: str):
     with pytest.raises(ValueError, match=message):
         LayoutSwitchRule(UP, SIMPLE).decide(now)
-
-
-def test_rows_are_checked():
-    with pytest.raises(ValueError, match=r"row of request 5: length \(9\) must be in \[1, 8\]"):
-        LiveRow(5, 9, 8)
 
 
 def test_a_profile_that_lacks_something_is_refused_at_once():
