@@ -70,7 +70,8 @@ class MeshExecutor:
     Args:
       model, layout: what to run, and the layout to begin with.
       config: sizes, and the layouts that it can change to (`switch`).
-      weights: gives the trainer's weights, if a switch that failed halfway shall find its way back.
+      weights: gives the trainer's weights of the version last synchronised, if a switch that failed halfway shall find
+        its way back.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ from jaxrl.scheduling.relayout import SwitchFailed
 from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
+from jaxrl.sharding.rules import to_rollout, train_shardings
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,6 +328,34 @@ def across(name: str, dtype: str, left_tp: int, right_tp: int) -> None:
     assert (left_executor.tp, right_executor.tp) == (left_tp, right_tp)
 
 
+def example() -> None:
+    """The ten lines of docs/layouts.md, as they stand there."""
+    text = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    mesh, model = make_mesh(), model_of("llama")
+    asked = requests(6, 2, 30)
+    names: dict[str, Any] = {
+        "make_mesh": make_mesh,
+        "Layout": Layout,
+        "to_rollout": to_rollout,
+        "rollout_to_rollout": reshard.rollout_to_rollout,
+        "reshard": reshard.reshard,
+        "MeshExecutor": MeshExecutor,
+        "ExecutorConfig": ExecutorConfig,
+        "Engine": Engine,
+        "BatcherConfig": BatcherConfig,
+        "model": model,
+        "requests": asked,
+        "train_params": jax.device_put(weights_of("llama", "float32"), train_shardings(model, mesh)),
+        "state": {"m": jax.device_put(np.ones((16, 4), np.float32), Layout(mesh, 1).sharding(None, None))},
+        "shardings": {"m": Layout(mesh, 8).sharding("tp", None)},
+    }
+    exec(text, names)
+    assert names["executor"].tp == 4
+    assert names["switched"].num_live > 0
+    assert names["engine"].is_idle
+    assert names["state"]["m"].sharding.is_equivalent_to(Layout(mesh, 2).sharding("tp", None), 2)
+
+
 def alone(call: str) -> str:
     """Runs a call of this file in a process of its own; returns what it wrote."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "0"}
@@ -381,6 +409,11 @@ def test_a_switch_that_fails_leaves_the_old_layout():
 @pytest.mark.parametrize(("name", "left", "right"), [("llama", 2, 2), ("smollm2", 1, 4), ("qwen2", 4, 1)])
 def test_requests_move_between_submeshes(name: str, left: int, right: int):
     alone(f"across({name!r}, 'float64', {left}, {right})")
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs():
+    alone("example()")
 
 
 def test_a_degree_that_cannot_be_is_refused():
