@@ -156,14 +156,7 @@ class Batcher:
     def add(self, request: Request) -> None:
         """Lets a request wait, behind all others. Raises ValueError if it is malformed or can never run."""
         self.check(request)
-        progress = Progress(
-            request=request,
-            arrival=self._arrivals,
-            tokens=list(request.generated),
-            sampled_logprobs=list(request.generated_sampled_logprobs),
-            rollout_logprobs=list(request.generated_rollout_logprobs),
-            versions=list(request.generated_versions),
-        )
+        progress = Progress(request, self._arrivals)
         self._arrivals += 1
         self._requests[request.request_id] = self._waiting[request.request_id] = progress
         if request.share is not None:
@@ -315,7 +308,7 @@ class Batcher:
         request = progress.request
         if not self._free_slots[group]:
             return False
-        num_prefix = len(request.prompt_ids) + len(progress.tokens)
+        num_prefix = len(request.prompt_ids) + progress.num_tokens
         need = self.blocks.blocks_for(min(num_prefix + 2 * self.config.decode_steps, progress.limit))
         need -= self.blocks.num_published(group, request.share, len(request.prompt_ids))
         return need + draft.headroom[group] <= self.blocks.num_free(group)
@@ -380,7 +373,7 @@ class Batcher:
                 ended.append(Ended(progress, reason, index, named.dp_group, named.slot))
                 self._end(progress)
                 if self.trace is not None:
-                    key, length = progress.request.key, len(progress.tokens)
+                    key, length = progress.request.key, progress.num_tokens
                     self.trace(Completed(index, key, named.dp_group, named.slot, length, reason))
         return ended
 

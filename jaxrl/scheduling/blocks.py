@@ -33,6 +33,7 @@ class _Holding:
     share: object | None
     num_shareable: int  # leading blocks that may be shared
     is_publisher: bool  # its leading blocks are the published ones, as far as those go
+    table: tuple[int, ...] | None = None  # of `blocks`, until they change: every plan names it
 
 
 class BlockManager:
@@ -78,7 +79,10 @@ class BlockManager:
 
     def table(self, request_id: int) -> tuple[int, ...]:
         """The blocks of a request, in the order of its positions."""
-        return tuple(self._holdings[request_id].blocks)
+        holding = self._holdings[request_id]
+        if holding.table is None:
+            holding.table = tuple(holding.blocks)
+        return holding.table
 
     def num_held(self, request_id: int) -> int:
         return len(self._holdings[request_id].blocks)
@@ -190,6 +194,9 @@ class BlockManager:
             assert all(self._references[group][block] for block in published), "a free block is published"
 
     def _take(self, holding: _Holding, count: int) -> None:
+        if not count:
+            return
+        holding.table = None
         free, references = self._free[holding.group], self._references[holding.group]
         for _ in range(count):
             block = free.pop()

@@ -122,7 +122,7 @@ class LengthHistory:
 
     def expected_remaining(self, progress: Progress) -> float | None:
         """Tokens that a live response is expected to gain still; None if no recorded one was longer."""
-        so_far = len(progress.tokens)
+        so_far = progress.num_tokens
         longer = [length - so_far for length in self._lengths if length > so_far]
         return fmean(longer) if longer else None
 

@@ -99,27 +99,61 @@ class PlanTimes:
     was_queued: bool
 
 
-@dataclass(slots=True, eq=False)
 class Progress:
-    """One live request: what it has, where it runs."""
+    """One live request: what it has, where it runs.
 
-    request: Request
-    arrival: int
-    tokens: list[int]
-    sampled_logprobs: list[float]
-    rollout_logprobs: list[float]
-    versions: list[int]
-    group: int = -1
-    slot: int = -1  # -1: waiting
-    prefix: tuple[int, ...] = ()  # prompt + kept tokens: what the prefill of this stay on the device runs
-    prefilled: int = 0  # tokens of it that are in plans, or in shared blocks
-    pending: int = 0  # the most tokens that plans in flight may add
-    ended: bool = False
+    Tokens and what is recorded of them lie in arrays that double when they are full: a plan adds to thousands of
+    responses of thousands of tokens.
+
+    Attributes:
+      group, slot: where it runs; slot -1: it waits.
+      prefix: prompt and kept tokens, what the prefill of this stay on the device runs.
+      prefilled: tokens of it that are in plans, or in shared blocks.
+      pending: the most tokens that plans in flight may add.
+      num_tokens: of the response so far.
+      limit: no position at or beyond this one is ever written.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_rollout",
+        "_sampled",
+        "_versions",
+        "arrival",
+        "ended",
+        "group",
+        "limit",
+        "num_prompt",
+        "num_tokens",
+        "pending",
+        "prefilled",
+        "prefix",
+        "request",
+        "slot",
+    )
+
+    def __init__(self, request: Request, arrival: int) -> None:
+        self.request, self.arrival = request, arrival
+        self.group = self.slot = -1
+        self.prefix: tuple[int, ...] = ()
+        self.prefilled = self.pending = 0
+        self.ended = False
+        self.num_prompt = len(request.prompt_ids)
+        self.limit = self.num_prompt + request.params.max_tokens
+        self.num_tokens = len(request.generated)
+        self._ids = np.asarray(request.generated, np.int32)
+        self._sampled = np.asarray(request.generated_sampled_logprobs, np.float32)
+        self._rollout = np.asarray(request.generated_rollout_logprobs, np.float32)
+        self._versions = np.asarray(request.generated_versions, np.int32)
 
     @property
-    def limit(self) -> int:
-        """No position at or beyond this one is ever written."""
-        return len(self.request.prompt_ids) + self.request.params.max_tokens
+    def tokens(self) -> list[int]:
+        """The response so far."""
+        return self._ids[: self.num_tokens].tolist()
+
+    @property
+    def last_token(self) -> int:
+        return int(self._ids[self.num_tokens - 1])
 
     @property
     def num_written(self) -> int:
@@ -127,7 +161,7 @@ class Progress:
 
         One less than its tokens: the newest has been sampled, but has not been run through the model.
         """
-        return len(self.request.prompt_ids) + len(self.tokens) + self.pending - 1
+        return self.num_prompt + self.num_tokens + self.pending - 1
 
     @property
     def is_resident(self) -> bool:
@@ -135,24 +169,39 @@ class Progress:
         return self.slot >= 0 and self.prefilled == len(self.prefix)
 
     def append(self, row: RowResult, version: int) -> None:
-        self.tokens.extend(row.token_ids.tolist())
-        self.sampled_logprobs.extend(row.sampled_logprobs.tolist())
-        self.rollout_logprobs.extend(row.rollout_logprobs.tolist())
-        self.versions.extend([version] * len(row.token_ids))
+        start, stop = self.num_tokens, self.num_tokens + len(row.token_ids)
+        if stop > len(self._ids):
+            room = max(2 * len(self._ids), stop, _ROOM)
+            self._ids, self._sampled = _grown(self._ids, room), _grown(self._sampled, room)
+            self._rollout, self._versions = _grown(self._rollout, room), _grown(self._versions, room)
+        self._ids[start:stop] = row.token_ids
+        self._sampled[start:stop] = row.sampled_logprobs
+        self._rollout[start:stop] = row.rollout_logprobs
+        self._versions[start:stop] = version
+        self.num_tokens = stop
 
     def truncate(self, length: int) -> None:
-        for values in (self.tokens, self.sampled_logprobs, self.rollout_logprobs, self.versions):
-            del values[length:]
+        self.num_tokens = min(length, self.num_tokens)
 
     def sample(self, reason: FinishReason) -> Sample:
+        have = slice(self.num_tokens)
         return Sample(
             key=self.request.key,
-            token_ids=np.asarray(self.tokens, np.int32),
-            rollout_logprobs=np.asarray(self.rollout_logprobs, np.float32),
-            sampled_logprobs=np.asarray(self.sampled_logprobs, np.float32),
-            versions=np.asarray(self.versions, np.int32),
+            token_ids=self._ids[have].copy(),
+            rollout_logprobs=self._rollout[have].copy(),
+            sampled_logprobs=self._sampled[have].copy(),
+            versions=self._versions[have].copy(),
             finish_reason=reason,
         )
+
+
+_ROOM = 64  # tokens of the first array
+
+
+def _grown(values: np.ndarray, room: int) -> np.ndarray:
+    grown = np.empty(room, values.dtype)
+    grown[: len(values)] = values
+    return grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +225,9 @@ def finish_reason(progress: Progress, row: RowResult, stop_check: StopCheck | No
     if stop_check is not None and request.params.stop_strings:
         keep = stop_check(request, progress.tokens)
         if keep is not None:
-            assert 0 <= keep <= len(progress.tokens), f"stop_check keeps {keep} of {len(progress.tokens)} tokens"
+            assert 0 <= keep <= progress.num_tokens, f"stop_check keeps {keep} of {progress.num_tokens} tokens"
             progress.truncate(keep)
             return "stop"
     if not row.stopped:
         return None
-    return "stop" if progress.tokens[-1] in request.params.stop_token_ids else "length"
+    return "stop" if progress.last_token in request.params.stop_token_ids else "length"

@@ -143,7 +143,7 @@ def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | Non
     """
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
     for progress in batcher.running():
-        length = len(progress.request.prompt_ids) + len(progress.tokens)
+        length = progress.num_prompt + progress.num_tokens
         remaining = None if expected is None else expected(progress)
         groups[progress.group].append(LiveRow(progress.request.request_id, length, progress.limit, remaining))
     return tuple(map(tuple, groups))
@@ -194,7 +194,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
 
 def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
     """What the device must know of a row that decodes, at its seat."""
-    token, position = progress.tokens[-1], len(progress.request.prompt_ids) + len(progress.tokens) - 1
+    token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
     return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position)
 
 
