@@ -173,14 +173,23 @@ def test_ends_come_in_the_same_order_again():
     assert again.completions == first.completions
 
 
+def with_response(request: Request, length: int) -> Request:
+    ones, zeros = (1,) * length, (0.0,) * length
+    return replace(
+        request,
+        generated=ones,
+        generated_sampled_logprobs=zeros,
+        generated_rollout_logprobs=zeros,
+        generated_versions=ones,
+    )
+
+
 def test_expected_lengths_come_from_history():
     world = World(LENGTHS, bound="expected")
     for length in (4, 6, 60):
         world.history.add(length)
-    progress = Progress(world.requests[0], 0, [1] * 5, [], [], [])
-    assert world.history.expected_remaining(progress) == (1 + 55) / 2
-    progress = Progress(world.requests[0], 0, [1] * 60, [], [], [])
-    assert world.history.expected_remaining(progress) is None
+    assert world.history.expected_remaining(Progress(with_response(world.requests[0], 5), 0)) == (1 + 55) / 2
+    assert world.history.expected_remaining(Progress(with_response(world.requests[0], 60), 0)) is None
     asked: list[float | None] = []
     inner = world.control.layouts.wants
 
