@@ -239,7 +239,7 @@ STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"
     [
         pytest.param(
             (
-                "rollout.tail_batching={enable: true, prompt_factor: 1.5, at_end: leave}",
+                "rollout.tail_batching={enable: true, at_end: leave}",
                 "algorithm.filter_groups.enable=true",
             ),
             id="tail batching",
