@@ -55,7 +55,7 @@ def _spread(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _figure(one: Mapping[str, Any]) -> str:
-    title = f"Step {one['step']}" + (f", {one['kind']}" if one["kind"] != "all" else "")
+    title = f"Step {one['step']}" + (f", {one['kind']}" if one["kind"] not in ("all", "plain") else "")
     points = [(float(at), int(live), int(tp)) for at, live, tp in one["points"]]
     head = f"<figure><h3>{escape(title)} <small>live requests, and tp under them</small></h3>"
     if not points:

@@ -128,18 +128,19 @@ class LayoutSession:
         self._journal, self._timeline, self._log = journal, timeline, log
         self._predictor = predictor
         self._at = (0, 0)
-        self._kind = "all"
+        self._kind = self._likely = "plain"  # of this round, and of the next training round, as far as one can know
         self._spans: list[tuple[float, float]] = []  # of the round's switches, in the timeline's clock
 
     def enter(self) -> None:
         """A rollout phase begins, with neither weights nor pool: the layout of the next round, free of charge."""
         executor = self.control.engine.executor
         if isinstance(executor, MeshExecutor):
-            executor.start_in(self.control.layouts.degree())
+            executor.start_in(self.control.layouts.degree(self._likely))
 
     def begin(self, step: int, round_index: int, kind: str) -> None:
         """A round begins, with an idle engine."""
         self._at, self._kind, self._spans = (step, round_index), kind, []
+        self._likely = self._likely if kind == "eval" else kind
         entries = [e for e in self._journal.entries(step, KIND) if e["key"][0] == round_index]
 
         def write(decision: Decision) -> None:

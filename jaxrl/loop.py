@@ -246,7 +246,7 @@ class Loop:
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         with self._phase("data"):
             current = self.rule.plan(self._prompts, RoundTime(step, self.step, self.total_steps - step + 1))
-        self._backend.begin(step, params)
+        self._backend.begin(step, params, current.kind)
         with self._phase("gen"):
             while not current.done and self._backend.generating:
                 self._handle(current)
