@@ -112,7 +112,8 @@ def requests(num_prompts: int = 9, n: int = 3, longest: int = 64, first_id: int 
         for s in range(n):
             limit = int(random.integers(4, longest)) if s else longest
             params = SamplingParams(max_tokens=limit, temperature=(1.0, 0.7, 0.0)[s % 3], stop_token_ids=(7,) * bool(s))
-            made.append(Request(first_id + len(made), SampleKey(0, first_id + p, s), prompt, params, share=p))
+            key = SampleKey(0, first_id + p, s)
+            made.append(Request(first_id + len(made), key, prompt, params, share=first_id + p))
     return made
 
 
