@@ -101,7 +101,7 @@ class Runs:
         config = from_mapping(self.config)
         identity = identity_of(config, config_of(config.model.path), make_mesh())
         decode = [
-            Measurement(tp, rows, context, 1e-3 * (8 / tp + 4 * tp * (rows - 1)))
+            Measurement(tp, rows, context, 1e-3 * (8 / tp + 0.4 * tp * (rows - 1)))
             for tp in DEGREES
             for rows in (1, 16)
             for context in (8, 96)

@@ -392,7 +392,7 @@ def test_no_plan_needs_a_shape_that_warm_up_leaves_out(sizes: dict[str, int], nu
     """Real plans, with fillers for tokens: only the shapes of the programs are looked at, nothing is compiled."""
     groups, tp = num_groups_and_tp
     layout = Layout(make_mesh(jax.devices()[: groups * tp]), tp)
-    mesh = MeshExecutor(model_of((8, 4)), layout, ExecutorConfig(**sizes, decode_steps=8))
+    mesh = MeshExecutor(model_of((8, 4)), layout, ExecutorConfig(**sizes, decode_steps=8, max_tp=tp))
     asked_for: set[tuple] = set()
 
     def record(kind: str, rows: int, length: int, width: int) -> Any:

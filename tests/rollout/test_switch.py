@@ -333,7 +333,7 @@ def example() -> None:
     """The ten lines of docs/layouts.md, as they stand there."""
     text = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     mesh, model = make_mesh(), model_of("llama")
-    asked = requests(6, 2, 30)
+    asked = requests(6, 2, 200)
     names: dict[str, Any] = {
         "make_mesh": make_mesh,
         "Layout": Layout,
