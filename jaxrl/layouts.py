@@ -133,9 +133,10 @@ class LayoutSession:
 
     def enter(self) -> None:
         """A rollout phase begins, with neither weights nor pool: the layout of the next round, free of charge."""
-        executor = self.control.engine.executor
-        if isinstance(executor, MeshExecutor):
-            executor.start_in(self.control.layouts.degree(self._likely))
+        engine = self.control.engine
+        if isinstance(engine.executor, MeshExecutor):
+            engine.executor.start_in(self.control.layouts.degree(self._likely))
+            engine.follow_executor()
 
     def begin(self, step: int, round_index: int, kind: str) -> None:
         """A round begins, with an idle engine."""

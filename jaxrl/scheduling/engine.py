@@ -139,7 +139,20 @@ class Engine:
     def recompute(self) -> None:
         """Takes every row's KV for lost: all requests wait, tokens kept, and are prefilled anew."""
         self.settle()
-        self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher), {})
+        self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher.capacity), {})
+
+    def follow_executor(self) -> None:
+        """Takes up the layout that the executor was given while nothing was on the device.
+
+        Raises ValueError if the engine is not idle: live requests change layout by `switch`.
+        """
+        if not self.is_idle:
+            raise ValueError(
+                f"the executor has changed its layout by itself, and {len(self.unfinished())} requests are unfinished: "
+                "use Engine.switch"
+            )
+        capacity = _capacity(self.executor)
+        self.batcher.reseat(capacity, empty_pools(capacity), {})
 
     def settle(self) -> None:
         """Like `drain`, but who ended is told by the next `step` or `drain`."""
@@ -173,7 +186,7 @@ class Engine:
         try:
             times = executor.switch(move)
         except SwitchFailed:
-            self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher), {})
+            self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher.capacity), {})
             raise
         move.apply(self.batcher)
         return Switched(

@@ -79,7 +79,7 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
     try:
         taker.take_over(source.executor, kv, rows)
     except SwitchFailed:
-        target.batcher.reseat(target.batcher.capacity, empty_pools(target.batcher), {})
+        target.batcher.reseat(target.batcher.capacity, empty_pools(target.batcher.capacity), {})
         raise
     except BaseException:
         for request_id in seats:

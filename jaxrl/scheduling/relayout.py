@@ -250,7 +250,6 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
             )
 
 
-def empty_pools(batcher: Batcher) -> BlockManager:
-    """Pools of the batcher's own sizes with nobody in them: after its KV was lost."""
-    capacity = batcher.capacity
+def empty_pools(capacity: Capacity) -> BlockManager:
+    """Pools of these sizes with nobody in them."""
     return BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)

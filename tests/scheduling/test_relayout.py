@@ -210,3 +210,19 @@ def test_the_engine_goes_on_after_a_failure(error: Exception):
     for request in requests:
         assert_whole(samples[request.request_id], request, 12)
     assert_empty(engine)
+
+
+def test_an_idle_engine_follows_its_executor_and_a_busy_one_refuses():
+    requests = some_requests(6)
+    lengths = {request.key: 5 + request.request_id for request in requests}
+    engine = engine_of(lengths, 2, layouts())
+    run(engine, requests, {})
+    engine.executor = engine_of(lengths, 1, layouts()).executor
+    engine.executor.plans.extend([None] * engine.batcher.next_index)  # pyright: ignore[reportAttributeAccessIssue]
+    engine.follow_executor()
+    assert engine.batcher.capacity == layouts()[1]
+    engine.add(requests[0])
+    with pytest.raises(ValueError, match=r"1 requests are unfinished: use Engine\.switch"):
+        engine.follow_executor()
+    samples = run(engine, requests[1:], {})
+    assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}
