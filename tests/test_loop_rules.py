@@ -242,7 +242,11 @@ def test_nothing_is_lost_whatever_happens(data: st.DataObject):
             "trainer.one_step_off": one_step_off,
             "trainer.save_freq": draw(st.sampled_from([1, 2, 3])),
             "trainer.test_freq": draw(st.sampled_from([0, 2])),
-            "algorithm.filter_groups": {"enable": filtering, "max_unscored_groups": draw(st.sampled_from([0, 8]))},
+            "algorithm.filter_groups": {
+                "enable": filtering,
+                "max_unscored_groups": draw(st.sampled_from([0, 8])),
+                "max_num_gen_batches": 1000,  # rewards are drawn: ten groups of equal ones in a row do happen
+            },
             "reward.score_when": draw(st.sampled_from(whens or ["sample", "group", "rollout"])),
             "rollout.max_active_requests": draw(st.sampled_from([0, 4, 7])),
             "rollout.num_blocks": draw(st.sampled_from([17, 40])),

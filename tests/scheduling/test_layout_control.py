@@ -205,23 +205,20 @@ def test_expected_lengths_come_from_history():
     world.check()
 
 
-class _Failing:
-    def __init__(self, inner: Any, usable: bool) -> None:
-        self.inner, self.usable, self.fails = inner, usable, True
+def fail_once(executor: Any, *, usable: bool) -> None:
+    """The executor's next switch fails halfway."""
+    switch = executor.switch
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def fail(move: Relayout) -> None:
+        executor.switch = switch
+        raise SwitchFailed("no room", is_usable=usable)
 
-    def switch(self, move: Relayout) -> SwitchTimes:
-        if self.fails:
-            self.fails = False
-            raise SwitchFailed("no room", is_usable=self.usable)
-        return self.inner.switch(move)
+    executor.switch = fail
 
 
 def test_a_switch_that_fails_is_recomputed_from_and_replayed_so():
     world = World(LENGTHS)
-    world.engine.executor = world.control._executor = _Failing(world.executor, True)
+    fail_once(world.executor, usable=True)
     world.run()
     world.check()
     failed = world.control.episodes[0]
@@ -240,7 +237,7 @@ def test_a_switch_that_fails_is_recomputed_from_and_replayed_so():
 
 def test_a_switch_that_leaves_nothing_usable_ends_the_round():
     world = World(LENGTHS)
-    world.engine.executor = world.control._executor = _Failing(world.executor, False)
+    fail_once(world.executor, usable=False)
     with pytest.raises(SwitchFailed):
         world.run()
 

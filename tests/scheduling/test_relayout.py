@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from checking import assert_empty, assert_whole, make_engine, make_request
@@ -175,20 +176,15 @@ def test_who_ended_while_a_switch_drained_is_told_afterwards():
     assert_empty(engine)
 
 
-class _Failing:
-    """An executor whose next switch fails: before anything moves, or halfway."""
+def fail_once(executor: Any, error: Exception) -> None:
+    """The executor's next switch fails: before anything moves, or halfway."""
+    switch = executor.switch
 
-    def __init__(self, inner: object, error: Exception) -> None:
-        self.inner, self.error, self.fails = inner, error, True
+    def fail(move: Relayout) -> None:
+        executor.switch = switch
+        raise error
 
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
-
-    def switch(self, move: Relayout):
-        if self.fails:
-            self.fails = False
-            raise self.error
-        return self.inner.switch(move)  # pyright: ignore[reportAttributeAccessIssue]
+    executor.switch = fail
 
 
 @pytest.mark.parametrize("error", [MemoryError("before"), SwitchFailed("halfway", is_usable=True)])
@@ -196,7 +192,7 @@ def test_the_engine_goes_on_after_a_failure(error: Exception):
     requests = some_requests(9)
     lengths = {request.key: 12 for request in requests}
     engine = engine_of(lengths, 2, layouts())
-    engine.executor = _Failing(engine.executor, error)  # pyright: ignore[reportAttributeAccessIssue]
+    fail_once(engine.executor, error)
     for request in requests:
         engine.add(request)
     engine.step()
