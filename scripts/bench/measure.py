@@ -21,6 +21,10 @@ from dataclasses import dataclass, field
 
 KEEP_SHARE = 0.93
 GAUGE_S = 0.04
+SETTLE_S = 0.2
+"""Before a gauge: what a run leaves behind (memory handed back, threads that spin) is not another's load."""
+_READINGS = 3
+"""Of each gauge, in a row; their median counts, since a lost core is missing in all of them, and a blink in one."""
 _CHUNK = bytes(1 << 17)
 
 Values = dict[str, float]
@@ -40,12 +44,13 @@ class Gauge:
     """Measures how much all cores together do, in bytes hashed per second (hashing releases Python's lock).
 
     Args:
-      seconds: how long one gauge lasts.
+      seconds: how long one reading lasts; a gauge is the median of three.
       threads: how many work at once; default: one per core.
+      settle_s: how long it waits before the first.
     """
 
-    def __init__(self, seconds: float = GAUGE_S, threads: int | None = None) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = GAUGE_S, threads: int | None = None, settle_s: float = SETTLE_S) -> None:
+        self.seconds, self.settle_s = seconds, settle_s
         self.threads = threads or num_cores()
         self.readings: list[float] = []
         self._pool = ThreadPoolExecutor(self.threads)
@@ -54,10 +59,13 @@ class Gauge:
         self.readings.clear()
 
     def __call__(self) -> float:
-        """One reading; it is kept in `readings`."""
-        rates = self._pool.map(lambda _: self._hash(), range(self.threads))
-        self.readings.append(sum(rates))
+        """One gauge; it is kept in `readings`."""
+        time.sleep(self.settle_s)
+        self.readings.append(statistics.median(self._read() for _ in range(_READINGS)))
         return self.readings[-1]
+
+    def _read(self) -> float:
+        return sum(self._pool.map(lambda _: self._hash(), range(self.threads)))
 
     def _hash(self) -> float:
         self._start.wait()

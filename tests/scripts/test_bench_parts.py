@@ -88,13 +88,21 @@ def test_without_a_gauge_nothing_is_dropped():
     assert "none dropped" in verdict(bench)
 
 
-def test_gauge_measures_for_as_long_as_it_says():
-    gauge = Gauge(seconds=0.02, threads=2)
+def test_gauge_waits_and_measures_for_as_long_as_it_says():
+    gauge = Gauge(seconds=0.02, threads=2, settle_s=0.05)
     began = time.perf_counter()
     capacity = gauge()
     assert capacity > 0
     assert gauge.readings == [capacity]
-    assert time.perf_counter() - began >= 0.02
+    assert time.perf_counter() - began >= 0.05 + 3 * 0.02
+    gauge.close()
+
+
+def test_a_blink_does_not_lower_a_gauge(monkeypatch: pytest.MonkeyPatch):
+    gauge = Gauge(seconds=0.001, threads=1, settle_s=0.0)
+    readings = iter([10.0, 4.0, 9.0, 4.0, 10.0, 5.0])
+    monkeypatch.setattr(gauge, "_read", lambda: next(readings))
+    assert [gauge(), gauge()] == [9.0, 5.0]
     gauge.close()
 
 
