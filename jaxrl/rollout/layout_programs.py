@@ -137,7 +137,8 @@ class LayoutPrograms:
         self._lock = threading.Lock()
         # Every bucket is a program to compile, so they are few where they would save little.
         widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
-        self.row_buckets = buckets(sizes.num_slots, 4, least=8)
+        # On CPUs (where windows are gathered) a step takes nearly as long as its rows, and a batch that drains has few.
+        self.row_buckets = buckets(sizes.num_slots, *((2, 4) if self.programs.gathered else (4, 8)))
         self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))
         self.prefill_widths = buckets(widest, 4, least=max(least, widest // 16))
         # Except for chunk lengths, whose padding runs through all layers: 32 chunks of 64 tokens took twice their time.

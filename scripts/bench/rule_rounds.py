@@ -1,0 +1,195 @@
+"""Rounds of the rollout rules on the real engine and on the simulated one: the same code but for the devices.
+
+Response lengths are forced: a response ends at the length that its identity has in a modelled workload, so every rule
+meets the same long prompts, and a response of a later attempt has a length of its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.backend import RolloutBackend
+from jaxrl.journal import Journal
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.profiler import Profiler
+from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.batches import BatchRule, FreshBatches, RoundTime
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.events import Verdict
+from jaxrl.scheduling.latency import LatencyPredictor
+from jaxrl.scheduling.latency_profile import Profile, ProfileIdentity, prefill_points, profile_points
+from jaxrl.scheduling.partial_rollout import PartialRollout, PartialRolloutConfig
+from jaxrl.scheduling.plan import Executor, Request
+from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.sim.cost_model import CostModel, ModelSizes, RooflineCost, TableCost
+from jaxrl.sim.hardware import hardware
+from jaxrl.sim.machine import Launched, MachineSizes, SimulatedExecutor
+from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind, Workload
+from jaxrl.timeline import Timeline
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+
+PREFILL_BUDGET = 2048
+"""Tokens of the largest prefill that is profiled: rounds start with far fewer."""
+
+
+def rules(num_groups: int, group_size: int) -> dict[str, BatchRule]:
+    """The rules with their default factors, by the names of the docs."""
+    return {
+        "plain": FreshBatches(num_groups, group_size),
+        "tail-batching": TailBatching(TailBatchingConfig(num_groups, group_size, at_end="leave")),
+        "partial-rollout": PartialRollout(PartialRolloutConfig(num_groups, group_size, at_end="leave")),
+    }
+
+
+def modelled(seed: int, median: float, sigma: float, cap: int, correlation: float, prompt: int) -> Workload:
+    """Lognormal lengths with a cap; a prompt decides `correlation` of its responses' scores."""
+    lengths = LengthDistribution(median=median, sigma=sigma, cap=cap)
+    prompts = LengthDistribution(median=prompt, sigma=0.0, cap=prompt)
+    return ModelledWorkload(seed, (TaskKind("forced", lengths, prompts, correlation),))
+
+
+class Prompts:
+    """Random tokens, a prompt for each index without end (`jaxrl.scheduling.batches.PromptStream`)."""
+
+    def __init__(self, seed: int, length: int, vocab_size: int) -> None:
+        self._seed, self._length, self._vocab_size, self._next = seed, length, vocab_size, 0
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        first, self._next = self._next, self._next + num_prompts
+        return [self.get(0, index) for index in range(first, self._next)]
+
+    def get(self, epoch: int, index: int) -> Prompt:
+        drawn = np.random.default_rng((self._seed, index)).integers(self._vocab_size, size=self._length)
+        return Prompt(epoch, index, tuple(drawn.tolist()), f"prompt {index}", "forced")
+
+
+class ForcedLengths(Engine):
+    """An engine whose requests end at the lengths that the workload gives their identities."""
+
+    def __init__(self, executor: Executor, config: BatcherConfig, workload: Workload) -> None:
+        super().__init__(executor, config)
+        self._workload = workload
+
+    def add(self, request: Request) -> None:
+        length = min(self._workload.length(request.key), request.params.max_tokens)
+        super().add(replace(request, params=replace(request.params, max_tokens=length)))
+
+
+class InstantScoring:
+    """Verdicts at once (`jaxrl.backend.Scoring`): the bench is about rollouts."""
+
+    def __init__(self) -> None:
+        self._done: list[Verdict] = []
+
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        self._done.append(Verdict(time.monotonic(), sample.key, float(sample.key.sample_index % 2), "ok", {}, 0.0))
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        self._done = [verdict for verdict in self._done if verdict.key not in keys]
+
+    def completed(self) -> list[Verdict]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, timeout_s: float) -> list[Verdict]:
+        return self.completed()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class _NoText:
+    """Nobody reads these responses."""
+
+    def decode(self, ids: Any) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of one rule on one backend, one after another, as `jaxrl.loop` would run them."""
+
+    rule: BatchRule
+    prompts: Prompts
+    backend: Any
+    now_s: Callable[[], float]
+    cap: int
+    step: int = 0
+
+    def __call__(self) -> dict[str, float]:
+        """One round: its seconds without the weights' sync, samples to train on, and whether it was a long one."""
+        self.step += 1
+        self.backend.enter_rollout(self.step - 1)
+        current = self.rule.plan(self.prompts, RoundTime(self.step, self.step - 1))
+        began = self.now_s()
+        self.backend.begin(self.step, SamplingParams(max_tokens=self.cap))
+        while not current.done:
+            for command in current.handle(self.backend.wait()):
+                self.backend.apply(command)
+        self.backend.end()
+        seconds = self.now_s() - began
+        result = self.rule.settle(current)
+        samples = sum(len(group.samples) for group in result.groups)
+        return {"seconds": seconds, "samples": samples, "long": float(result.kind == "long")}
+
+
+@contextmanager
+def real_rounds(
+    rule: BatchRule, prompts: Prompts, executor: MeshExecutor, params: Any, workload: Workload, cap: int
+) -> Iterator[Rounds]:
+    """Rounds on the mesh, with journal and timeline as a run has them."""
+    engine = ForcedLengths(executor, BatcherConfig(decode_steps=executor.config.decode_steps), workload)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        journal = stack.enter_context(closing(Journal(folder / "journal.jsonl", 0)))
+        timeline = stack.enter_context(Timeline(folder / "timeline.json"))
+        backend = RolloutBackend(engine, executor, InstantScoring(), _NoText(), journal, timeline, lambda: params)
+        yield Rounds(rule, prompts, backend, time.perf_counter, cap)
+
+
+def simulated_rounds(
+    rule: BatchRule, prompts: Prompts, sizes: MachineSizes, cost: CostModel, steps: int, workload: Workload, cap: int
+) -> Rounds:
+    """The same rounds with time from a cost model; `steps`: decode steps per plan."""
+    clock, launched = SimulatedClock(), Launched(workload)
+    executor = SimulatedExecutor(sizes, launched.length, cost, clock)
+    engine = ForcedLengths(executor, BatcherConfig(decode_steps=steps), workload)
+    workers, phases = RewardWorkers(1), SimulatedPhases(clock)
+    backend = SimulatedBackend(engine, executor, launched, workers, clock, 0.0, phases)
+    return Rounds(rule, prompts, backend, lambda: clock.now_s, cap)
+
+
+def machine_sizes(executor: MeshExecutor) -> MachineSizes:
+    """The simulated machine that an executor's is."""
+    groups, tp = executor.num_groups, executor.tp
+    rest = (executor.num_slots, executor.num_blocks, executor.block_size, executor.max_prefill_tokens)
+    return MachineSizes(groups * tp, tp, *rest)
+
+
+def measured_cost(executor: MeshExecutor, model: ModelSizes, name: str, say: Callable[[str], None]) -> TableCost:
+    """What `jaxrl profile` would measure of an executor's one layout, as a cost model.
+
+    What a table does not hold (training, syncs, switches) comes from a roofline; no round of the bench asks for it.
+    """
+    tp, groups = executor.tp, executor.num_groups
+    tokens = groups * (executor.num_blocks - 1) * executor.block_size
+    longest = executor.config.max_length
+    points = profile_points(groups * executor.num_slots, tokens, (tp,), groups * tp, longest)
+    profiler = Profiler(executor)
+    decode = tuple(profiler.decode(point) for point in points)
+    short = [point for point in prefill_points(points) if point.batch * point.context <= PREFILL_BUDGET]
+    prefill = tuple(profiler.prefill(point) for point in short)
+    say(f"profile: {len(decode)} decode points, {len(prefill)} prefill points")
+    device = executor.layout.mesh.devices.flat[0]
+    identity = ProfileIdentity(name, name, device.device_kind, groups * tp, "", executor.config.dtype)
+    return TableCost(LatencyPredictor(Profile(identity, decode, prefill)), RooflineCost(model, hardware("A100")))

@@ -1,0 +1,65 @@
+"""`bench_rules.py`: the simulator predicts the rounds that the engine then runs; what is compared adds up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from bench import records  # noqa: E402
+from bench.measure import Run  # noqa: E402
+from bench_rules import compare  # noqa: E402
+
+
+def rounds(*seconds: float, samples: float = 4.0) -> list[dict[str, float]]:
+    return [{"seconds": s, "samples": samples, "long": 0.0} for s in seconds]
+
+
+def runs(name: str, seconds: list[float], gauges: list[float] | None = None) -> list[Run]:
+    gauges = [1.0] * len(seconds) if gauges is None else gauges
+    return [Run(f"{name} float32", values, (g, g)) for values, g in zip(rounds(*seconds), gauges, strict=True)]
+
+
+def test_error_is_of_the_speed_and_not_of_the_seconds():
+    """A machine half as fast as predicted slows all rules alike."""
+    predicted = {"plain": rounds(4.0, 4.0), "other": rounds(2.0, 3.0)}
+    plain, other = compare(predicted, [*runs("plain", [8.0, 8.0]), *runs("other", [4.0, 6.0])], "float32")
+    assert plain["error"] == plain["undisturbed_error"] == 0
+    assert other["speed"] == other["predicted_speed"] == pytest.approx(1.6)
+    assert other["error"] == pytest.approx(0)
+
+
+def test_a_disturbed_round_is_left_out_on_both_sides():
+    predicted = {"plain": rounds(4.0, 4.0), "other": rounds(2.0, 4.0)}
+    measured = [*runs("plain", [4.0, 4.0]), *runs("other", [2.0, 40.0], [1.0, 0.5])]
+    _, other = compare(predicted, measured, "float32")
+    assert other["kept"] == 1
+    assert other["error"] < -0.5
+    assert other["undisturbed_error"] == pytest.approx(0)
+
+
+def test_rounds_that_the_simulator_did_not_predict_are_no_comparison():
+    predicted = {"plain": rounds(4.0, samples=5.0)}
+    with pytest.raises(ValueError, match="plain, round 1: the simulator predicted another round"):
+        compare(predicted, runs("plain", [4.0]), "float32")
+
+
+def test_the_benchmark_runs_and_records(tmp_path: Path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "scripts" / "bench_rules.py"), "--quick", f"--json={tmp_path}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.iterdir()
+    (record,) = records.read_records(file)
+    cases = {case["case"]: case for case in record["results"]["cases"]}
+    assert list(cases) == ["plain", "tail-batching", "partial-rollout"]
+    assert cases["tail-batching"]["long_rounds"] > 0, "a cycle of short rounds and a long one"
+    for case in cases.values():
+        assert case["rounds"] == 6
+        assert case["s_per_sample"] == pytest.approx(sum(case["seconds"]) / (6 * 4))
