@@ -6,21 +6,28 @@ a *window* before its first step, keeps the tokens of its own steps in a small *
 the pool after its last. All rows of a program advance in lockstep, so a step's keys and values go to one index of the
 fresh buffer: a slice update in place, where the pool needs a scatter.
 
-Keys of the window lie transposed, [D, S], and rows and heads in one dim: of the ways to write these products, XLA:CPU
+The window is a list of *tiles*, each a few blocks of one row: a long row has many and a short one has one, so a program
+costs what its rows have cached, not rows times the longest of them. A tile's scores have a maximum and a sum of their
+own, and a row's tiles are joined as in flash decoding (Dao et al. 2023); which tiles are whose is a matrix of zeros and
+ones, and joining is a product with it.
+
+Keys of the window lie transposed, [D, S], and tiles and heads in one dim: of the ways to write these products, XLA:CPU
 runs that one fastest (docs/performance.md). The window itself is never written: carried through a loop that writes to
 it, XLA copied it in every step.
 
-Dims: R rows, H query heads, K key/value heads, G = H / K, D head dim, B = K * R; S positions of the window, T steps of
-the program; N blocks, P positions per block, W blocks per table. All of it is local to one device: callers run it in
-`shard_map`.
+Dims: R rows, H query heads, K key/value heads, G = H / K, D head dim; U tiles, S positions of a tile, T steps of the
+program; B = K * U or K * R; N blocks, P positions per block, W blocks per table or tile. All of it is local to one
+device: callers run it in `shard_map`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.kernels import attention
 
@@ -28,8 +35,20 @@ _HIDDEN = -1e30
 """Added to scores that must not count: below any score, yet finite."""
 
 
+class Tiles(NamedTuple):
+    """Which blocks the window holds, made by the host; or the specs or shapes of the three.
+
+    blocks_UW: int32, a tile's blocks. owner_U: int32, its row. first_U: int32, the position of its first token in the
+    row's sequence. Tiles that pad the list are row 0's, at a `first` beyond any sequence.
+    """
+
+    blocks_UW: Any
+    owner_U: Any
+    first_U: Any
+
+
 class Window(NamedTuple):
-    """What the rows had cached when the program began: keys [B, D, S], values [B, S, D]; or the specs of both."""
+    """What rows had cached when the program began: keys [K * U, D, S], values [K * U, S, D]; or the specs of both."""
 
     keys_BDS: Any
     values_BSD: Any
@@ -42,21 +61,47 @@ class Fresh(NamedTuple):
     values_BTD: Any
 
 
-def gather(pool_k_KNPD: jax.Array, pool_v_KNPD: jax.Array, tables_RW: jax.Array) -> Window:
-    """The window of rows with these block tables."""
+def num_tiles(tables: Sequence[Sequence[int]], width: int) -> int:
+    """Tiles of `width` blocks that rows with these block tables have."""
+    return sum(-(-len(table) // width) for table in tables)
+
+
+def list_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_size: int) -> Tiles:
+    """The tiles of one dp group's rows, as numpy arrays.
+
+    Args:
+      tables: the rows' block tables.
+      width: blocks per tile; what a row lacks in its last tile is block 0.
+      count: tiles in all, at least `num_tiles(tables, width)`.
+      block_size: positions per block.
+    """
+    blocks_UW, owner_U = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
+    first_U = np.full(count, np.iinfo(np.int32).max // 2, np.int32)
+    tile = 0
+    for row, table in enumerate(tables):
+        for begin in range(0, len(table), width):
+            own = table[begin : begin + width]
+            blocks_UW[tile, : len(own)] = own
+            owner_U[tile], first_U[tile] = row, begin * block_size
+            tile += 1
+    return Tiles(blocks_UW, owner_U, first_U)
+
+
+def gather(pool_k_KNPD: jax.Array, pool_v_KNPD: jax.Array, blocks_UW: jax.Array) -> Window:
+    """The window of tiles with these blocks."""
     heads, _, size, dim = pool_k_KNPD.shape
-    rows, width = tables_RW.shape
+    count, width = blocks_UW.shape
 
     def one(pool_KNPD: jax.Array) -> jax.Array:
-        return pool_KNPD[:, tables_RW].reshape(heads * rows, width * size, dim)
+        return pool_KNPD[:, blocks_UW].reshape(heads * count, width * size, dim)
 
     return Window(jnp.swapaxes(one(pool_k_KNPD), -1, -2), one(pool_v_KNPD))
 
 
-def blank(window: Window, num_steps: int) -> Fresh:
-    """An empty fresh buffer for `num_steps` steps of the window's rows."""
-    size, _, dim = window.values_BSD.shape
-    empty = jnp.zeros((size, num_steps, dim), window.values_BSD.dtype)
+def blank(pool_v_KNPD: jax.Array, num_rows: int, num_steps: int) -> Fresh:
+    """An empty fresh buffer for `num_steps` steps of `num_rows` rows of this pool."""
+    heads, _, _, dim = pool_v_KNPD.shape
+    empty = jnp.zeros((heads * num_rows, num_steps, dim), pool_v_KNPD.dtype)
     return Fresh(empty, empty)
 
 
@@ -70,28 +115,56 @@ def put(fresh: Fresh, k_RKD: jax.Array, v_RKD: jax.Array, step: jax.Array) -> Fr
     return Fresh(one(fresh.keys_BTD, k_RKD), one(fresh.values_BTD, v_RKD))
 
 
-def attend(q_RHD: jax.Array, window: Window, fresh: Fresh, start_R: jax.Array, step: jax.Array) -> jax.Array:
+class _Part(NamedTuple):
+    """Attention over some of a row's positions: the largest score and the sum of exp(score - it), both [K, ., G], and
+    the values weighted by the same, [K, ., G, D]."""
+
+    top: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def _part(scores_BGS: jax.Array, values_BSD: jax.Array, kv_heads: int) -> _Part:
+    top_BG1 = jnp.max(scores_BGS, -1, keepdims=True)
+    weights_BGS = jnp.exp(scores_BGS - top_BG1)
+    out_BGD = jnp.einsum(
+        "bgs,bsd->bgd", weights_BGS.astype(values_BSD.dtype), values_BSD, preferred_element_type=scores_BGS.dtype
+    )
+    parts = top_BG1[..., 0], jnp.sum(weights_BGS, -1), out_BGD
+    return _Part(*(x.reshape(kv_heads, -1, *x.shape[1:]) for x in parts))
+
+
+def attend(
+    q_RHD: jax.Array, window: Window, tiles: Tiles, fresh: Fresh, start_R: jax.Array, step: jax.Array
+) -> jax.Array:
     """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`.
 
     One softmax over both, in float32 or better.
     """
     rows, heads, dim = q_RHD.shape
-    kv_heads = window.keys_BDS.shape[0] // rows
-    narrow, wide = window.values_BSD.dtype, jnp.promote_types(q_RHD.dtype, jnp.float32)
-    q_BGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1).reshape(kv_heads * rows, -1, dim)
+    kv_heads = fresh.keys_BTD.shape[0] // rows
+    wide = jnp.promote_types(q_RHD.dtype, jnp.float32)
+    q_KRGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1)
+    q_BGD = q_KRGD[:, tiles.owner_U].reshape(-1, *q_KRGD.shape[2:])
     old_BGS = jnp.einsum("bgd,bds->bgs", q_BGD, window.keys_BDS, preferred_element_type=wide)
+    q_BGD = q_KRGD.reshape(-1, *q_KRGD.shape[2:])
     new_BGT = jnp.einsum("bgd,btd->bgt", q_BGD, fresh.keys_BTD, preferred_element_type=wide)
-    # sums instead of selects, and a division after the product (D numbers a query, not S): each is a pass less
-    in_window_RS = jnp.arange(old_BGS.shape[-1]) < start_R[:, None]
-    old_BGS += jnp.tile(jnp.where(in_window_RS, 0, _HIDDEN).astype(wide), (kv_heads, 1))[:, None]
+    # sums instead of selects: a pass less
+    cached_US = tiles.first_U[:, None] + jnp.arange(old_BGS.shape[-1]) < start_R[tiles.owner_U][:, None]
+    old_BGS += jnp.tile(jnp.where(cached_US, 0, _HIDDEN).astype(wide), (kv_heads, 1))[:, None]
     new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= step, 0, _HIDDEN).astype(wide)
-    top_BG1 = jnp.maximum(jnp.max(old_BGS, -1, keepdims=True), jnp.max(new_BGT, -1, keepdims=True))
-    old_BGS, new_BGT = jnp.exp(old_BGS - top_BG1), jnp.exp(new_BGT - top_BG1)
-    total_BG1 = jnp.sum(old_BGS, -1, keepdims=True) + jnp.sum(new_BGT, -1, keepdims=True)
-    out_BGD = jnp.einsum("bgs,bsd->bgd", old_BGS.astype(narrow), window.values_BSD, preferred_element_type=wide)
-    out_BGD += jnp.einsum("bgt,btd->bgd", new_BGT.astype(narrow), fresh.values_BTD, preferred_element_type=wide)
-    out_KRGD = (out_BGD / total_BG1).reshape(kv_heads, rows, heads // kv_heads, dim)
-    return jnp.swapaxes(out_KRGD, 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
+    old, new = _part(old_BGS, window.values_BSD, kv_heads), _part(new_BGT, fresh.values_BTD, kv_heads)
+    # every row has a fresh token, its own: the largest score is that of a token, and hidden tiles weigh nothing
+    is_own_RU = tiles.owner_U == jnp.arange(rows)[:, None]
+    best_KRUG = jnp.where(is_own_RU[:, :, None], old.top[:, None], _HIDDEN)
+    top_KRG = jnp.maximum(new.top, jnp.max(best_KRUG, 2))
+    of_tile_KUG = jnp.exp(old.top - top_KRG[:, tiles.owner_U])
+    of_fresh_KRG = jnp.exp(new.top - top_KRG)
+    own_RU = is_own_RU.astype(wide)
+    total_KRG = of_fresh_KRG * new.total + jnp.einsum("ru,kug->krg", own_RU, of_tile_KUG * old.total)
+    out_KRGD = of_fresh_KRG[..., None] * new.out
+    out_KRGD += jnp.einsum("ru,kugd->krgd", own_RU, of_tile_KUG[..., None] * old.out)
+    return jnp.swapaxes(out_KRGD / total_KRG[..., None], 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
 
 
 def scatter(

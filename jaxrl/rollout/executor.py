@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl.kernels.gathered import Tiles, list_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.layout_programs import CompileAhead, ExecutorConfig, LayoutPrograms, bucket
@@ -412,8 +413,10 @@ class MeshExecutor:
 
     def _submit_decode(self, plan: Plan, ticket: MeshTicket) -> None:
         placed = _place(plan.decode, self.num_groups)
-        rows = bucket(max(row for _, row, _ in placed) + 1, self._now.row_buckets)
-        width = bucket(max(len(row.block_table) for row in plan.decode), self._now.decode_widths)
+        by_group: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_groups)]
+        for group, _, entry in placed:
+            by_group[group].append(entry.block_table)
+        _, rows, length, width = self._now.decode_shape(by_group)
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
@@ -426,10 +429,14 @@ class MeshExecutor:
             slots[at] = entry.slot
             fresh[at] = entry.request_id in ended
             requests.append((group, row, entry.request_id))
-        program = self._program("decode", rows, 1, width)
+        tiles = None
+        if self._now.programs.gathered:
+            tile = self._now.tile_width, length, self.block_size
+            tiles = Tiles(*map(np.stack, zip(*(list_tiles(group, *tile) for group in by_group), strict=True)))
+        program = self._program("decode", rows, length, width)
         limits = np.int32(plan.num_steps), np.int32(min(plan.leave_after, 1 << 30))
         self._pool, self._state, generated, ticket.steps = program(
-            self._params, self._pool, self._state, tables, slots, fresh, *limits
+            self._params, self._pool, self._state, tables, slots, fresh, *limits, tiles
         )
         ticket.calls.append(_Call(requests, generated))
 

@@ -406,6 +406,7 @@ class JetStreamEngine(engine_api.Engine):
             jnp.zeros(shape, jnp.bool_),
             jnp.int32(1),
             jnp.int32(1 << 30),
+            None,  # a window pays over several steps
             truncate=self._truncate,
         )
         returned = state.returned + state.pending

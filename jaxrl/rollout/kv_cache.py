@@ -119,18 +119,21 @@ class GatheredCache:
         self._mesh = layout.mesh
         dp, kv = layout.dp_axes or None, layout.kv_axes(num_kv_heads) or None
         self._rows, self._paged = PartitionSpec(dp), PartitionSpec(dp, kv)
+        self._tiles = gathered.Tiles(*[self._rows] * 3)
         self._window, self._fresh = gathered.Window(*[self._paged] * 2), gathered.Fresh(*[self._paged] * 2)
         self._queries, self._keys = PartitionSpec(dp, None, layout.tp_axes or None), PartitionSpec(dp, None, kv)
 
-    def open(self, pool: Pool, tables: jax.Array, num_steps: int) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
-        """Each layer's window of the rows with block tables [dp, R, W], and its empty buffer for `num_steps` steps."""
+    def open(
+        self, pool: Pool, tiles: gathered.Tiles, num_rows: int, num_steps: int
+    ) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
+        """Each layer's window of the tiles, [dp, U, ...], and its empty buffer for `num_steps` steps of the rows."""
 
-        def local(keys: jax.Array, values: jax.Array, tables: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
-            window = gathered.gather(keys[0], values[0], tables[0])
-            return _lead((window, gathered.blank(window, num_steps)))
+        def local(keys: jax.Array, values: jax.Array, blocks: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
+            window = gathered.gather(keys[0], values[0], blocks[0])
+            return _lead((window, gathered.blank(values[0], num_rows, num_steps)))
 
         gather = self._map(local, (self._paged, self._paged, self._rows), (self._window, self._fresh))
-        both = [gather(*layer, tables) for layer in pool]
+        both = [gather(*layer, tiles.blocks_UW) for layer in pool]
         return [window for window, _ in both], [fresh for _, fresh in both]
 
     def attend(
@@ -139,6 +142,7 @@ class GatheredCache:
         k: jax.Array,
         v: jax.Array,
         window: gathered.Window,
+        tiles: gathered.Tiles,
         fresh: gathered.Fresh,
         start: jax.Array,
         step: jax.Array,
@@ -147,7 +151,7 @@ class GatheredCache:
 
         Args:
           q: [dp, R, H, D]; k, v: [dp, R, K, D].
-          window, fresh: this layer's.
+          window, fresh: this layer's; tiles: what the window was made of.
           start: int32 [dp, R], the position of step 0 in each row; step: int32 scalar.
 
         Returns:
@@ -159,15 +163,17 @@ class GatheredCache:
             k: jax.Array,
             v: jax.Array,
             window: gathered.Window,
+            tiles: gathered.Tiles,
             fresh: gathered.Fresh,
             start: jax.Array,
             step: jax.Array,
         ) -> tuple[jax.Array, gathered.Fresh]:
             own = gathered.put(_own(fresh), k[0], v[0], step)
-            return gathered.attend(q[0], _own(window), own, start[0], step)[None], _lead(own)
+            return gathered.attend(q[0], _own(window), _own(tiles), own, start[0], step)[None], _lead(own)
 
-        in_specs = (self._queries, self._keys, self._keys, self._window, self._fresh, self._rows, PartitionSpec())
-        return self._map(local, in_specs, (self._queries, self._fresh))(q, k, v, window, fresh, start, step)
+        rest = (self._window, self._tiles, self._fresh, self._rows, PartitionSpec())
+        in_specs = (self._queries, self._keys, self._keys, *rest)
+        return self._map(local, in_specs, (self._queries, self._fresh))(q, k, v, window, tiles, fresh, start, step)
 
     def close(
         self, pool: Pool, fresh: list[gathered.Fresh], tables: jax.Array, start: jax.Array, counts: jax.Array

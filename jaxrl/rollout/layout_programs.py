@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation
+from jaxrl.kernels.gathered import Tiles, num_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
@@ -27,7 +28,10 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
 Shape = tuple[str, int, int, int]
-"""(program, rows, positions per row, table width)."""
+"""(program, rows, positions per row, table width); of a decode program over windows, tiles instead of positions."""
+
+_TILE = 128
+"""Positions of a window's tile, or the block size if that is more: fewer are many small products, more are padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,7 @@ class LayoutPrograms:
         self._lock = threading.Lock()
         # Every bucket is a program to compile, so they are few where they would save little.
         widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
+        self.tile_width = max(_TILE // config.block_size, 1)
         # On CPUs (where windows are gathered) a step takes nearly as long as its rows, and a batch that drains has few.
         self.row_buckets = buckets(sizes.num_slots, *((2, 4) if self.programs.gathered else (4, 8)))
         self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))
@@ -149,6 +154,19 @@ class LayoutPrograms:
         most = min(self.capacity.num_slots, max(1, self.capacity.max_prefill_tokens // length))
         return buckets(most, 8, least=4)
 
+    def tile_counts(self, rows: int) -> tuple[int, ...]:
+        """The sizes of a window of so many rows, in tiles."""
+        return buckets(rows * -(-self.decode_widths[-1] // self.tile_width), 2, least=rows)
+
+    def decode_shape(self, tables: Sequence[Sequence[Sequence[int]]]) -> Shape:
+        """The shape for rows with these block tables, [dp groups, rows]."""
+        rows = bucket(max(map(len, tables)), self.row_buckets)
+        if not self.programs.gathered:
+            widest = max(len(table) for group in tables for table in group)
+            return "decode", rows, 1, bucket(widest, self.decode_widths)
+        tiles = max(num_tiles(group, self.tile_width) for group in tables)
+        return "decode", rows, bucket(tiles, self.tile_counts(rows)), self.decode_widths[-1]
+
     def shapes(self) -> list[Shape]:
         """Every shape that a plan can need."""
         prefill = [
@@ -157,7 +175,12 @@ class LayoutPrograms:
             for rows in self.prefill_rows(length)
             for width in self.prefill_widths
         ]
-        return prefill + [("decode", rows, 1, width) for rows in self.row_buckets for width in self.decode_widths]
+        widths = self.decode_widths
+        if self.programs.gathered:
+            decode = [("decode", r, tiles, widths[-1]) for r in self.row_buckets for tiles in self.tile_counts(r)]
+        else:
+            decode = [("decode", r, 1, width) for r in self.row_buckets for width in widths]
+        return prefill + decode
 
     def program(self, shape: Shape) -> Any:
         """The compiled program of a shape; compiles it if nobody has."""
@@ -204,7 +227,12 @@ class LayoutPrograms:
             program, out = self.programs.prefill, (pool_shardings, state_shardings, generated)
         else:
             scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-            arguments = (tables, slots, of(jnp.bool_), scalar, scalar)
+            tiles = None
+            if self.programs.gathered:
+                one = jax.ShapeDtypeStruct((groups, length), jnp.int32, sharding=by_group)
+                blocks = jax.ShapeDtypeStruct((groups, length, self.tile_width), jnp.int32, sharding=by_group)
+                tiles = Tiles(blocks, one, one)
+            arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
             program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
         jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
         return jitted.lower(*live, *arguments).compile()

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation
+from jaxrl.kernels.gathered import Tiles
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
@@ -201,6 +202,7 @@ class Programs:
         fresh: jax.Array,
         num_steps: jax.Array,
         leave_after: jax.Array,
+        tiles: Tiles | None,
         *,
         truncate: bool,
     ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
@@ -211,6 +213,7 @@ class Programs:
           fresh: bool [G, R], rows whose prefill ended in this plan; stopping at their first token counts as well.
           num_steps: int32 scalar, at most `decode_steps`.
           leave_after: int32 scalar, rows over all groups.
+          tiles: [G, U, ...], the rows' blocks once more, if `gathered`.
         """
         rows = _take(state, slots)
         rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
@@ -225,7 +228,7 @@ class Programs:
             stopped = jnp.sum(may_stop & ~rows.active)
             return (step < num_steps) & jnp.any(rows.active) & (stopped < leave_after)
 
-        cache, forward, close = self._decode_cache(params, pool, tables, rows)
+        cache, forward, close = self._decode_cache(params, pool, tables, tiles, rows)
 
         def advance(carry: tuple) -> tuple:
             step, rows, counts, cache, out = carry
@@ -249,9 +252,11 @@ class Programs:
         generated = Generated(*out, counts, started & ~rows.active)
         return close(cache, counts), self._pin(_put(state, slots, rows)), self._pin(generated), steps
 
-    def _decode_cache(self, params: Any, pool: kv_cache.Pool, tables: jax.Array, began: RowState) -> tuple[Any, ...]:
+    def _decode_cache(
+        self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: Tiles | None, began: RowState
+    ) -> tuple[Any, ...]:
         """(cache to carry, forward(cache, rows, step) -> (hidden, cache), close(cache, tokens per row) -> pool)."""
-        if not self.gathered:
+        if tiles is None:
 
             def paged(pool: kv_cache.Pool, rows: RowState, step: jax.Array) -> tuple[jax.Array, kv_cache.Pool]:
                 token, position, active = (x[..., None] for x in (rows.token, rows.position, rows.active))
@@ -261,11 +266,11 @@ class Programs:
             return pool, paged, lambda pool, counts: pool
 
         gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1]), began.position
-        windows, blank = gathered.open(pool, tables, self.decode_steps)
+        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.decode_steps)
 
         def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
             def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                return gathered.attend(q, k, v, windows[layer], fresh[layer], start, step)
+                return gathered.attend(q, k, v, windows[layer], tiles, fresh[layer], start, step)
 
             return self._layers(params, rows.token, rows.position, attend)
 

@@ -12,8 +12,9 @@ from jaxrl.kernels import gathered, reference
 BLOCK, WIDTH, STEPS = 4, 3, 4
 
 
+@pytest.mark.parametrize("tile", [1, 2, WIDTH])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 4), (14, 2), (2, 2)])
-def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, x64):
+def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, tile: int, x64):
     rows, dim = 3, 8
     rng = np.random.default_rng(0)
     shape = (kv_heads, 1 + rows * WIDTH, BLOCK, dim)
@@ -21,8 +22,11 @@ def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, x64):
     tables = jnp.asarray(1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
     start = jnp.asarray([0, 3, 8], jnp.int32)  # nothing cached yet, across a block, the last block from its beginning
     counts = jnp.asarray([4, 2, 0], jnp.int32)
-    window = gathered.gather(pool_k, pool_v, tables)
-    fresh = gathered.blank(window, STEPS)
+    held = [tables[row, : 1 + int(start[row] + STEPS - 1) // BLOCK].tolist() for row in range(rows)]
+    count = gathered.num_tiles(held, tile) + 2  # some pad the list
+    tiles = gathered.Tiles(*map(jnp.asarray, gathered.list_tiles(held, tile, count, BLOCK)))
+    window = gathered.gather(pool_k, pool_v, tiles.blocks_UW)
+    fresh = gathered.blank(pool_v, rows, STEPS)
     paged_k, paged_v = pool_k, pool_v
     for step in range(STEPS):
         q = jnp.asarray(rng.normal(size=(rows, heads, dim)))
@@ -33,7 +37,7 @@ def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, x64):
         paged_v = reference.write_kv(paged_v, v[:, None], tables, positions, valid)
         expected = reference.paged_attention(q[:, None], paged_k, paged_v, tables, positions)[:, 0]
         fresh = gathered.put(fresh, k, v, jnp.int32(step))
-        actual = gathered.attend(q, window, fresh, start, jnp.int32(step))
+        actual = gathered.attend(q, window, tiles, fresh, start, jnp.int32(step))
         going = np.asarray(valid[:, 0])
         assert np.isfinite(actual).all()
         np.testing.assert_allclose(actual[going], expected[going], rtol=0, atol=1e-12)
@@ -42,15 +46,25 @@ def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, x64):
         np.testing.assert_array_equal(new[:, 1:], expected[:, 1:])  # block 0 belongs to nobody
 
 
+def test_a_window_holds_what_rows_have_cached_and_no_more():
+    tables = [[7], [3, 4, 5, 6, 9], [], [8, 2]]
+    assert gathered.num_tiles(tables, 2) == 5
+    tiles = gathered.list_tiles(tables, 2, 6, BLOCK)
+    assert tiles.blocks_UW.tolist() == [[7, 0], [3, 4], [5, 6], [9, 0], [8, 2], [0, 0]]
+    assert tiles.owner_U.tolist() == [0, 1, 1, 1, 3, 0]
+    assert tiles.first_U[:5].tolist() == [0, 0, 8, 16, 0]
+    assert tiles.first_U[5] > 1 << 29, "behind any sequence: it is hidden"
+
+
 def test_scores_and_sums_are_float32_for_bfloat16():
     rng = np.random.default_rng(1)
     pool = [jnp.asarray(rng.normal(size=(1, 9, BLOCK, 16)), jnp.bfloat16) for _ in range(2)]
-    tables = jnp.arange(1, 9, dtype=jnp.int32)[None]
-    window = gathered.gather(*pool, tables)
-    fresh = gathered.blank(window, 1)
+    tiles = gathered.Tiles(*map(jnp.asarray, gathered.list_tiles([list(range(1, 9))], 8, 1, BLOCK)))
+    window = gathered.gather(*pool, tiles.blocks_UW)
+    fresh = gathered.blank(pool[1], 1, 1)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 1, 16)), jnp.bfloat16) for _ in range(3))
     fresh = gathered.put(fresh, k, v, jnp.int32(0))
-    actual = gathered.attend(q, window, fresh, jnp.asarray([32]), jnp.int32(0))
+    actual = gathered.attend(q, window, tiles, fresh, jnp.asarray([32]), jnp.int32(0))
     keys = jnp.concatenate([window.keys_BDS[0].T, k[0]]).astype(jnp.float32)
     values = jnp.concatenate([window.values_BSD[0], v[0]]).astype(jnp.float32)
     expected = jax.nn.softmax(q[0].astype(jnp.float32) @ keys.T / 4) @ values

@@ -328,9 +328,11 @@ def test_nothing_is_compiled_after_warm_up():
     assert counted[-1] == (len(executor.shapes()), len(executor.shapes()))
     engine.generate(requests())
     assert executor.recompiles == 0
-    executor._now._compiled.pop(("decode", 8, 1, 5))
+    for shape in executor.shapes():
+        if shape[0] == "decode":
+            executor._now._compiled.pop(shape)
     engine.generate(requests(1, 1))
-    assert executor.recompiles == 1
+    assert executor.recompiles > 0
 
 
 def test_memory_phases():
