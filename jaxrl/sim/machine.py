@@ -19,8 +19,8 @@ active takes no time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from jaxrl.sim.executor import VOCABULARY
 from jaxrl.sim.workload import Workload
 from jaxrl.types import SampleKey
 
-_ZEROS = np.zeros((4096,), np.float32)
-_ZEROS.flags.writeable = False
+_ZERO = np.float32(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +107,83 @@ class SimulatedTicket:
         return self.result.index
 
 
+class Gains(Mapping[int, RowResult]):
+    """What the rows of a plan gained, by request id: counts, and tokens once somebody asks for them.
+
+    Args, each [rows that gained something] and in the order of seats:
+      ids: request ids, int64.
+      responses: each row's whole response, int32 [tokens].
+      first, last: the positions that the plan brought, `last` excluded.
+      stopped: who stopped, bool.
+    """
+
+    def __init__(
+        self, ids: np.ndarray, responses: np.ndarray, first: np.ndarray, last: np.ndarray, stopped: np.ndarray
+    ) -> None:
+        self._ids, self._responses, self._first, self._last, self._stopped = ids, responses, first, last, stopped
+        self._places: dict[int, int] | None = None  # made for who asks for all rows
+
+    def __getitem__(self, request_id: int) -> RowResult:
+        if self._places is None:
+            self._places = {each: place for place, each in enumerate(self._ids.tolist())}
+        return self._row(self._places[request_id])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids.tolist())
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows together."""
+        return int((self._last - self._first).sum())
+
+    def count(self, request_id: int) -> int:
+        """Tokens that a request gained."""
+        return int((self._last - self._first)[self._ids == request_id].sum())
+
+    def stopped(self) -> list[tuple[int, RowResult]]:
+        """The rows that stopped, with their request ids."""
+        return [(int(self._ids[place]), self._row(place)) for place in np.flatnonzero(self._stopped).tolist()]
+
+    def tokens(self, request_id: int, first: int, last: int) -> RowResult:
+        """Positions [first, last) of the response of a row, whichever plans brought them."""
+        return _row_result(self._responses[np.flatnonzero(self._ids == request_id)[0]][first:last], False)
+
+    def _row(self, place: int) -> RowResult:
+        tokens = self._responses[place][self._first[place] : self._last[place]]
+        return _row_result(tokens, bool(self._stopped[place]))
+
+
+class _Rows:
+    """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot."""
+
+    def __init__(self, num_seats: int) -> None:
+        self.ids = np.full(num_seats, -1, np.int64)
+        self.responses = np.empty(num_seats, object)  # int32 [tokens] each, from the first token to the last
+        self.context = np.zeros(num_seats, np.int64)  # prompt and response tokens so far
+        self.generated = np.zeros(num_seats, np.int64)
+        self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
+
+    def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
+        self.context[seats] += count
+        self.generated[seats] += count
+        self.left[seats] -= count
+
+    def gains(self, gained: np.ndarray) -> Gains:
+        """What the plan just run brought; `gained`: tokens by seat."""
+        seats = np.flatnonzero(gained)
+        last = self.generated[seats]
+        return Gains(self.ids[seats], self.responses[seats], last - gained[seats], last, self.left[seats] == 0)
+
+
 @dataclass(slots=True)
-class _Slot:
-    """The state that the device would hold of a row."""
+class _Prefill:
+    """What a plan's chunks ask of one dp group."""
 
-    request_id: int
-    tokens: np.ndarray  # int32, the whole response
-    context: int  # prompt and response tokens so far
-    num_generated: int
-    left: int  # tokens until it stops
-
-    def advance(self, count: int) -> None:
-        self.context += count
-        self.num_generated += count
-        self.left -= count
-
-
-@dataclass(slots=True)
-class _Work:
-    """What a plan asks of one dp group."""
-
-    prefill_tokens: int = 0
+    tokens: int = 0
     pairs: float = 0.0
-    rows: list[tuple[int, int]] = field(default_factory=list)  # (tokens left, context) of each active row
 
 
 class SimulatedExecutor:
@@ -169,7 +222,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._host_s = host_s
         self._on_plan = on_plan
-        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._rows = _Rows(sizes.num_groups * sizes.num_slots)
         self._tickets: deque[SimulatedTicket] = deque()
         self._free_ns = 0  # when the devices are done with everything submitted
 
@@ -179,25 +232,22 @@ class SimulatedExecutor:
     def submit(self, plan: Plan) -> SimulatedTicket:
         """Runs a plan; its outcome is seen when it is collected."""
         self._clock.advance(self._host_s)
-        work: dict[int, _Work] = {}
-        ended_prefill = self._prefill(plan, work)
-        num_stopped = sum(not slot.left for slot in ended_prefill.values())
-        active: list[_Slot] = []
-        for row in plan.decode:
-            slot = self._slots[row.dp_group, row.slot]
-            assert slot.request_id == row.request_id, plan
-            if slot.left:
-                active.append(slot)
-                group = work.get(row.dp_group)
-                if group is None:
-                    group = work[row.dp_group] = _Work()
-                group.rows.append((slot.left, slot.context))
-        num_steps = _num_steps(plan, num_stopped, [slot.left for slot in active])
-        rows = self._decode(active, num_steps, ended_prefill)
-        seconds = max((self._group_s(group, num_steps) for group in work.values()), default=0.0)
+        rows, gained = self._rows, np.zeros(len(self._rows.ids), np.int64)
+        prefill, filled = self._prefill(plan)
+        rows.advance(filled, 1)
+        gained[filled] = 1
+        seats = self._active(plan)
+        left = rows.left[seats]
+        num_steps = _num_steps(plan, int((rows.left[filled] == 0).sum()), left)
+        seconds = self._seconds(prefill, seats, left, num_steps)
+        steps = np.minimum(left, num_steps)
+        rows.advance(seats, steps)
+        gained[seats] += steps
+        gains = rows.gains(gained)
+        self.num_tokens += gains.num_tokens
         start_ns = max(self._clock.now_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
-        result = PlanResult(plan.index, rows, num_steps, self.policy_version, seconds)
+        result = PlanResult(plan.index, gains, num_steps, self.policy_version, seconds)
         self._on_plan(plan, result, start_ns, self._free_ns)
         ticket = SimulatedTicket(result, self._free_ns)
         self._tickets.append(ticket)
@@ -210,53 +260,61 @@ class SimulatedExecutor:
         self._clock.reach(due.end_ns)
         return due.result
 
-    def _prefill(self, plan: Plan, work: dict[int, _Work]) -> dict[int, _Slot]:
-        """Counts the chunks and activates the rows whose prefill ends, with their first token; these by request id."""
-        ended: dict[int, _Slot] = {}
+    def _prefill(self, plan: Plan) -> tuple[dict[int, _Prefill], np.ndarray]:
+        """Counts the chunks of each dp group, and activates the rows whose prefill ends: their seats."""
+        work: dict[int, _Prefill] = {}
+        filled: list[int] = []
         for chunk in plan.prefill:
-            group = work.setdefault(chunk.dp_group, _Work())
-            group.prefill_tokens += len(chunk.tokens)
+            group = work.setdefault(chunk.dp_group, _Prefill())
+            group.tokens += len(chunk.tokens)
             group.pairs += causal_pairs(len(chunk.tokens), chunk.start)
             self.num_prefill_tokens += len(chunk.tokens)
             if chunk.is_last:
-                slot = self._activate(chunk)
-                self._slots[chunk.dp_group, chunk.slot] = ended[slot.request_id] = slot
-                slot.advance(1)
-        return ended
+                filled.append(self._activate(chunk))
+        return work, np.asarray(filled, np.int64)
 
-    def _decode(self, active: list[_Slot], num_steps: int, ended_prefill: dict[int, _Slot]) -> dict[int, RowResult]:
-        """Advances the active rows; who gained what, by request id."""
-        rows: dict[int, RowResult] = {}
-        for slot in active if num_steps else ():
-            first = slot.num_generated - (slot.request_id in ended_prefill)
-            slot.advance(min(slot.left, num_steps))
-            rows[slot.request_id] = self._row(slot, first)
-        for request_id, slot in ended_prefill.items():
-            if request_id not in rows:
-                rows[request_id] = self._row(slot, slot.num_generated - 1)
-        return rows
-
-    def _row(self, slot: _Slot, first: int) -> RowResult:
-        count = slot.num_generated - first
-        self.num_tokens += count
-        zeros = _ZEROS[:count] if count <= len(_ZEROS) else np.zeros((count,), np.float32)
-        return RowResult(slot.tokens[first : slot.num_generated], zeros, zeros, not slot.left)
-
-    def _activate(self, chunk: PrefillChunk) -> _Slot:
-        request = chunk.request
+    def _activate(self, chunk: PrefillChunk) -> int:
+        """Writes a row's state; its seat."""
+        request, kept = chunk.request, chunk.num_generated
         length = min(self._length_of(request.key), request.params.max_tokens)
-        if length <= chunk.num_generated:
-            raise ValueError(
-                f"{request.key}: its length ({length}) must exceed the tokens kept ({chunk.num_generated})"
-            )
-        kept = chunk.num_generated
-        context = len(request.prompt_ids) + kept
-        return _Slot(request.request_id, fillers(request, length), context, kept, length - kept)
+        if length <= kept:
+            raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
+        seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
+        rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
+        rows.context[seat] = len(request.prompt_ids) + kept
+        rows.generated[seat], rows.left[seat] = kept, length - kept
+        return seat
 
-    def _group_s(self, work: _Work, num_steps: int) -> float:
-        """Seconds of a plan in one dp group."""
-        seconds = self._cost.prefill_s(self.sizes.tp, work.prefill_tokens, work.pairs) if work.prefill_tokens else 0.0
-        return seconds + decode_s(self._cost, self.sizes.tp, work.rows, num_steps) if num_steps else seconds
+    def _active(self, plan: Plan) -> np.ndarray:
+        """Seats of the plan's rows that have not stopped, ascending."""
+        seats = np.array([row.dp_group * self.num_slots + row.slot for row in plan.decode], np.int64)
+        assert (self._rows.ids[seats] == [row.request_id for row in plan.decode]).all(), plan
+        return np.sort(seats[self._rows.left[seats] > 0])
+
+    def _seconds(self, prefill: dict[int, _Prefill], seats: np.ndarray, left: np.ndarray, num_steps: int) -> float:
+        """Seconds of a plan: of its slowest dp group."""
+        seconds = self._decode_s(seats, left, num_steps) if num_steps else {}
+        for group, work in prefill.items():
+            seconds[group] = self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs) + seconds.get(group, 0.0)
+        return max(seconds.values(), default=0.0)
+
+    def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> dict[int, float]:
+        """Seconds of the decode steps by dp group. Where nobody stops on the way, one evaluation says it all."""
+        tp, context, of_group = self.sizes.tp, self._rows.context[seats], seats // self.num_slots
+        batches = np.bincount(of_group, minlength=self.num_groups)
+        contexts = np.bincount(of_group, context, minlength=self.num_groups).tolist()
+        ends = np.cumsum(batches).tolist()
+        stops = np.bincount(of_group[left < num_steps], minlength=self.num_groups).tolist()
+        seconds: dict[int, float] = {}
+        for group, batch in enumerate(batches.tolist()):
+            if stops[group]:
+                own = slice(ends[group] - batch, ends[group])
+                rows = zip(left[own].tolist(), context[own].tolist(), strict=True)
+                seconds[group] = decode_s(self._cost, tp, rows, num_steps)
+            elif batch:
+                middle = contexts[group] + batch * (num_steps - 1) / 2
+                seconds[group] = num_steps * self._cost.decode_step_s(tp, batch, middle)
+        return seconds
 
 
 def decode_s(cost: CostModel, tp: int, rows: Iterable[tuple[int, int]], num_steps: int) -> float:
@@ -277,14 +335,19 @@ def decode_s(cost: CostModel, tp: int, rows: Iterable[tuple[int, int]], num_step
     return seconds
 
 
-def _num_steps(plan: Plan, num_stopped: int, lefts: list[int]) -> int:
+def _num_steps(plan: Plan, num_stopped: int, left: np.ndarray) -> int:
     """Decode steps until the plan is left; `num_stopped` rows have stopped in its prefill."""
     wanted = plan.leave_after - num_stopped  # more stops
-    if not lefts or wanted <= 0:
+    if not len(left) or wanted <= 0:
         return 0
-    if wanted > len(lefts):
-        return min(plan.num_steps, max(lefts))
-    return min(plan.num_steps, sorted(lefts)[wanted - 1])
+    if wanted > len(left):
+        return min(plan.num_steps, int(left.max()))
+    return min(plan.num_steps, int(np.partition(left, wanted - 1)[wanted - 1]))
+
+
+def _row_result(tokens: np.ndarray, stopped: bool) -> RowResult:
+    zeros = np.broadcast_to(_ZERO, len(tokens))
+    return RowResult(tokens, zeros, zeros, stopped)
 
 
 def fillers(request: Request, length: int) -> np.ndarray:
