@@ -38,6 +38,7 @@ from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
 from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.machine import Launched, MachineSizes, SimulatedExecutor
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.trainer import SimulatedTrainer
@@ -90,7 +91,7 @@ def build(
 
     executor = SimulatedExecutor(sizes, launched.length, cost, clock, config.simulate.host_s, on_plan)
     batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
-    engine = Engine(executor, batcher)
+    engine = Engine(executor, batcher, batcher=LockstepBatcher)
     trainer = SimulatedTrainer(cost, sizes.num_devices, clock)
     backend = SimulatedBackend(
         engine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl.scheduling.batcher import BatcherConfig
+from jaxrl.scheduling.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.events import (
     Event,
@@ -20,6 +20,7 @@ from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, ModelSizes, SwitchTimes, TrainLoad
 from jaxrl.sim.known import KnownSample, KnownWorkload
+from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.machine import Launched, MachineSizes, SimulatedExecutor
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
@@ -75,12 +76,14 @@ class Machine:
     timeout_s: float = 0.0
     host_s: float = 0.0
     trace: list[TraceEvent] = field(default_factory=list)
+    batcher: type[Batcher] = LockstepBatcher
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
         launched = Launched(self.workload)
         self.executor = SimulatedExecutor(self.sizes, launched.length, self.cost, self.clock, self.host_s)
-        self.engine = Engine(self.executor, BatcherConfig(decode_steps=self.decode_steps), trace=self.trace.append)
+        config = BatcherConfig(decode_steps=self.decode_steps)
+        self.engine = Engine(self.executor, config, trace=self.trace.append, batcher=self.batcher)
         rewards = RewardWorkers(self.workers, self.timeout_s)
         phases = SimulatedPhases(self.clock)
         self.backend = SimulatedBackend(self.engine, self.executor, launched, rewards, self.clock, 0.0, phases)

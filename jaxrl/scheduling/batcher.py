@@ -74,7 +74,7 @@ class BatcherConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class Named:
     """A request in a plan in flight; its slot then, for it may have moved since."""
 
     progress: Progress
@@ -94,7 +94,7 @@ class _Draft:
     lacks_budget: bool = False  # somebody's prefill waits for the next plan
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
-    named: list[_Named] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)
 
     def put_off_decode(self) -> None:
         """Leaves prefill only."""
@@ -126,7 +126,7 @@ class Batcher:
         self._waiting: dict[int, Progress] = {}  # never yet on the device
         self._running: list[Progress] = []  # sorted by arrival
         self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]  # heaps
-        self._flights: deque[tuple[int, list[_Named], bool]] = deque()  # the bool: all steps will be taken
+        self._flights: deque[tuple[int, list[Named], bool]] = deque()  # the bool: all steps will be taken
         self._in_flight: Counter[int] = Counter()  # request id -> plans in flight that name it
         self._share_prompts: dict[object, tuple[tuple[int, ...], int]] = {}  # share -> (prompt, live requests)
 
@@ -250,7 +250,7 @@ class Batcher:
         if num_chunk or is_decoding:
             ends_prefill = is_decoding and num_chunk > 0
             max_new = self.config.decode_steps * is_decoding + ends_prefill
-            draft.named.append(_Named(progress, group, progress.slot, max_new, ends_prefill))
+            draft.named.append(Named(progress, group, progress.slot, max_new, ends_prefill))
 
     def _admit(self, draft: _Draft) -> bool:
         """Gives free rows to waiting requests; says whether one is left out for want of a slot or of blocks."""

@@ -69,6 +69,7 @@ class Engine:
       stop_check: `(request, response tokens) -> how many to keep, or None`: looks for stop strings on the host; called
         only for requests that have some, whenever they gained tokens.
       trace: called with every admission, preemption and completion, in order (`list.append` records them).
+      batcher: another class that decides the same, faster on some executors (`jaxrl.sim.lockstep`).
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class Engine:
         config: BatcherConfig,
         stop_check: StopCheck | None = None,
         trace: Callable[[TraceEvent], None] | None = None,
+        batcher: type[Batcher] = Batcher,
     ) -> None:
         self.executor = executor
         self.stop_check = stop_check
-        self.batcher = Batcher(config, _capacity(executor), trace)
+        self.batcher = batcher(config, _capacity(executor), trace)
         self.duration_s = 0.0  # what the plans collected so far took, by the executor's account
         self.watch: Callable[[PlanTimes], None] | None = None  # told of every plan that was collected
         self._tickets: deque[Ticket] = deque()

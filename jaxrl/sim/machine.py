@@ -143,6 +143,10 @@ class Gains(Mapping[int, RowResult]):
         """Tokens that a request gained."""
         return int((self._last - self._first)[self._ids == request_id].sum())
 
+    @property
+    def has_stops(self) -> bool:
+        return bool(self._stopped.any())
+
     def stopped(self) -> list[tuple[int, RowResult]]:
         """The rows that stopped, with their request ids."""
         return [(int(self._ids[place]), self._row(place)) for place in np.flatnonzero(self._stopped).tolist()]

@@ -1,0 +1,258 @@
+"""The batcher of a simulation: where nothing is to be decided, a plan costs what changes in it, not what runs in it.
+
+Purpose: a simulated step of thousands of responses of thousands of tokens is millions of (plan, row) pairs, in nearly
+all of which a row is named once more and gains as many tokens as every other. `LockstepBatcher` decides what `Batcher`
+decides: the same plans, block by block, trace and counters. tests/sim/test_lockstep.py compares the two.
+
+While nobody waits and every running row decodes, the rows form a *lane*. The lane counts the steps that its plans
+promised and took, once for all rows. A row is looked at when it needs a block, reaches its limit, stops or is aborted:
+the first two are known beforehand and lie in a heap. Anything else that could matter (a new request, a pool that runs
+dry, another layout, a look at a row's state) dissolves the lane: what it counted is written into each `Progress`, and
+`Batcher` goes on from there.
+
+Departures: needs an executor whose results are `Gains`. There every row that does not stop gains a token in each step,
+and its tokens can be had later, so that they are copied once, when it leaves the lane.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from jaxrl.scheduling.batcher import UNLIMITED, Batcher, BatcherConfig, Named
+from jaxrl.scheduling.blocks import BlockManager
+from jaxrl.scheduling.plan import Capacity, DecodeRow, Plan, PlanResult, Request, Seat
+from jaxrl.scheduling.progress import Completed, Ended, Progress, StopCheck, TraceEvent, finish_reason
+from jaxrl.sim.machine import Gains
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A plan of the lane in flight: whom it names, and who of them has left the lane since."""
+
+    rows: tuple[DecodeRow, ...]
+    gone: dict[int, Progress] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Rows that decode together."""
+
+    members: dict[int, Progress]  # by request id
+    named: dict[int, DecodeRow]  # those of them whom the next plan names, in the order of their seats
+    written: dict[int, int]  # `Progress.num_written` when the lane was formed
+    due: list[tuple[int, int, int]] = field(default_factory=list)  # a heap: (promised, arrival, request id)
+    promised: int = 0  # steps of the lane's plans so far
+    taken: int = 0  # steps whose tokens are in the members' arrays not yet
+    version: int = -1  # of the weights that made those
+    gains: Gains | None = None  # of the plan that was collected last
+    flights: dict[int, _Flight] = field(default_factory=dict)  # by the plan's index
+
+    def leave(self, progress: Progress) -> None:
+        """Takes a row out, its tokens complete as far as plans have been collected."""
+        request_id = progress.request.request_id
+        self.copy_tokens(progress)
+        del self.members[request_id]
+        self.named.pop(request_id, None)
+        for flight in self.flights.values():
+            flight.gone[request_id] = progress
+
+    def copy_tokens(self, progress: Progress) -> None:
+        """Gives a member the tokens that the lane has counted."""
+        if self.taken:
+            assert self.gains is not None, "steps were taken in plans that nobody collected"
+            first = progress.num_tokens
+            row = self.gains.tokens(progress.request.request_id, first, first + self.taken)
+            progress.append(row, self.version)
+
+    def count(self, gains: Gains, num_steps: int, version: int) -> None:
+        """Adds the steps of a plan just collected, in which all members gained as many tokens."""
+        if version != self.version and self.taken:
+            for progress in self.members.values():
+                self.copy_tokens(progress)
+            self.taken = 0
+        self.gains, self.version = gains, version
+        self.taken += num_steps
+
+
+class LockstepBatcher(Batcher):
+    """Decides what `Batcher` decides, over an executor whose results are `Gains`."""
+
+    def __init__(
+        self, config: BatcherConfig, capacity: Capacity, trace: Callable[[TraceEvent], None] | None = None
+    ) -> None:
+        super().__init__(config, capacity, trace)
+        self._lane: _Lane | None = None
+
+    # Where lockstep ends
+
+    def add(self, request: Request) -> None:
+        self._dissolve()
+        super().add(request)
+
+    def progress(self, request_id: int) -> Progress:
+        self._dissolve()
+        return super().progress(request_id)
+
+    def running(self) -> tuple[Progress, ...]:
+        self._dissolve()
+        return super().running()
+
+    def reseat(self, capacity: Capacity, blocks: BlockManager, seats: Mapping[int, Seat]) -> None:
+        self._dissolve()
+        super().reseat(capacity, blocks, seats)
+
+    def seat(self, seats: Mapping[int, Seat]) -> None:
+        self._dissolve()
+        super().seat(seats)
+
+    # Plans
+
+    def schedule(self) -> Plan | None:
+        if self._lane is None and self._is_steady():
+            self._lane = self._form()
+        if self._lane is not None:
+            if self._look_at_due(self._lane):
+                return self._repeat(self._lane)
+            self._dissolve()
+        return super().schedule()
+
+    def update(self, result: PlanResult, stop_check: StopCheck | None = None) -> list[Ended]:
+        lane = self._lane
+        if lane is None or result.index not in lane.flights:
+            return super().update(result, stop_check)
+        gains, flight = result.rows, lane.flights.pop(result.index)
+        assert isinstance(gains, Gains), "a lane of rows whose tokens cannot be had later"
+        assert self._flights.popleft()[0] == result.index, "plans are collected in the order in which they were made"
+        self.counters.plans += 1
+        self.counters.steps += result.num_steps
+        self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
+        self.counters.busy_row_steps += gains.num_tokens
+        self.counters.dropped_tokens += sum(gains.count(request_id) for request_id in flight.gone)
+        seats = {row.request_id: row for row in flight.rows} if gains.has_stops else {}
+        ended: list[Ended] = []
+        for request_id, row in gains.stopped():
+            if request_id in flight.gone:
+                continue
+            progress, seat = lane.members[request_id], seats[request_id]
+            lane.leave(progress)
+            progress.append(row, result.policy_version)
+            reason = finish_reason(progress, row, stop_check)
+            assert reason is not None, "a row that stopped has a reason"
+            ended.append(Ended(progress, reason, result.index, seat.dp_group, seat.slot))
+            self._end(progress)
+            if self.trace is not None:
+                key, length = progress.request.key, progress.num_tokens
+                self.trace(Completed(result.index, key, seat.dp_group, seat.slot, length, reason))
+        lane.count(gains, result.num_steps, result.policy_version)
+        return ended
+
+    def _end(self, progress: Progress) -> None:
+        if self._lane is not None and progress.request.request_id in self._lane.members:
+            self._lane.leave(progress)
+        super()._end(progress)
+
+    # The lane
+
+    def _is_steady(self) -> bool:
+        """Whether every plan from now on, until something happens, names the same rows for the same steps."""
+        return (
+            bool(self._running)
+            and not self.num_waiting
+            and all(whole for _, _, whole in self._flights)
+            and all(progress.is_resident and not progress.request.params.stop_strings for progress in self._running)
+        )
+
+    def _form(self) -> _Lane:
+        by_seat = sorted(self._running, key=lambda progress: (progress.group, progress.slot))
+        members = {progress.request.request_id: progress for progress in by_seat}
+        lane = _Lane(
+            members,
+            {i: DecodeRow(i, p.group, p.slot, self.blocks.table(i)) for i, p in members.items()},
+            {i: p.num_written for i, p in members.items()},
+        )
+        lane.due = [self._due(lane, progress) for progress in by_seat]
+        heapq.heapify(lane.due)
+        return lane
+
+    def _due(self, lane: _Lane, progress: Progress) -> tuple[int, int, int]:
+        """When to look at a row again: before the plan that needs a block for it, or that must not name it."""
+        request_id = progress.request.request_id
+        written, held = lane.written[request_id], self.blocks.num_held(request_id) * self.capacity.block_size
+        due = progress.limit - 1 - written
+        if held < progress.limit:
+            due = min(due, held + 1 - written - self.config.decode_steps)
+        return due, progress.arrival, request_id
+
+    def _look_at_due(self, lane: _Lane) -> bool:
+        """Gives the rows that need them their blocks, oldest first, and names those no more whom the plans in flight
+        take to their last token. False if a pool has too few blocks: then nothing has changed."""
+        due: list[tuple[int, int, int]] = []
+        while lane.due and lane.due[0][0] <= lane.promised:
+            entry = heapq.heappop(lane.due)
+            if entry[2] in lane.members:
+                due.append(entry)
+        wanted: list[tuple[Progress, int]] = []  # (who, positions)
+        num_new: Counter[int] = Counter()  # blocks by dp group
+        finishing: list[int] = []
+        for _, _, request_id in sorted(due, key=lambda entry: entry[1]):
+            progress = lane.members[request_id]
+            written = lane.written[request_id] + lane.promised
+            if written + 1 >= progress.limit:
+                finishing.append(request_id)
+                continue
+            need = min(written + self.config.decode_steps, progress.limit)
+            num_new[progress.group] += self.blocks.blocks_for(need) - self.blocks.num_held(request_id)
+            wanted.append((progress, need))
+        if any(count > self.blocks.num_free(group) for group, count in num_new.items()):
+            return False
+        for request_id in finishing:
+            del lane.named[request_id]
+        for progress, need in wanted:
+            request_id = progress.request.request_id
+            extended = self.blocks.extend(request_id, need)
+            assert extended, "the blocks were counted"
+            table = self.blocks.table(request_id)
+            lane.named[request_id] = DecodeRow(request_id, progress.group, progress.slot, table)
+            heapq.heappush(lane.due, self._due(lane, progress))
+        return True
+
+    def _repeat(self, lane: _Lane) -> Plan | None:
+        """The next plan: the rows of the one before, as far as they are still there."""
+        if not lane.named:
+            assert self._flights or not self._requests, "requests run, and no plan names one"
+            return None
+        plan = Plan(
+            index=self.next_index,
+            decode=tuple(lane.named.values()),
+            num_steps=self.config.decode_steps,
+            leave_after=UNLIMITED,
+        )
+        lane.flights[plan.index] = _Flight(plan.decode)
+        self._flights.append((plan.index, [], True))
+        lane.promised += plan.num_steps
+        self.next_index += 1
+        return plan
+
+    def _dissolve(self) -> None:
+        """Writes down for each row what the lane counted for all."""
+        lane, self._lane = self._lane, None
+        if lane is None:
+            return
+        for progress in lane.members.values():
+            lane.copy_tokens(progress)
+        for place, (index, _, whole) in enumerate(self._flights):
+            if index in lane.flights:
+                self._flights[place] = (index, self._named(lane, lane.flights[index]), whole)
+
+    def _named(self, lane: _Lane, flight: _Flight) -> list[Named]:
+        """A plan of the lane in flight, as `Batcher` keeps it."""
+        named = []
+        for row in flight.rows:
+            progress = lane.members.get(row.request_id) or flight.gone[row.request_id]
+            progress.pending += self.config.decode_steps
+            self._in_flight[row.request_id] += 1
+            named.append(Named(progress, row.dp_group, row.slot, self.config.decode_steps, ends_prefill=False))
+        return named
