@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""What a simulated step costs: seconds of one core, and whether memory stays flat over many steps.
+
+    python scripts/bench_simulate.py [--config configs/tail_batching_128.yaml] [--steps 6] [section.option=value ...]
+
+Runs what `jaxrl simulate` runs, files included, in a temporary folder. Printed for every step (or every --every-th): the
+kind of its round, seconds of the process's CPU time, and resident memory after it; at the end medians by kind of round,
+and memory after a tenth of the steps and after all. CPU time is not wall-clock time: a machine whose cores are busy
+with others still makes it longer, by the caches and cores that are shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import records
+from bench.measure import say
+
+from jaxrl import config_files
+from jaxrl.config import Config
+from jaxrl.loop import Hooks
+from jaxrl.metrics import MetricsWriter
+from jaxrl.samples import SampleLog
+from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
+from jaxrl.simulate import build
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tail_batching_128.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's cost, and resident memory after it."""
+
+    kind: str
+    cpu_s: float
+    rss_mib: float
+
+
+def run(config: Config, folder: Path, every: int) -> list[Step]:
+    """All steps of a configuration; every `every`-th is printed."""
+    steps: list[Step] = []
+    writer, samples = MetricsWriter(folder), SampleLog(folder / "samples.jsonl", -1)
+    began_s = time.process_time()
+
+    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
+        nonlocal began_s
+        writer.write(step, measured)
+        samples.write(step, groups)
+        now_s = time.process_time()
+        kind = {0.0: "short", 1.0: "long"}.get(measured.get("rollout/long_round", -1.0), "all")
+        steps.append(Step(kind, now_s - began_s, resident_mib()))
+        if step % every == 0:
+            say(f"step {step:5}  {kind:<5}  {steps[-1].cpu_s:6.2f} s  {steps[-1].rss_mib:6.0f} MiB")
+        began_s = time.process_time()
+
+    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, lambda *_: None, lambda: False)
+    cost, _ = cost_model(config)
+    workload, _ = workload_of(config)
+    sizes = machine_sizes(config, cost, model_sizes(config))
+    simulation = build(config, cost, workload, hooks, sizes=sizes, timeline=folder / "timeline.json")
+    simulation.loop.run()
+    for each in (simulation.phases, writer, samples):
+        each.close()
+    return steps
+
+
+def resident_mib() -> float:
+    """Memory of this process now (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / (1 << 20)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=str(CONFIG))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(arguments)
+    overrides = (f"trainer.total_training_steps={options.steps}", *options.overrides)
+    config = config_files.load(options.config, overrides)
+    say(f"command: {records.command()}")
+    with tempfile.TemporaryDirectory() as folder:
+        steps = run(config, Path(folder), options.every)
+    for kind in sorted({step.kind for step in steps}):
+        own = [step.cpu_s for step in steps if step.kind == kind]
+        say(f"{kind} rounds: {statistics.median(own):.2f} s of a core in the middle, {max(own):.2f} at most")
+    say(f"all {len(steps)} steps: {statistics.fmean(step.cpu_s for step in steps):.2f} s of a core on average")
+    tenth = max(len(steps) // 10, 1)
+    say(f"memory: {steps[tenth - 1].rss_mib:.0f} MiB after step {tenth}, {steps[-1].rss_mib:.0f} after {len(steps)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
