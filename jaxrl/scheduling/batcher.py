@@ -260,7 +260,7 @@ class Batcher:
             if draft.closed == everywhere:
                 break
             if not any(draft.budget[g] for g in everywhere - draft.closed):
-                draft.lacks_budget |= self._room_somewhere(draft, progress)
+                draft.lacks_budget |= bool(self._with_room(draft, progress, everywhere))
                 break
             if self._in_flight[progress.request.request_id]:
                 continue
@@ -284,9 +284,8 @@ class Batcher:
         home: tuple[int, ...] = ()
         if self.blocks.num_shareable(len(request.prompt_ids)):
             home = self.blocks.groups_holding(request.share)
-        open_groups = [g for g in range(self.capacity.num_groups) if g not in draft.closed]
-        with_room = [g for g in open_groups if self._has_room(draft, progress, g)]
-        candidates = [g for g in home if g in with_room] or with_room
+        everywhere = range(self.capacity.num_groups)
+        candidates = self._with_room(draft, progress, home) or self._with_room(draft, progress, everywhere)
         if not candidates:
             draft.closed.update(range(self.capacity.num_groups))
             return None
@@ -294,24 +293,25 @@ class Batcher:
         draft.lacks_budget |= not with_budget
         return max(with_budget, key=self._room) if with_budget else None  # the first of equals
 
-    def _room_somewhere(self, draft: _Draft, progress: Progress) -> bool:
-        groups = range(self.capacity.num_groups)
-        return any(self._has_room(draft, progress, group) for group in groups if group not in draft.closed)
+    def _with_room(self, draft: _Draft, progress: Progress, groups: Iterable[int]) -> list[int]:
+        """Those of open dp groups in which a request can start, grow by two plans, and leave the running rows the
+        blocks of one more."""
+        request = progress.request
+        num_prompt = len(request.prompt_ids)
+        num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
+        wanted = self.blocks.blocks_for(min(num_grown, progress.limit))
+        with_room = []
+        for group in groups:
+            if group not in draft.closed and self._free_slots[group]:
+                need = wanted - self.blocks.num_published(group, request.share, num_prompt)
+                if need + draft.headroom[group] <= self.blocks.num_free(group):
+                    with_room.append(group)
+        return with_room
 
     def _room(self, group: int) -> int:
         """How much room a dp group has: the scarcer of slots and blocks, as a part of what there is."""
         slots, blocks = len(self._free_slots[group]), self.blocks.num_free(group)
         return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
-
-    def _has_room(self, draft: _Draft, progress: Progress, group: int) -> bool:
-        """Whether a request can start, grow by two plans, and leave the running rows the blocks of one more."""
-        request = progress.request
-        if not self._free_slots[group]:
-            return False
-        num_prefix = len(request.prompt_ids) + progress.num_tokens
-        need = self.blocks.blocks_for(min(num_prefix + 2 * self.config.decode_steps, progress.limit))
-        need -= self.blocks.num_published(group, request.share, len(request.prompt_ids))
-        return need + draft.headroom[group] <= self.blocks.num_free(group)
 
     def _start(self, draft: _Draft, progress: Progress, group: int) -> None:
         """Gives a waiting request a row and its first chunk."""

@@ -97,9 +97,8 @@ class BlockManager:
 
     def num_published(self, group: int, share: object | None, prompt_len: int) -> int:
         """Blocks that a request with this `share` would find ready in `group`."""
-        if share is None:
-            return 0
-        return min(len(self._published.get((group, share), ())), self.num_shareable(prompt_len))
+        published = None if share is None else self._published.get((group, share))
+        return min(len(published), self.num_shareable(prompt_len)) if published else 0
 
     def allocate(
         self, request_id: int, group: int, num_tokens: int, share: object | None = None, prompt_len: int = 0

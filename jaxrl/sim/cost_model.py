@@ -245,10 +245,11 @@ class RooflineCost:
     model: ModelSizes
     hardware: Hardware
     efficiency: Efficiency = Efficiency()
-    # decode's coefficients by TP degree, once each: a simulation asks for millions of steps
+    # decode's coefficients by TP degree, and passes by rows, once each: a simulation asks for millions of steps
     _decode: dict[int, tuple[float, float, float, float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _passes: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # Inference, one dp group
 
@@ -261,7 +262,10 @@ class RooflineCost:
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = terms
         memory = weights_s + row_memory_s * batch + token_memory_s * context
         busy = max(memory, row_compute_s * batch + token_compute_s * context)
-        return busy + self._pass_s(tp, batch)
+        pass_s = self._passes.get((tp, batch))
+        if pass_s is None:
+            pass_s = self._passes[tp, batch] = self._pass_s(tp, batch)
+        return busy + pass_s
 
     def _decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
         """Seconds of reading the weights; of memory, per row and context token; of computing, per row and token."""

@@ -131,21 +131,21 @@ class LockstepBatcher(Batcher):
         self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
         self.counters.busy_row_steps += gains.num_tokens
         self.counters.dropped_tokens += sum(gains.count(request_id) for request_id in flight.gone)
-        seats = {row.request_id: row for row in flight.rows} if gains.has_stops else {}
         ended: list[Ended] = []
         for request_id, row in gains.stopped():
             if request_id in flight.gone:
                 continue
-            progress, seat = lane.members[request_id], seats[request_id]
+            progress = lane.members[request_id]
+            group, slot = progress.group, progress.slot
             lane.leave(progress)
             progress.append(row, result.policy_version)
             reason = finish_reason(progress, row, stop_check)
             assert reason is not None, "a row that stopped has a reason"
-            ended.append(Ended(progress, reason, result.index, seat.dp_group, seat.slot))
+            ended.append(Ended(progress, reason, result.index, group, slot))
             self._end(progress)
             if self.trace is not None:
                 key, length = progress.request.key, progress.num_tokens
-                self.trace(Completed(result.index, key, seat.dp_group, seat.slot, length, reason))
+                self.trace(Completed(result.index, key, group, slot, length, reason))
         lane.count(gains, result.num_steps, result.policy_version)
         return ended
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from jaxrl.sim.workload import Workload
 from jaxrl.types import SampleKey
 
 _ZERO = np.float32(0)
+_ROW = (attrgetter("request_id"), attrgetter("dp_group"), attrgetter("slot"))  # of a DecodeRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +144,6 @@ class Gains(Mapping[int, RowResult]):
     def count(self, request_id: int) -> int:
         """Tokens that a request gained."""
         return int((self._last - self._first)[self._ids == request_id].sum())
-
-    @property
-    def has_stops(self) -> bool:
-        return bool(self._stopped.any())
 
     def stopped(self) -> list[tuple[int, RowResult]]:
         """The rows that stopped, with their request ids."""
@@ -291,8 +289,9 @@ class SimulatedExecutor:
 
     def _active(self, plan: Plan) -> np.ndarray:
         """Seats of the plan's rows that have not stopped, ascending."""
-        seats = np.array([row.dp_group * self.num_slots + row.slot for row in plan.decode], np.int64)
-        assert (self._rows.ids[seats] == [row.request_id for row in plan.decode]).all(), plan
+        ids, groups, slots = (np.fromiter(map(each, plan.decode), np.int64) for each in _ROW)
+        seats = groups * self.num_slots + slots
+        assert (self._rows.ids[seats] == ids).all(), plan
         return np.sort(seats[self._rows.left[seats] > 0])
 
     def _seconds(self, prefill: dict[int, _Prefill], seats: np.ndarray, left: np.ndarray, num_steps: int) -> float:
