@@ -36,45 +36,48 @@ class _Flight:
     gone: dict[int, Progress] = field(default_factory=dict)
 
 
+_Due = tuple[int, int, Progress, int, int]
+"""A row to look at once the lane has promised so many steps; its arrival, which no two rows share; the row; its
+`num_written` when the lane was formed, and the positions that its blocks hold."""
+
+
 @dataclass(slots=True)
 class _Lane:
     """Rows that decode together."""
 
     members: dict[int, Progress]  # by request id
     named: dict[int, DecodeRow]  # those of them whom the next plan names, in the order of their seats
-    written: dict[int, int]  # `Progress.num_written` when the lane was formed
-    due: list[tuple[int, int, int]] = field(default_factory=list)  # a heap: (promised, arrival, request id)
+    due: list[_Due] = field(default_factory=list)  # a heap
     promised: int = 0  # steps of the lane's plans so far
     taken: int = 0  # steps whose tokens are in the members' arrays not yet
     version: int = -1  # of the weights that made those
     gains: Gains | None = None  # of the plan that was collected last
     flights: dict[int, _Flight] = field(default_factory=dict)  # by the plan's index
 
-    def leave(self, progress: Progress) -> None:
-        """Takes a row out, its tokens complete as far as plans have been collected."""
+    def leave(self, progress: Progress, num_more: int = 0) -> None:
+        """Takes a row out, its tokens complete as far as plans have been counted, and `num_more` besides."""
         request_id = progress.request.request_id
-        self.copy_tokens(progress)
+        self.copy_tokens(progress, num_more)
         del self.members[request_id]
         self.named.pop(request_id, None)
         for flight in self.flights.values():
             flight.gone[request_id] = progress
 
-    def copy_tokens(self, progress: Progress) -> None:
-        """Gives a member the tokens that the lane has counted."""
-        if self.taken:
+    def copy_tokens(self, progress: Progress, num_more: int = 0) -> None:
+        """Gives a member the tokens of the steps taken."""
+        count = self.taken + num_more
+        if count:
             assert self.gains is not None, "steps were taken in plans that nobody collected"
             first = progress.num_tokens
-            row = self.gains.tokens(progress.request.request_id, first, first + self.taken)
-            progress.append(row, self.version)
+            progress.append(self.gains.tokens(progress.request.request_id, first, first + count), self.version)
 
-    def count(self, gains: Gains, num_steps: int, version: int) -> None:
-        """Adds the steps of a plan just collected, in which all members gained as many tokens."""
+    def collect(self, gains: Gains, version: int) -> None:
+        """Takes a plan's tokens from `gains` from now on; those of other weights are copied before."""
         if version != self.version and self.taken:
             for progress in self.members.values():
                 self.copy_tokens(progress)
             self.taken = 0
         self.gains, self.version = gains, version
-        self.taken += num_steps
 
 
 class LockstepBatcher(Batcher):
@@ -85,6 +88,11 @@ class LockstepBatcher(Batcher):
     ) -> None:
         super().__init__(config, capacity, trace)
         self._lane: _Lane | None = None
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether the rows form a lane."""
+        return self._lane is not None
 
     # Where lockstep ends
 
@@ -125,20 +133,21 @@ class LockstepBatcher(Batcher):
             return super().update(result, stop_check)
         gains, flight = result.rows, lane.flights.pop(result.index)
         assert isinstance(gains, Gains), "a lane of rows whose tokens cannot be had later"
-        assert self._flights.popleft()[0] == result.index, "plans are collected in the order in which they were made"
+        index, _, _ = self._flights.popleft()
+        assert index == result.index, f"plan {index} is due, and the result is of plan {result.index}"
         self.counters.plans += 1
         self.counters.steps += result.num_steps
         self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
         self.counters.busy_row_steps += gains.num_tokens
         self.counters.dropped_tokens += sum(gains.count(request_id) for request_id in flight.gone)
+        lane.collect(gains, result.policy_version)
         ended: list[Ended] = []
         for request_id, row in gains.stopped():
             if request_id in flight.gone:
                 continue
             progress = lane.members[request_id]
             group, slot = progress.group, progress.slot
-            lane.leave(progress)
-            progress.append(row, result.policy_version)
+            lane.leave(progress, len(row.token_ids))
             reason = finish_reason(progress, row, stop_check)
             assert reason is not None, "a row that stopped has a reason"
             ended.append(Ended(progress, reason, result.index, group, slot))
@@ -146,7 +155,7 @@ class LockstepBatcher(Batcher):
             if self.trace is not None:
                 key, length = progress.request.key, progress.num_tokens
                 self.trace(Completed(result.index, key, group, slot, length, reason))
-        lane.count(gains, result.num_steps, result.policy_version)
+        lane.taken += result.num_steps
         return ended
 
     def _end(self, progress: Progress) -> None:
@@ -169,54 +178,49 @@ class LockstepBatcher(Batcher):
         by_seat = sorted(self._running, key=lambda progress: (progress.group, progress.slot))
         members = {progress.request.request_id: progress for progress in by_seat}
         lane = _Lane(
-            members,
-            {i: DecodeRow(i, p.group, p.slot, self.blocks.table(i)) for i, p in members.items()},
-            {i: p.num_written for i, p in members.items()},
+            members, {i: DecodeRow(i, p.group, p.slot, self.blocks.table(i)) for i, p in members.items()}
         )
-        lane.due = [self._due(lane, progress) for progress in by_seat]
+        size = self.capacity.block_size
+        lane.due = [self._due(p, p.num_written, size * self.blocks.num_held(i)) for i, p in members.items()]
         heapq.heapify(lane.due)
         return lane
 
-    def _due(self, lane: _Lane, progress: Progress) -> tuple[int, int, int]:
+    def _due(self, progress: Progress, written: int, held: int) -> _Due:
         """When to look at a row again: before the plan that needs a block for it, or that must not name it."""
-        request_id = progress.request.request_id
-        written, held = lane.written[request_id], self.blocks.num_held(request_id) * self.capacity.block_size
-        due = progress.limit - 1 - written
+        due = progress.limit - 1
         if held < progress.limit:
-            due = min(due, held + 1 - written - self.config.decode_steps)
-        return due, progress.arrival, request_id
+            due = min(due, held + 1 - self.config.decode_steps)
+        return due - written, progress.arrival, progress, written, held
 
     def _look_at_due(self, lane: _Lane) -> bool:
         """Gives the rows that need them their blocks, oldest first, and names those no more whom the plans in flight
-        take to their last token. False if a pool has too few blocks: then nothing has changed."""
-        due: list[tuple[int, int, int]] = []
+        take to their last token. False if a pool has too few blocks; then the lane is of no use any more."""
+        due: list[_Due] = []
         while lane.due and lane.due[0][0] <= lane.promised:
-            entry = heapq.heappop(lane.due)
-            if entry[2] in lane.members:
-                due.append(entry)
-        wanted: list[tuple[Progress, int]] = []  # (who, positions)
+            due.append(heapq.heappop(lane.due))
+        size = self.capacity.block_size
+        wanted: list[tuple[_Due, int]] = []  # (whom, positions)
         num_new: Counter[int] = Counter()  # blocks by dp group
-        finishing: list[int] = []
-        for _, _, request_id in sorted(due, key=lambda entry: entry[1]):
-            progress = lane.members[request_id]
-            written = lane.written[request_id] + lane.promised
-            if written + 1 >= progress.limit:
-                finishing.append(request_id)
+        for entry in sorted(due, key=_by_arrival):
+            _, _, progress, written, held = entry
+            if progress.ended:
                 continue
-            need = min(written + self.config.decode_steps, progress.limit)
-            num_new[progress.group] += self.blocks.blocks_for(need) - self.blocks.num_held(request_id)
-            wanted.append((progress, need))
+            now = written + lane.promised
+            if now + 1 >= progress.limit:
+                del lane.named[progress.request.request_id]
+                continue
+            need = min(now + self.config.decode_steps, progress.limit)
+            num_new[progress.group] += self.blocks.blocks_for(need) - held // size
+            wanted.append((entry, need))
         if any(count > self.blocks.num_free(group) for group, count in num_new.items()):
             return False
-        for request_id in finishing:
-            del lane.named[request_id]
-        for progress, need in wanted:
+        for (_, _, progress, written, _), need in wanted:
             request_id = progress.request.request_id
             extended = self.blocks.extend(request_id, need)
             assert extended, "the blocks were counted"
             table = self.blocks.table(request_id)
             lane.named[request_id] = DecodeRow(request_id, progress.group, progress.slot, table)
-            heapq.heappush(lane.due, self._due(lane, progress))
+            heapq.heappush(lane.due, self._due(progress, written, size * len(table)))
         return True
 
     def _repeat(self, lane: _Lane) -> Plan | None:
@@ -256,3 +260,7 @@ class LockstepBatcher(Batcher):
             self._in_flight[row.request_id] += 1
             named.append(Named(progress, row.dp_group, row.slot, self.config.decode_steps, ends_prefill=False))
         return named
+
+
+def _by_arrival(entry: _Due) -> int:
+    return entry[1]

@@ -32,7 +32,8 @@ from jaxrl.sim.executor import VOCABULARY
 from jaxrl.sim.workload import Workload
 from jaxrl.types import SampleKey
 
-_ZERO = np.float32(0)
+_ZEROS = np.zeros((1 << 16,), np.float32)
+_ZEROS.flags.writeable = False
 _ROW = (attrgetter("request_id"), attrgetter("dp_group"), attrgetter("slot"))  # of a DecodeRow
 
 
@@ -349,7 +350,7 @@ def _num_steps(plan: Plan, num_stopped: int, left: np.ndarray) -> int:
 
 
 def _row_result(tokens: np.ndarray, stopped: bool) -> RowResult:
-    zeros = np.broadcast_to(_ZERO, len(tokens))
+    zeros = _ZEROS[: len(tokens)] if len(tokens) <= len(_ZEROS) else np.zeros(len(tokens), np.float32)
     return RowResult(tokens, zeros, zeros, stopped)
 
 
@@ -357,9 +358,9 @@ def fillers(request: Request, length: int) -> np.ndarray:
     """The tokens of a response, int32 [length]: `jaxrl.sim.executor.filler` of every position at once."""
     key, stops = request.key, request.params.stop_token_ids
     first = key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31
-    tokens = (first % VOCABULARY + np.arange(length, dtype=np.int64) * 17) % VOCABULARY
+    tokens = (first % VOCABULARY + np.arange(length, dtype=np.int32) * 17) % VOCABULARY
     for stop in sorted(stops):
         tokens[tokens == stop] += 1
     if stops and length < request.params.max_tokens:
         tokens[-1] = stops[0]
-    return tokens.astype(np.int32)
+    return tokens

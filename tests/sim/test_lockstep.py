@@ -1,0 +1,108 @@
+"""`LockstepBatcher` against `Batcher`: whatever happens, the same plans block by block, trace, counters and samples."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+from sim_machine import STOP, ConstantCost, sizes
+
+from jaxrl.scheduling.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.engine import Engine, Finished, resume
+from jaxrl.scheduling.plan import Plan, Request
+from jaxrl.scheduling.progress import Preempted
+from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.lockstep import LockstepBatcher
+from jaxrl.sim.machine import SimulatedExecutor
+from jaxrl.types import Sample, SampleKey, SamplingParams
+
+POOLS = {"scarce blocks": 14, "enough blocks": 60}
+
+
+@dataclass
+class Story:
+    """All that can be seen of an engine's life, and how many plans were made in lockstep."""
+
+    plans: list[Plan]
+    trace: list[Any]
+    told: list[Any]
+    counters: dict[str, int]
+    time_ns: int
+    num_lockstep: int
+
+
+def contents(sample: Sample) -> tuple[Any, ...]:
+    arrays = (sample.token_ids, sample.rollout_logprobs, sample.sampled_logprobs, sample.versions)
+    return sample.key, sample.finish_reason, *(array.tolist() for array in arrays)
+
+
+def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
+    """An engine whose requests come, are aborted and go on, with new weights, drains and lost caches in between."""
+    rng = random.Random(seed)
+    shape = sizes(num_devices=3, num_slots=4, num_blocks=num_blocks, max_prefill_tokens=24)
+    lengths: dict[SampleKey, int] = {}
+    executor = SimulatedExecutor(shape, lengths.__getitem__, ConstantCost(), clock := SimulatedClock())
+    plans, trace, told = [], [], []
+    submit = executor.submit
+    executor.submit = lambda plan: (plans.append(plan), submit(plan))[1]
+    config = BatcherConfig(decode_steps=rng.randint(1, 5), leave_after=rng.randint(1, 2))
+    engine = Engine(executor, config, trace=trace.append, batcher=batcher)
+    wanted: dict[int, Request] = {}
+    num_lockstep = next_id = 0
+
+    def add(request: Request) -> None:
+        wanted[request.request_id] = request
+        engine.add(request)
+
+    def note(finished: list[Finished]) -> None:
+        told.extend((len(plans), f.request_id, f.dispatch, f.dp_group, f.slot, contents(f.sample)) for f in finished)
+
+    while len(wanted) < 40 or not engine.is_idle:
+        what = rng.random()
+        if what < 0.15 and len(wanted) < 40:
+            for _ in range(rng.randint(1, 8)):
+                key = SampleKey(0, next_id // 3, next_id % 3)
+                lengths[key] = rng.randint(1, 45)
+                params = SamplingParams(max_tokens=rng.randint(8, 40), stop_token_ids=(STOP,))
+                add(Request(next_id, key, (0,) * (1 + 7 * (next_id // 3) % 9), params, share=next_id // 3))
+                next_id += 1
+        elif what < 0.25 and engine.unfinished():
+            gone = rng.sample(engine.unfinished(), rng.randint(1, min(3, len(engine.unfinished()))))
+            for request_id, sample in zip(gone, engine.abort(gone), strict=True):
+                told.append((len(plans), contents(sample)))
+                if rng.random() < 0.5:
+                    add(resume(wanted[request_id], sample))
+        elif what < 0.30:
+            executor.policy_version += 1
+        elif what < 0.34:
+            note(engine.drain())
+        elif what < 0.36:
+            engine.recompute()
+        else:
+            note(engine.step())
+            num_lockstep += isinstance(engine.batcher, LockstepBatcher) and engine.batcher.in_lockstep
+            engine.batcher.blocks.check()
+    groups = range(engine.batcher.capacity.num_groups)
+    assert all(engine.batcher.blocks.num_free(group) == num_blocks - 1 for group in groups)
+    return Story(plans, trace, told, asdict(engine.counters), clock.now_ns, num_lockstep)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("seed", range(25))
+def test_lockstep_decides_what_the_batcher_decides(pool: str, seed: int):
+    plain, lockstep = (live(each, seed, POOLS[pool]) for each in (Batcher, LockstepBatcher))
+    assert lockstep.plans == plain.plans
+    assert lockstep.trace == plain.trace
+    assert lockstep.told == plain.told
+    assert lockstep.counters == plain.counters
+    assert lockstep.time_ns == plain.time_ns
+
+
+def test_the_stories_above_hold_what_they_are_about():
+    stories = [live(LockstepBatcher, seed, num_blocks) for seed in range(5) for num_blocks in POOLS.values()]
+    assert any(isinstance(event, Preempted) for story in stories for event in story.trace)
+    assert sum(story.counters["dropped_tokens"] for story in stories) > 0
+    plans = sum(len(story.plans) for story in stories)
+    assert 0.2 * plans < sum(story.num_lockstep for story in stories) < 0.95 * plans
