@@ -6,7 +6,7 @@ decides: the same plans, block by block, trace and counters. tests/sim/test_lock
 
 While nobody waits and every running row decodes, the rows form a *lane*. The lane counts the steps that its plans
 promised and took, once for all rows. A row is looked at when it needs a block, reaches its limit, stops or is aborted:
-the first two are known beforehand and lie in a heap. Anything else that could matter (a new request, a pool that runs
+the first two are known beforehand, and wait for their plan. Anything else that could matter (a new request, a pool that runs
 dry, another layout, a look at a row's state) dissolves the lane: what it counted is written into each `Progress`, and
 `Batcher` goes on from there.
 
@@ -16,16 +16,17 @@ and its tokens can be had later, so that they are copied once, when it leaves th
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from jaxrl.scheduling.batcher import UNLIMITED, Batcher, BatcherConfig, Named
 from jaxrl.scheduling.blocks import BlockManager
 from jaxrl.scheduling.plan import Capacity, DecodeRow, Plan, PlanResult, Request, Seat
 from jaxrl.scheduling.progress import Completed, Ended, Progress, StopCheck, TraceEvent, finish_reason
-from jaxrl.sim.machine import Gains
+from jaxrl.sim.machine import Gains, LanePlan
 
 
 @dataclass(slots=True)
@@ -36,9 +37,8 @@ class _Flight:
     gone: dict[int, Progress] = field(default_factory=dict)
 
 
-_Due = tuple[int, int, Progress, int, int]
-"""A row to look at once the lane has promised so many steps; its arrival, which no two rows share; the row; its
-`num_written` when the lane was formed, and the positions that its blocks hold."""
+_Due = tuple[int, Progress, int]
+"""A row to look at: its arrival, which no two rows share; the row; its `num_written` when the lane was formed."""
 
 
 @dataclass(slots=True)
@@ -47,8 +47,10 @@ class _Lane:
 
     members: dict[int, Progress]  # by request id
     named: dict[int, DecodeRow]  # those of them whom the next plan names, in the order of their seats
-    due: list[_Due] = field(default_factory=list)  # a heap
-    promised: int = 0  # steps of the lane's plans so far
+    ids: np.ndarray  # of `named`, int64
+    seats: np.ndarray  # and where they are: dp group * num_slots + slot, int64
+    due: defaultdict[int, list[_Due]] = field(default_factory=lambda: defaultdict(list))  # by the lane's plan
+    num_plans: int = 0  # of the lane so far
     taken: int = 0  # steps whose tokens are in the members' arrays not yet
     version: int = -1  # of the weights that made those
     gains: Gains | None = None  # of the plan that was collected last
@@ -59,9 +61,15 @@ class _Lane:
         request_id = progress.request.request_id
         self.copy_tokens(progress, num_more)
         del self.members[request_id]
-        self.named.pop(request_id, None)
+        self.name_no_more(request_id)
         for flight in self.flights.values():
             flight.gone[request_id] = progress
+
+    def name_no_more(self, request_id: int) -> None:
+        """Leaves a row out of all further plans."""
+        if self.named.pop(request_id, None) is not None:
+            others = self.ids != request_id
+            self.ids, self.seats = self.ids[others], self.seats[others]
 
     def copy_tokens(self, progress: Progress, num_more: int = 0) -> None:
         """Gives a member the tokens of the steps taken."""
@@ -178,49 +186,40 @@ class LockstepBatcher(Batcher):
         by_seat = sorted(self._running, key=lambda progress: (progress.group, progress.slot))
         members = {progress.request.request_id: progress for progress in by_seat}
         lane = _Lane(
-            members, {i: DecodeRow(i, p.group, p.slot, self.blocks.table(i)) for i, p in members.items()}
+            members,
+            {i: DecodeRow(i, p.group, p.slot, self.blocks.table(i)) for i, p in members.items()},
+            np.array(list(members), np.int64),
+            np.array([p.group * self.capacity.num_slots + p.slot for p in by_seat], np.int64),
         )
-        size = self.capacity.block_size
-        lane.due = [self._due(p, p.num_written, size * self.blocks.num_held(i)) for i, p in members.items()]
-        heapq.heapify(lane.due)
+        for progress in by_seat:
+            self._look_later(lane, progress, progress.num_written)
         return lane
 
-    def _due(self, progress: Progress, written: int, held: int) -> _Due:
-        """When to look at a row again: before the plan that needs a block for it, or that must not name it."""
-        due = progress.limit - 1
+    def _look_later(self, lane: _Lane, progress: Progress, written: int) -> None:
+        """Notes when to look at a row again: before the plan that needs a block for it, or that must not name it."""
+        held = self.blocks.num_held(progress.request.request_id) * self.capacity.block_size
+        promised = progress.limit - 1 - written
         if held < progress.limit:
-            due = min(due, held + 1 - self.config.decode_steps)
-        return due - written, progress.arrival, progress, written, held
+            promised = min(promised, held + 1 - self.config.decode_steps - written)
+        plan = max(-(-promised // self.config.decode_steps), lane.num_plans)
+        lane.due[plan].append((progress.arrival, progress, written))
 
     def _look_at_due(self, lane: _Lane) -> bool:
         """Gives the rows that need them their blocks, oldest first, and names those no more whom the plans in flight
-        take to their last token. False if a pool has too few blocks; then the lane is of no use any more."""
-        due: list[_Due] = []
-        while lane.due and lane.due[0][0] <= lane.promised:
-            due.append(heapq.heappop(lane.due))
-        size = self.capacity.block_size
-        wanted: list[tuple[_Due, int]] = []  # (whom, positions)
-        num_new: Counter[int] = Counter()  # blocks by dp group
-        for entry in sorted(due, key=_by_arrival):
-            _, _, progress, written, held = entry
+        take to their last token. False if a pool runs dry: for `Batcher` to go on from the row that got none."""
+        promised = lane.num_plans * self.config.decode_steps
+        for _, progress, written in sorted(lane.due.pop(lane.num_plans, ()), key=_arrival):
+            request_id, now = progress.request.request_id, written + promised
             if progress.ended:
                 continue
-            now = written + lane.promised
             if now + 1 >= progress.limit:
-                del lane.named[progress.request.request_id]
+                lane.name_no_more(request_id)
                 continue
-            need = min(now + self.config.decode_steps, progress.limit)
-            num_new[progress.group] += self.blocks.blocks_for(need) - held // size
-            wanted.append((entry, need))
-        if any(count > self.blocks.num_free(group) for group, count in num_new.items()):
-            return False
-        for (_, _, progress, written, _), need in wanted:
-            request_id = progress.request.request_id
-            extended = self.blocks.extend(request_id, need)
-            assert extended, "the blocks were counted"
+            if not self.blocks.extend(request_id, min(now + self.config.decode_steps, progress.limit)):
+                return False
             table = self.blocks.table(request_id)
             lane.named[request_id] = DecodeRow(request_id, progress.group, progress.slot, table)
-            heapq.heappush(lane.due, self._due(progress, written, size * len(table)))
+            self._look_later(lane, progress, written)
         return True
 
     def _repeat(self, lane: _Lane) -> Plan | None:
@@ -228,15 +227,17 @@ class LockstepBatcher(Batcher):
         if not lane.named:
             assert self._flights or not self._requests, "requests run, and no plan names one"
             return None
-        plan = Plan(
+        plan = LanePlan(
             index=self.next_index,
             decode=tuple(lane.named.values()),
             num_steps=self.config.decode_steps,
             leave_after=UNLIMITED,
+            ids=lane.ids,
+            seats=lane.seats,
         )
         lane.flights[plan.index] = _Flight(plan.decode)
         self._flights.append((plan.index, [], True))
-        lane.promised += plan.num_steps
+        lane.num_plans += 1
         self.next_index += 1
         return plan
 
@@ -262,5 +263,5 @@ class LockstepBatcher(Batcher):
         return named
 
 
-def _by_arrival(entry: _Due) -> int:
-    return entry[1]
+def _arrival(entry: _Due) -> int:
+    return entry[0]

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,7 +33,6 @@ from jaxrl.types import SampleKey
 
 _ZEROS = np.zeros((1 << 16,), np.float32)
 _ZEROS.flags.writeable = False
-_ROW = (attrgetter("request_id"), attrgetter("dp_group"), attrgetter("slot"))  # of a DecodeRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +106,19 @@ class SimulatedTicket:
     @property
     def index(self) -> int:
         return self.result.index
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan(Plan):
+    """A plan whose maker has the rows of `decode` in arrays too, each [rows] and int64, by ascending seat.
+
+    Attributes:
+      ids: request ids.
+      seats: dp group * num_slots + slot.
+    """
+
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
+    seats: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
 
 
 class Gains(Mapping[int, RowResult]):
@@ -290,8 +301,11 @@ class SimulatedExecutor:
 
     def _active(self, plan: Plan) -> np.ndarray:
         """Seats of the plan's rows that have not stopped, ascending."""
-        ids, groups, slots = (np.fromiter(map(each, plan.decode), np.int64) for each in _ROW)
-        seats = groups * self.num_slots + slots
+        if isinstance(plan, LanePlan):
+            ids, seats = plan.ids, plan.seats
+        else:
+            ids = np.array([row.request_id for row in plan.decode], np.int64)
+            seats = np.array([row.dp_group * self.num_slots + row.slot for row in plan.decode], np.int64)
         assert (self._rows.ids[seats] == ids).all(), plan
         return np.sort(seats[self._rows.left[seats] > 0])
 
