@@ -3,10 +3,10 @@
 
     python scripts/bench_simulate.py [--config configs/tail_batching_128.yaml] [--steps 6] [section.option=value ...]
 
-Runs what `jaxrl simulate` runs, files included, in a temporary folder. Printed for every step (or every --every-th): the
-kind of its round, seconds of the process's CPU time, and resident memory after it; at the end medians by kind of round,
-and memory after a tenth of the steps and after all. CPU time is not wall-clock time: a machine whose cores are busy
-with others still makes it longer, by the caches and cores that are shared.
+Runs what `jaxrl simulate` runs, files included, in a temporary folder. Printed for every step (or every --every-th):
+the kind of its round, seconds of the process's CPU time, and resident memory after it; at the end medians by kind of
+round, and memory after a tenth of the steps and after all. CPU time is not wall-clock time, but a machine whose cores
+are busy with others makes it longer too: caches and cores are shared.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxrl.scheduling.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.events import (
@@ -36,6 +38,9 @@ class ConstantCost:
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         return 1.0 if batch else 0.0
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        return np.ones(len(batch_S))
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
         return 10.0 if tokens else 0.0

@@ -94,9 +94,7 @@ def test_a_run_directory_like_a_real_one(training: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("rule", ["tail_batching", "partial_rollout", "over_provisioning"])
-def test_rows_in_lockstep_change_nothing(
-    rule: str, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_rows_in_lockstep_change_nothing(rule: str, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = (f"rollout.{rule}.enable=true", "reward.num_workers=3", "simulate.task.scoring.median_s=0.01")
     assert run(training, tmp_path / "a", *options) == 0
     monkeypatch.setattr("jaxrl.simulate.LockstepBatcher", Batcher)
@@ -105,7 +103,7 @@ def test_rows_in_lockstep_change_nothing(
     assert without_clock(a) == without_clock(b)
     for name in ("samples.jsonl", "state.json"):
         assert (a / name).read_bytes() == (b / name).read_bytes()
-    spans = [re.sub("start 1, [^\"]*", "", (folder / "timeline.json").read_text()) for folder in (a, b)]
+    spans = [re.sub('start 1, [^"]*', "", (folder / "timeline.json").read_text()) for folder in (a, b)]
     assert spans[0] == spans[1]
 
 

@@ -300,11 +300,12 @@ class Batcher:
         num_prompt = len(request.prompt_ids)
         num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
         wanted = self.blocks.blocks_for(min(num_grown, progress.limit))
+        holding = self.blocks.groups_holding(request.share)
         with_room = []
         for group in groups:
             if group not in draft.closed and self._free_slots[group]:
-                need = wanted - self.blocks.num_published(group, request.share, num_prompt)
-                if need + draft.headroom[group] <= self.blocks.num_free(group):
+                there = self.blocks.num_published(group, request.share, num_prompt) if group in holding else 0
+                if wanted - there + draft.headroom[group] <= self.blocks.num_free(group):
                     with_room.append(group)
         return with_room
 

@@ -20,11 +20,12 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.latency import LatencyPredictor
 from jaxrl.scheduling.latency_profile import Profile
 from jaxrl.sim.calibrate import Calibration
-from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost, TableCost
+from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.machine import MachineSizes
 from jaxrl.sim.published import MODELS
 from jaxrl.sim.recorded import RecordedWorkload
+from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
 
 _NODE = 8  # devices, where no option says how many

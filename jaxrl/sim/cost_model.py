@@ -1,4 +1,4 @@
-"""Seconds and bytes of what a simulated machine does: an analytic roofline, or a measured table, behind one protocol.
+"""Seconds and bytes of what a simulated machine does: the protocol, and an analytic roofline.
 
 Purpose: the simulated executor asks what a plan takes (`decode_step_s`, `prefill_s`); the simulated backend asks what
 training, a weight sync and a layout switch take, and how many KV blocks a device holds. `CostModel` below is all that
@@ -17,15 +17,15 @@ Example::
 
     cost = RooflineCost(ModelSizes.of(model_config), hardware("H800"))
     cost.decode_step_s(tp=2, batch=64, context=64 * 1024)   # seconds of one step
-    measured = TableCost(predictor, rest=cost)                    # decode and prefill from `jaxrl profile`
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
+
+import numpy as np
 
 from jaxrl.sim.hardware import Hardware
 
@@ -185,11 +185,15 @@ class SwitchTimes:
 class CostModel(Protocol):
     """All that the simulated executor and the simulated backend may ask. Pure: equal arguments, equal answers.
 
-    Executor, per dp group: `decode_step_s`, `prefill_s`. Backend: the rest.
+    Executor, per dp group: `decode_step_s`, `decode_steps_s`, `prefill_s`. Backend: the rest.
     """
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         """Seconds of one decode step of `batch` rows whose contexts add up to `context` tokens; 0 rows: 0."""
+        ...
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        """`decode_step_s` of many steps of some rows at once, to the last bit: [S], [S] -> [S]."""
         ...
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
@@ -256,19 +260,31 @@ class RooflineCost:
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         if batch <= 0:
             return 0.0
-        terms = self._decode.get(tp)
-        if terms is None:
-            terms = self._decode[tp] = self._decode_terms(tp)
-        weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = terms
+        weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
         memory = weights_s + row_memory_s * batch + token_memory_s * context
         busy = max(memory, row_compute_s * batch + token_compute_s * context)
+        return busy + self._decode_pass_s(tp, batch)
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
+        memory_S = weights_s + row_memory_s * batch_S + token_memory_s * context_S
+        busy_S = np.maximum(memory_S, row_compute_s * batch_S + token_compute_s * context_S)
+        return busy_S + np.array([self._decode_pass_s(tp, batch) for batch in batch_S.tolist()])
+
+    def _decode_pass_s(self, tp: int, batch: int) -> float:
         pass_s = self._passes.get((tp, batch))
         if pass_s is None:
             pass_s = self._passes[tp, batch] = self._pass_s(tp, batch)
-        return busy + pass_s
+        return pass_s
 
     def _decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
         """Seconds of reading the weights; of memory, per row and context token; of computing, per row and token."""
+        terms = self._decode.get(tp)
+        if terms is None:
+            terms = self._decode[tp] = self._new_decode_terms(tp)
+        return terms
+
+    def _new_decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
         _check_tp(tp)
         model, hw, eff = self.model, self.hardware, self.efficiency
         bandwidth, flops = hw.memory_bytes_per_s, hw.flops_per_s * eff.compute * tp
@@ -395,96 +411,6 @@ class RooflineCost:
                 f"rollout.tensor_model_parallel_size ({tp})"
             )
         return blocks
-
-
-class TimePredictor(Protocol):
-    """What is asked of a measured table (`jaxrl.scheduling.latency.LatencyPredictor`), one dp group at a time."""
-
-    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds of one decode step of `batch` rows with `context` tokens together."""
-        ...
-
-    def prefill_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds to prefill `batch` rows of `context` tokens each."""
-        ...
-
-
-class MeasuredSwitch(Protocol):
-    """Measured costs of a layout switch (`jaxrl.scheduling.latency.SwitchCost`)."""
-
-    @property
-    def weights_s(self) -> float: ...
-    @property
-    def kv_s_per_token(self) -> float: ...
-    @property
-    def fixed_s(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TableCost:
-    """`CostModel` whose inference comes from a measured table, and the rest from another cost model.
-
-    Attributes:
-      predictor: the table.
-      rest: what the table does not hold.
-      switch: (tp, new tp) -> measured costs of that switch; None: those of `rest`, recomputation from the table.
-      train_s_per_token: measured seconds of training per token of the batch.
-      train_fixed_s: measured seconds of a training step whatever its size; counts with `train_s_per_token` only.
-      forward_s_per_token: measured seconds per token of a pass for log-probabilities.
-      sync_s: measured seconds of a weight sync.
-
-    Measured values stand for the devices they were measured on: they are not scaled to another number of them.
-    """
-
-    predictor: TimePredictor
-    rest: CostModel
-    switch: Callable[[int, int], MeasuredSwitch] | None = None
-    train_s_per_token: float | None = None
-    train_fixed_s: float = 0.0
-    forward_s_per_token: float | None = None
-    sync_s: float | None = None
-
-    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
-        return self.predictor.decode_step_s(tp, batch, context) if batch > 0 else 0.0
-
-    def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
-        """By the equal rows that have as many tokens and pairs (PAT equation 3): 2 pairs / tokens long. The tokens of a
-        later chunk attend more than any such rows do; it counts as one row of its own length."""
-        if tokens <= 0:
-            return 0.0
-        context = min(max(2.0 * pairs / tokens - 1.0, 1.0), tokens) if pairs > 0 else float(tokens)
-        rows = max(round(tokens / context), 1)
-        return self.predictor.prefill_s(tp, rows, context) * tokens / (rows * context)
-
-    def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
-        if self.train_s_per_token is None:
-            return self.rest.train_step_s(load, num_devices)
-        forward = load.extra_forwards * self.forward_s(load.tokens, load.pairs, num_devices)
-        return self.train_s_per_token * load.tokens * load.epochs + forward + self.train_fixed_s
-
-    def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
-        if self.forward_s_per_token is None:
-            return self.rest.forward_s(tokens, pairs, num_devices)
-        return self.forward_s_per_token * tokens
-
-    def weight_sync_s(self, tp: int, num_devices: int) -> float:
-        return self.rest.weight_sync_s(tp, num_devices) if self.sync_s is None else self.sync_s
-
-    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
-        if tp == new_tp:
-            return SwitchTimes(0.0, 0.0, 0.0, 0.0)
-        growth = new_tp / tp
-        again = self.prefill_s(new_tp, math.ceil(context * growth), pairs * growth)
-        if self.switch is None:
-            return replace(self.rest.layout_switch(tp, new_tp, context, pairs), recompute_s=again)
-        measured = self.switch(tp, new_tp)
-        return SwitchTimes(measured.weights_s, measured.kv_s_per_token * context, again, measured.fixed_s)
-
-    def kv_bytes_per_token(self, tp: int) -> int:
-        return self.rest.kv_bytes_per_token(tp)
-
-    def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
-        return self.rest.num_kv_blocks(tp, block_size, memory_fraction, reserved_bytes)
 
 
 def _check_tp(tp: int) -> None:

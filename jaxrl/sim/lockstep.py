@@ -6,9 +6,9 @@ decides: the same plans, block by block, trace and counters. tests/sim/test_lock
 
 While nobody waits and every running row decodes, the rows form a *lane*. The lane counts the steps that its plans
 promised and took, once for all rows. A row is looked at when it needs a block, reaches its limit, stops or is aborted:
-the first two are known beforehand, and wait for their plan. Anything else that could matter (a new request, a pool that runs
-dry, another layout, a look at a row's state) dissolves the lane: what it counted is written into each `Progress`, and
-`Batcher` goes on from there.
+the first two are known beforehand, and wait for their plan. Anything else that could matter (a new request, a pool that
+runs dry, another layout, a look at a row's state) dissolves the lane: what it counted is written into each `Progress`,
+and `Batcher` goes on from there.
 
 Departures: needs an executor whose results are `Gains`. There every row that does not stop gains a token in each step,
 and its tokens can be had later, so that they are copied once, when it leaves the lane.
@@ -191,17 +191,15 @@ class LockstepBatcher(Batcher):
             np.array(list(members), np.int64),
             np.array([p.group * self.capacity.num_slots + p.slot for p in by_seat], np.int64),
         )
-        for progress in by_seat:
-            self._look_later(lane, progress, progress.num_written)
+        for request_id, progress in members.items():
+            self._look_later(lane, progress, progress.num_written, self.blocks.num_held(request_id))
         return lane
 
-    def _look_later(self, lane: _Lane, progress: Progress, written: int) -> None:
+    def _look_later(self, lane: _Lane, progress: Progress, written: int, num_blocks: int) -> None:
         """Notes when to look at a row again: before the plan that needs a block for it, or that must not name it."""
-        held = self.blocks.num_held(progress.request.request_id) * self.capacity.block_size
-        promised = progress.limit - 1 - written
-        if held < progress.limit:
-            promised = min(promised, held + 1 - self.config.decode_steps - written)
-        plan = max(-(-promised // self.config.decode_steps), lane.num_plans)
+        held, limit, steps = num_blocks * self.capacity.block_size, progress.limit, self.config.decode_steps
+        reached = limit - 1 if held >= limit else min(limit - 1, held + 1 - steps)
+        plan = max(-(-(reached - written) // steps), lane.num_plans)
         lane.due[plan].append((progress.arrival, progress, written))
 
     def _look_at_due(self, lane: _Lane) -> bool:
@@ -219,7 +217,7 @@ class LockstepBatcher(Batcher):
                 return False
             table = self.blocks.table(request_id)
             lane.named[request_id] = DecodeRow(request_id, progress.group, progress.slot, table)
-            self._look_later(lane, progress, written)
+            self._look_later(lane, progress, written, len(table))
         return True
 
     def _repeat(self, lane: _Lane) -> Plan | None:

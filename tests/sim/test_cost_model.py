@@ -19,12 +19,12 @@ from jaxrl.sim.cost_model import (
     ModelSizes,
     RooflineCost,
     SwitchTimes,
-    TableCost,
     TrainLoad,
     causal_pairs,
 )
 from jaxrl.sim.hardware import A40, H800, HARDWARE, Hardware, hardware
 from jaxrl.sim.published import MODELS
+from jaxrl.sim.table_cost import TableCost
 
 SMALL = ModelSizes(1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 SLOW = Hardware(
