@@ -276,9 +276,12 @@ class Timeline:
         return self._us(self._clock())
 
 
+# default=str: an argument that JSON does not know must not end a run
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=str)
+
+
 def _line(event: dict[str, Any]) -> str:
-    # default=str: an argument that JSON does not know must not end a run
-    return json.dumps(event, separators=(",", ":"), default=str) + ",\n"
+    return _ENCODER.encode(event) + ",\n"
 
 
 def _repair(path: Path) -> tuple[int, float]:

@@ -90,6 +90,7 @@ class _Draft:
 
     budget: list[int]  # prefill tokens left, per dp group
     headroom: list[int]  # blocks that the rows of each dp group may want in the next plan
+    room: list[int] = field(default_factory=list)  # how much each dp group has, while requests are let in
     closed: set[int] = field(default_factory=set)  # dp groups that let nobody in
     lacks_budget: bool = False  # somebody's prefill waits for the next plan
     prefill: list[PrefillChunk] = field(default_factory=list)
@@ -256,6 +257,8 @@ class Batcher:
         """Gives free rows to waiting requests; says whether one is left out for want of a slot or of blocks."""
         admitted: list[Progress] = []
         everywhere = set(range(self.capacity.num_groups))
+        if self.num_waiting:
+            draft.room = [self._room(group) for group in range(self.capacity.num_groups)]
         for progress in self._queue():
             if draft.closed == everywhere:
                 break
@@ -267,6 +270,7 @@ class Batcher:
             group = self._choose_group(draft, progress)
             if group is not None:
                 self._start(draft, progress, group)
+                draft.room[group] = self._room(group)
                 admitted.append(progress)
         for progress in admitted:
             if self._waiting.pop(progress.request.request_id, None) is None:
@@ -291,7 +295,7 @@ class Batcher:
             return None
         with_budget = [g for g in candidates if draft.budget[g]]
         draft.lacks_budget |= not with_budget
-        return max(with_budget, key=self._room) if with_budget else None  # the first of equals
+        return max(with_budget, key=draft.room.__getitem__) if with_budget else None  # the first of equals
 
     def _with_room(self, draft: _Draft, progress: Progress, groups: Iterable[int]) -> list[int]:
         """Those of open dp groups in which a request can start, grow by two plans, and leave the running rows the

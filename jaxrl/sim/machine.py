@@ -182,15 +182,21 @@ class _Rows:
         self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
 
     def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
-        self.context[seats] += count
-        self.generated[seats] += count
-        self.left[seats] -= count
+        if len(seats):
+            self.context[seats] += count
+            self.generated[seats] += count
+            self.left[seats] -= count
 
-    def gains(self, gained: np.ndarray) -> Gains:
-        """What the plan just run brought; `gained`: tokens by seat."""
-        seats = np.flatnonzero(gained)
+    def gains(self, filled: np.ndarray, seats: np.ndarray, steps: np.ndarray) -> Gains:
+        """What the plan just run brought: a token to each of `filled`, and `steps` to `seats`."""
+        if len(filled):
+            gained = np.zeros(len(self.ids), np.int64)
+            gained[filled] = 1
+            gained[seats] += steps
+            seats = np.flatnonzero(gained)
+            steps = gained[seats]
         last = self.generated[seats]
-        return Gains(self.ids[seats], self.responses[seats], last - gained[seats], last, self.left[seats] == 0)
+        return Gains(self.ids[seats], self.responses[seats], last - steps, last, self.left[seats] == 0)
 
 
 @dataclass(slots=True)
@@ -247,18 +253,16 @@ class SimulatedExecutor:
     def submit(self, plan: Plan) -> SimulatedTicket:
         """Runs a plan; its outcome is seen when it is collected."""
         self._clock.advance(self._host_s)
-        rows, gained = self._rows, np.zeros(len(self._rows.ids), np.int64)
+        rows = self._rows
         prefill, filled = self._prefill(plan)
         rows.advance(filled, 1)
-        gained[filled] = 1
         seats = self._active(plan)
         left = rows.left[seats]
         num_steps = _num_steps(plan, int((rows.left[filled] == 0).sum()), left)
         seconds = self._seconds(prefill, seats, left, num_steps)
         steps = np.minimum(left, num_steps)
         rows.advance(seats, steps)
-        gained[seats] += steps
-        gains = rows.gains(gained)
+        gains = rows.gains(filled, seats, steps)
         self.num_tokens += gains.num_tokens
         start_ns = max(self._clock.now_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
@@ -307,8 +311,10 @@ class SimulatedExecutor:
         else:
             ids = np.array([row.request_id for row in plan.decode], np.int64)
             seats = np.array([row.dp_group * self.num_slots + row.slot for row in plan.decode], np.int64)
+            order = np.argsort(seats)
+            ids, seats = ids[order], seats[order]
         assert (self._rows.ids[seats] == ids).all(), plan
-        return np.sort(seats[self._rows.left[seats] > 0])
+        return seats[self._rows.left[seats] > 0]
 
     def _seconds(self, prefill: dict[int, _Prefill], seats: np.ndarray, left: np.ndarray, num_steps: int) -> float:
         """Seconds of a plan: of its slowest dp group."""
