@@ -1,0 +1,1 @@
+"""The papers' experiments on modelled devices: set-ups, runs, pages (for `scripts/reproduce_papers.py`)."""

@@ -1,0 +1,61 @@
+"""Which runs each paper's tables and figures need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from papers.setups import TASKS, Case
+
+ROLLPACKER_SETUPS = {"7B/8k": "rollpacker.7b", "14B/16k": "rollpacker.14b", "32B/32k": "rollpacker.32b"}
+"""RollPacker's names for its columns (Table 2), and our set-ups."""
+
+APRIL_SETUPS = {"Qwen3-4B": "april.4b", "Qwen3-8B": "april.8b"}
+
+FACTORS = {
+    "P and R 1.25": (1.25, 1.25),
+    "P 1.25": (1.25, 1.0),
+    "P 1.5": (1.5, 1.0),
+    "R 1.25": (1.0, 1.25),
+    "R 1.5": (1.0, 1.5),
+}
+"""RollPacker Fig. 12: (prompt factor, response factor)."""
+
+APRIL_WARM_UP = 8  # steps until the buffer is what it stays; left out of all means, the baseline's too
+
+
+def _rollpacker(steps: int) -> list[Case]:
+    cases = []
+    for setup in ROLLPACKER_SETUPS.values():
+        cases.append(Case(setup, "plain", steps=steps))  # Table 2, Fig. 10, 11
+        cases += [Case(setup, "tail", *factors, steps=steps) for factors in FACTORS.values()]  # the same, and Fig. 12
+    code = {"tasks": ("code",), "steps": steps}
+    cases.append(Case("rollpacker.14b", "plain", **code))  # Fig. 4
+    cases.append(Case("rollpacker.14b", "tail", 1.25, 1.25, **code))
+    cases += [Case("rollpacker.14b", "plain", tasks=(task,), steps=min(steps, 10)) for task in TASKS if task != "code"]
+    return cases
+
+
+def _april(steps: int) -> list[Case]:
+    return [
+        case
+        for setup in APRIL_SETUPS.values()
+        for case in (
+            Case(setup, "plain", steps=steps + APRIL_WARM_UP),
+            Case(setup, "partial", 2.0, steps=steps + APRIL_WARM_UP),
+        )
+    ]
+
+
+EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april}
+
+
+def cases_of(papers: Iterable[str], steps: int, seeds: Sequence[int], decode_steps: int, scale: int) -> list[Case]:
+    """Every run, of whole periods of short rounds and a long one where there are such."""
+    found = [
+        replace(case, seed=seed, decode_steps=decode_steps, scale=scale)
+        for paper in papers
+        for case in EXPERIMENTS[paper](steps)
+        for seed in seeds
+    ]
+    return [replace(case, steps=-(-case.steps // case.period) * case.period) for case in found]

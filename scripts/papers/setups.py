@@ -1,0 +1,171 @@
+"""Published set-ups as configurations of `jaxrl simulate`, with constants of a calibration file.
+
+Purpose: `Case` is one run: a set-up of `jaxrl.sim.published.SETUPS`, a rule with its factors, a seed. `configuration`
+and `models` turn it into what `jaxrl.simulate.build` takes. Nothing in here reads what the papers' own methods reached.
+
+Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2.
+
+Departures, where the papers are silent: the calibration file's assumptions; one pool of reward workers for the mix of
+three tasks, as large as the three pools of the calibration together; prompts of `PROMPT_TOKENS` tokens; vLLM's and
+SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory during
+a rollout, as in veRL and slime.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.sim.calibrate import Calibration
+from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.hardware import HARDWARE
+from jaxrl.sim.published import MODELS, SETUPS, Setup
+from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind
+
+PROMPT_TOKENS = 200  # as in `jaxrl.sim.baselines`
+ROWS = 512  # per dp group
+DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
+TASKS = ("math", "code", "judge")
+
+Rule = Literal["plain", "tail", "partial"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulated run.
+
+    Attributes:
+      setup: a name in `published.SETUPS`.
+      rule: batches as the baseline makes them, tail batching, or partial rollout.
+      prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
+      tasks: in equal shares.
+      steps, seed: of the run.
+      decode_steps: the most steps of a plan; how late the end of a round may be seen.
+      scale: divides prompts, devices and the longest response, to try the script out.
+    """
+
+    setup: str
+    rule: Rule
+    prompt_factor: float = 1.0
+    response_factor: float = 1.0
+    tasks: tuple[str, ...] = TASKS
+    steps: int = 40
+    seed: int = 0
+    decode_steps: int = 16
+    scale: int = 1
+
+    @property
+    def of(self) -> Setup:
+        """The published set-up."""
+        return SETUPS[self.setup]
+
+    @property
+    def problem(self) -> str:
+        """The calibration problem whose constants hold."""
+        return self.setup.split(".")[0]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        factors = "" if self.rule == "plain" else f" P {self.prompt_factor:g} R {self.response_factor:g}"
+        return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}, seed {self.seed}"
+
+    @property
+    def period(self) -> int:
+        """Steps from an empty long-prompt queue to the next: short rounds until it holds a batch, and a long one."""
+        spare = math.ceil(round((self.prompt_factor - 1) * self.num_prompts, 6))
+        if self.rule != "tail" or not spare:
+            return 1
+        return math.lcm(spare, self.num_prompts) // spare + math.lcm(spare, self.num_prompts) // self.num_prompts
+
+    @property
+    def num_prompts(self) -> int:
+        return max(self.of.num_prompts // self.scale, 2)
+
+    @property
+    def num_devices(self) -> int:
+        return max(self.of.num_devices // self.scale, self.of.tp)
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.of.max_tokens // self.scale, 64)
+
+
+def configuration(case: Case, calibration: Calibration) -> Config:
+    """What `jaxrl simulate` would be given."""
+    setup, april = case.of, case.problem == "april"
+    rollout: dict[str, Any] = {
+        "n": setup.group_size,
+        "tensor_model_parallel_size": setup.tp,
+        "dtype": "bfloat16",
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": 8192,
+        "decode_steps": case.decode_steps,
+    }
+    if case.rule == "tail":
+        rollout["tail_batching"] = {
+            "enable": True,
+            "prompt_factor": case.prompt_factor,
+            "response_factor": case.response_factor,
+            "at_end": "leave",
+        }
+    if case.rule == "partial":
+        rollout["partial_rollout"] = {"enable": True, "over_provision": case.prompt_factor, "at_end": "leave"}
+    workers = 1 if april else sum(int(calibration.value(case.problem, f"reward.{task}.workers")) for task in case.tasks)
+    return from_mapping(
+        {
+            "model": {"path": setup.model},
+            "data": {
+                "task": "none",
+                "max_prompt_length": PROMPT_TOKENS,
+                "max_response_length": case.max_tokens,
+                "train_batch_size": case.num_prompts,
+                "val_size": 0,
+            },
+            "rollout": rollout,
+            # APRIL trains without KL (A.2); RollPacker's table counts a reference model
+            "actor": {
+                "dtype": "bfloat16",
+                "offload_optimizer": True,
+                "use_kl_loss": not april,
+                "ppo_max_token_len_per_gpu": 1 << 16,
+            },
+            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end
+            "reward": {
+                "num_workers": workers,
+                "timeout_s": 0.0 if april else calibration.value(case.problem, "reward.code.timeout_s"),
+                "score_when": "sample" if april else "rollout",
+            },
+            "trainer": {"total_training_steps": case.steps, "save_freq": 0, "seed": case.seed},
+            "simulate": {
+                "hardware": setup.hardware,
+                "num_devices": case.num_devices,
+                "num_prompts": DATASET_PROMPTS,
+            },
+        }
+    )
+
+
+def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:
+    """Costs and lengths."""
+    cost = RooflineCost(MODELS[case.of.model], HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
+    lengths = calibration.lengths(case.problem, case.max_tokens)
+    prompts = LengthDistribution(float(PROMPT_TOKENS), 0.0, PROMPT_TOKENS)
+    if case.problem == "april":
+        correlation = calibration.value("april", "correlation")
+        return cost, ModelledWorkload(case.seed, (TaskKind("math", lengths, prompts, correlation),))
+    kinds = []
+    for task in case.tasks:
+        # how stable the judge task's ranks are is not published: as math
+        correlation = calibration.value(case.problem, f"{'code' if task == 'code' else 'math'}.correlation")
+        kinds.append(TaskKind(task, lengths, prompts, correlation, _scoring(calibration, case.problem, task)))
+    return cost, ModelledWorkload(case.seed, tuple(kinds))
+
+
+def _scoring(calibration: Calibration, problem: str, task: str) -> RewardTime:
+    def value(name: str) -> float:
+        return calibration.value(problem, f"reward.{task}.{name}")
+
+    return RewardTime(median_s=value("median_s"), hang_share=value("hang_share"), timeout_s=value("timeout_s"))

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""The papers' experiments on modelled devices: ours beside theirs.
+
+    python scripts/reproduce_papers.py                      # all of it, written to docs/reproductions/<date>.{json,md}
+    python scripts/reproduce_papers.py rollpacker --processes 4
+    python scripts/reproduce_papers.py --calibrate          # the calibration file anew, from published facts alone
+    python scripts/reproduce_papers.py --page docs/reproductions/2026-11-21.json    # the page again, nothing run
+
+jaxrl must be importable (`pip install -e .`, or `PYTHONPATH=.` in front). Lengths and costs come from the calibration
+file, which was fitted to facts about the papers' baselines and never to a speed-up (`jaxrl.sim.calibrate`); rounds,
+engine, batcher and block accounting are those that a real run uses. What each number means, and what it rests on:
+docs/reproductions/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from papers.cases import EXPERIMENTS, cases_of
+from papers.pages import page
+from papers.records import header, read
+from papers.runs import Steps, run
+from papers.setups import Case
+
+from jaxrl.sim.calibrate import Calibration, calibrate
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproductions"
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The papers' experiments on modelled devices: ours beside theirs.")
+    parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"{', '.join(EXPERIMENTS)} (all)")
+    parser.add_argument("--steps", type=int, default=40, help="at least so many steps of a run, in whole periods (40)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each case, over which means are taken (1)")
+    parser.add_argument("--decode-steps", type=int, default=64, help="most decode steps of a plan (64)")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time (1)")
+    parser.add_argument("--calibration", type=Path, default=FOLDER / "calibration.json", help="the constants")
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="where results go")
+    parser.add_argument("--tiny", action="store_true", help="tries the script out: every size divided, no result")
+    parser.add_argument("--calibrate", action="store_true", help="write the calibration file and end (a minute)")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of a result again and end")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.papers if name not in EXPERIMENTS]
+    if unknown:
+        parser.error(f"PAPER ({unknown[0]!r}) must be one of {', '.join(EXPERIMENTS)}")
+    for name in ("steps", "seeds", "decode_steps", "processes"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be >= 1")
+    return options
+
+
+def _run(case: Case, calibration_file: Path) -> Steps:
+    return run(case, Calibration.read(calibration_file))
+
+
+def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> list[Steps]:
+    """Runs the cases, in order or several at a time; says of each how long it took."""
+    done: list[Steps] = []
+    began = time.perf_counter()
+    with ProcessPoolExecutor(processes) as pool:
+        for steps in pool.map(_run, cases, [calibration_file] * len(cases)):
+            done.append(steps)
+            took = f"{steps.wall_s / len(steps.step_s):.2f} s a step, {time.perf_counter() - began:.0f} s so far"
+            print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
+    return done
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    try:
+        if options.calibrate:
+            calibrate().write(options.calibration)
+            print(f"wrote {options.calibration}: commit it before anything is run with it")
+            return 0
+        if options.page:
+            options.page.with_suffix(".md").write_text(page(*read(options.page)), encoding="utf-8")
+            return 0
+        Calibration.read(options.calibration)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    papers = options.papers or list(EXPERIMENTS)
+    scale = 16 if options.tiny else 1
+    cases = cases_of(papers, options.steps, range(options.seeds), options.decode_steps, scale)
+    began = datetime.now(UTC)
+    done = simulate(cases, options.calibration, options.processes)
+    record = header(began, arguments, options.calibration, options.tiny)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"{began.date().isoformat()}.json"
+    file.write_text(json.dumps({**record, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
+    text = page(*read(file))
+    file.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
