@@ -38,7 +38,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproductions"
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The papers' experiments on modelled devices: ours beside theirs.")
     parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"{', '.join(EXPERIMENTS)} (all)")
-    parser.add_argument("--steps", type=int, default=40, help="at least so many steps of a run, in whole periods (40)")
+    parser.add_argument("--steps", type=int, default=20, help="at least so many steps of a run, in whole periods (20)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case, over which means are taken (1)")
     parser.add_argument("--decode-steps", type=int, default=64, help="most decode steps of a plan (64)")
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time (1)")

@@ -28,10 +28,11 @@ def _rollpacker(steps: int) -> list[Case]:
     cases = []
     for setup in ROLLPACKER_SETUPS.values():
         cases.append(Case(setup, "plain", steps=steps))  # Table 2, Fig. 10, 11
-        cases += [Case(setup, "tail", *factors, steps=steps) for factors in FACTORS.values()]  # the same, and Fig. 12
+        cases.append(Case(setup, "tail", *JOINT, steps=steps))
+        cases += [Case(setup, "tail", *f, steps=min(steps, 10)) for f in FACTORS.values() if f != JOINT]  # Fig. 12
     code = {"tasks": ("code",), "steps": steps}
     cases.append(Case("rollpacker.14b", "plain", **code))  # Fig. 4
-    cases.append(Case("rollpacker.14b", "tail", 1.25, 1.25, **code))
+    cases.append(Case("rollpacker.14b", "tail", *JOINT, **code))
     cases += [Case("rollpacker.14b", "plain", tasks=(task,), steps=min(steps, 10)) for task in TASKS if task != "code"]
     return cases
 
