@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """The papers' experiments on modelled devices: ours beside theirs.
 
-    python scripts/reproduce_papers.py                      # all of it, written to docs/reproductions/<date>.{json,md}
+    python scripts/reproduce_papers.py                      # all of it, written to docs/reproductions/<paper>-<date>.{json,md}
     python scripts/reproduce_papers.py rollpacker --processes 4
     python scripts/reproduce_papers.py --calibrate          # the calibration file anew, from published facts alone
-    python scripts/reproduce_papers.py --page docs/reproductions/2026-11-21.json    # the page again, nothing run
+    python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-21.json    # the page again, nothing run
 
 jaxrl must be importable (`pip install -e .`, or `PYTHONPATH=.` in front). Lengths and costs come from the calibration
 file, which was fitted to facts about the papers' baselines and never to a speed-up (`jaxrl.sim.calibrate`); rounds,
@@ -87,18 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    papers = options.papers or list(EXPERIMENTS)
-    scale = 16 if options.tiny else 1
-    cases = cases_of(papers, options.steps, range(options.seeds), options.decode_steps, scale)
-    began = datetime.now(UTC)
-    done = simulate(cases, options.calibration, options.processes)
-    record = header(began, arguments, options.calibration, options.tiny)
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"{began.date().isoformat()}.json"
-    file.write_text(json.dumps({**record, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
-    text = page(*read(file))
-    file.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}")
+    for paper in options.papers or EXPERIMENTS:
+        began = datetime.now(UTC)
+        record = header(began, paper, arguments, options.calibration, options.tiny)
+        scale = 16 if options.tiny else 1
+        cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
+        done = simulate(cases, options.calibration, options.processes)
+        file = options.out / f"{paper}-{began.date().isoformat()}.json"
+        file.write_text(json.dumps({**record, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
+        text = page(*read(file))
+        file.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from papers.setups import TASKS, Case
@@ -12,8 +12,10 @@ ROLLPACKER_SETUPS = {"7B/8k": "rollpacker.7b", "14B/16k": "rollpacker.14b", "32B
 
 APRIL_SETUPS = {"Qwen3-4B": "april.4b", "Qwen3-8B": "april.8b"}
 
+JOINT = (1.25, 1.25)  # RollPacker's default
+
 FACTORS = {
-    "P and R 1.25": (1.25, 1.25),
+    "P and R 1.25": JOINT,
     "P 1.25": (1.25, 1.0),
     "P 1.5": (1.5, 1.0),
     "R 1.25": (1.0, 1.25),
@@ -51,12 +53,12 @@ def _april(steps: int) -> list[Case]:
 EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april}
 
 
-def cases_of(papers: Iterable[str], steps: int, seeds: Sequence[int], decode_steps: int, scale: int) -> list[Case]:
+def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, scale: int) -> list[Case]:
     """Every run, of whole periods of short rounds and a long one where there are such."""
+    chosen = list(seeds)
     found = [
         replace(case, seed=seed, decode_steps=decode_steps, scale=scale)
-        for paper in papers
         for case in EXPERIMENTS[paper](steps)
-        for seed in seeds
+        for seed in chosen
     ]
     return [replace(case, steps=-(-case.steps // case.period) * case.period) for case in found]

@@ -18,12 +18,15 @@ from papers.setups import Case
 SCHEMA = 1
 
 
-def header(began: datetime, arguments: Sequence[str] | None, calibration: Path, tiny: bool) -> dict[str, Any]:
+def header(
+    began: datetime, paper: str, arguments: Sequence[str] | None, calibration: Path, tiny: bool
+) -> dict[str, Any]:
     """Date, command, commit, and when the calibration file was committed: before the runs, or it is no calibration."""
     given = sys.argv[1:] if arguments is None else arguments
     shown = [Path(word).name if "/" in word else word for word in given]
     return {
         "schema": SCHEMA,
+        "paper": paper,
         "date": began.isoformat(timespec="seconds"),
         "command": shlex.join(["python", "scripts/reproduce_papers.py", *shown]),
         "commit": run_dir.commit(),
