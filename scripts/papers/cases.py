@@ -44,8 +44,8 @@ def _april(steps: int) -> list[Case]:
         case
         for setup in APRIL_SETUPS.values()
         for case in (
-            Case(setup, "plain", steps=steps + APRIL_WARM_UP),
-            Case(setup, "partial", 2.0, steps=steps + APRIL_WARM_UP),
+            Case(setup, "plain", tasks=("math",), steps=steps + APRIL_WARM_UP),
+            Case(setup, "partial", 2.0, tasks=("math",), steps=steps + APRIL_WARM_UP),
         )
     ]
 
