@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The papers' experiments on modelled devices: ours beside theirs.
 
-    python scripts/reproduce_papers.py                      # all of it, written to docs/reproductions/<paper>-<date>.{json,md}
+    python scripts/reproduce_papers.py                      # all, to docs/reproductions/<paper>-<date>.{json,md}
     python scripts/reproduce_papers.py rollpacker --processes 4
     python scripts/reproduce_papers.py --calibrate          # the calibration file anew, from published facts alone
     python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-21.json    # the page again, nothing run
@@ -24,7 +24,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from papers.cases import EXPERIMENTS, cases_of
+from papers import what_if
+from papers.cases import APRIL_WARM_UP, EXPERIMENTS, cases_of, headline
 from papers.pages import page
 from papers.records import header, read
 from papers.runs import Steps, run
@@ -94,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scale = 16 if options.tiny else 1
         cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
         done = simulate(cases, options.calibration, options.processes)
+        record["what_if"] = what_if.speedups(
+            paper, headline(cases), Calibration.read(options.calibration), min(APRIL_WARM_UP, options.steps)
+        )
         file = options.out / f"{paper}-{began.date().isoformat()}.json"
         file.write_text(json.dumps({**record, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
         text = page(*read(file))

@@ -62,3 +62,13 @@ def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, sc
         for seed in chosen
     ]
     return [replace(case, steps=-(-case.steps // case.period) * case.period) for case in found]
+
+
+def headline(cases: Iterable[Case]) -> list[Case]:
+    """Of a paper's runs, one per model of what its main table reports."""
+    return [
+        case
+        for case in cases
+        if not case.seed
+        and (case.rule == "partial" or (case.tasks == TASKS and (case.prompt_factor, case.response_factor) == JOINT))
+    ]

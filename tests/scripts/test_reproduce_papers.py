@@ -1,0 +1,149 @@
+"""`scripts/reproduce_papers.py` at a tiny size, and the calibration file against what the published facts give."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import reproduce_papers  # noqa: E402
+from papers import pages  # noqa: E402
+from papers.records import read  # noqa: E402
+from papers.setups import Case  # noqa: E402
+
+from jaxrl.sim import calibrate  # noqa: E402
+from jaxrl.sim.baselines import PROBLEMS, Problem  # noqa: E402
+from jaxrl.sim.calibrate import Calibration, residual  # noqa: E402
+from jaxrl.sim.published import FACTS  # noqa: E402
+
+FILE = ROOT / "docs" / "reproductions" / "calibration.json"
+QUICK = ("pat_lengths", "pat_a40", "rhymerl")  # solved in a second
+
+
+# ---------------------------------------------------------------- the calibration file
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_the_file_says_what_the_code_says(problem: Problem):
+    """Priors, held constants, assumptions, and what the constants make of each fact: any change needs a new file."""
+    entry = json.loads(FILE.read_text(encoding="utf-8"))["problems"][problem.name]
+    values = Calibration.read(FILE).values[problem.name]
+    assert {name: (c["prior"], c["prior_log_spread"]) for name, c in entry["constants"].items()} == {
+        c.name: (c.prior, c.spread) for c in problem.constants
+    }
+    held = {name: found["value"] for name, found in entry["held"].items()}
+    given = {name: Calibration.read(FILE).value(other, name) for name, other in problem.given.items()}
+    cited = {name: FACTS[source].low for name, source in problem.cited.items()}
+    assert held == pytest.approx({**problem.fixed, **cited, **given}, rel=1e-5)
+    assert entry["assumptions"] == list(problem.assumptions)
+    predicted = dict(problem.predict(values))
+    if problem.predict_checks is not None:
+        predicted |= problem.predict_checks(values)
+    assert [row["fact"] for row in entry["facts"]] == list(problem.facts)
+    for row in entry["facts"]:
+        fact = FACTS[row["fact"]]
+        assert row["role"] == fact.role
+        # lengths are whole tokens, so the sixth digit of a constant may move a prediction a little
+        assert predicted[fact.name] == pytest.approx(row["predicted"], rel=1e-3), fact.name
+        assert residual(fact, predicted[fact.name]) == pytest.approx(row["residual"], abs=1e-3), fact.name
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_the_file_holds_a_minimum(problem: Problem):
+    """No constant, moved by a twentieth of its prior's width, fits better: a change of tolerances needs a new file."""
+    values = dict(Calibration.read(FILE).values[problem.name])
+
+    def cost(changed: dict[str, float]) -> float:
+        predicted = problem.predict(changed)
+        facts = [FACTS[name] for name in problem.facts if FACTS[name].role == "fit"]
+        misfit = [residual(fact, predicted[fact.name]) / fact.tolerance for fact in facts]
+        moved = [math.log(changed[c.name] / c.prior) / c.spread for c in problem.constants]
+        return sum(value**2 for value in (*misfit, *moved))
+
+    best = cost(values)
+    for c in problem.constants:
+        for sign in (-1, 1):
+            value = min(max(values[c.name] * math.exp(sign * c.spread / 20), c.low), c.high)
+            assert cost(values | {c.name: value}) >= best - 0.02, c.name
+
+
+def test_quick_problems_solve_to_the_file():
+    found = calibrate.calibrate(
+        [problem for problem in PROBLEMS if problem.name in QUICK or problem.name == "pat_h100"]
+    )
+    for name in QUICK:
+        assert dict(found.values[name]) == pytest.approx(dict(Calibration.read(FILE).values[name]), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_file_is_what_calibrate_makes():
+    found = calibrate.calibrate()
+    kept = Calibration.read(FILE)
+    for problem in PROBLEMS:
+        assert dict(found.values[problem.name]) == pytest.approx(dict(kept.values[problem.name]), rel=1e-3)
+
+
+def test_only_pages_read_what_the_papers_methods_reached():
+    for file in sorted((ROOT / "scripts" / "papers").glob("*.py")):
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        assert ("REPORTED" in names) == (file.name == "pages.py"), file.name
+
+
+# ---------------------------------------------------------------- the script
+
+
+def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert reproduce_papers.main(["--tiny", "--steps", "1", "--out", str(tmp_path)]) == 0
+    files = sorted(tmp_path.glob("*.json"))
+    assert [file.name.split("-")[0] for file in files] == ["april", "rollpacker"]
+    header, runs = read(files[1])
+    assert header["tiny"]
+    assert header["calibration"]["file"] == "calibration.json"
+    tail = next(r for r in runs if r.case.rule == "tail" and r.case.prompt_factor == 1.25)
+    assert len(tail.step_s) == tail.case.period == 5
+    assert tail.long == [False, False, False, False, True]
+    for r in runs:
+        assert r.step_s == pytest.approx([a + b + c for a, b, c in zip(r.gen_s, r.reward_s, r.train_s, strict=True)])
+    page = files[1].with_suffix(".md").read_text(encoding="utf-8")
+    assert "no figure below means anything" in page
+    assert "| 32B/32k |" in page
+    assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
+    assert "seed 0" in capsys.readouterr().out
+    assert reproduce_papers.main(["--page", str(files[1])]) == 0
+    assert files[1].with_suffix(".md").read_text(encoding="utf-8") == page
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert reproduce_papers.main(["--calibration", str(tmp_path / "none.json")]) == 1
+    assert "no such calibration file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        reproduce_papers.main(["flexes"])
+    assert "PAPER ('flexes') must be one of rollpacker, april" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        reproduce_papers.main(["--steps", "0"])
+    assert "--steps (0) must be >= 1" in capsys.readouterr().err
+    (tmp_path / "old.json").write_text('{"schema": 0}')
+    assert reproduce_papers.main(["--page", str(tmp_path / "old.json")]) == 1
+    assert "schema 0 must be 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("factors", "period"), [((1.25, 1.25), 5), ((1.5, 1.0), 3), ((1.0, 1.5), 1), ((2.0, 1.0), 2)])
+def test_a_period_is_the_short_rounds_that_fill_the_queue_and_the_long_ones(factors: tuple[float, float], period: int):
+    assert Case("rollpacker.14b", "tail", *factors).period == period
+
+
+def test_speedups_are_held_against_what_is_above_one():
+    assert pages.beside(1.5, 1.4) == ["1.50", "1.40", "1.07", "+25%", "yes"]
+    assert pages.beside(1.29, 1.4) == ["1.29", "1.40", "0.92", "-28%", "**no**"]
