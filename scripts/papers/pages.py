@@ -100,8 +100,8 @@ def _what_if(header: Mapping[str, Any]) -> str:
     return f"""## What other readings would change
 
 Speed-ups from lengths and costs alone, every dp group an engine of its own (`scripts/papers/what_if.py`): a check of
-the simulator in the first row, then one assumption changed at a time. Evidence, not results: none of these is the stated
-calibration.
+the simulator in the first row, then one assumption changed at a time. Evidence, not results: none of these is the
+stated calibration.
 
 {table(["", *names], rows)}"""
 
