@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = header(began, paper, arguments, options.calibration, options.tiny)
         scale = 16 if options.tiny else 1
         cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
-        done = simulate(cases, options.calibration, options.processes)
         record["what_if"] = what_if.speedups(
             paper, headline(cases), Calibration.read(options.calibration), min(APRIL_WARM_UP, options.steps)
         )
+        done = simulate(cases, options.calibration, options.processes)
         file = options.out / f"{paper}-{began.date().isoformat()}.json"
         file.write_text(json.dumps({**record, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
         text = page(*read(file))
