@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for paper in options.papers or EXPERIMENTS:
         began = datetime.now(UTC)
         record = header(began, paper, arguments, options.calibration, options.tiny)
-        scale = 16 if options.tiny else 1
+        scale = 32 if options.tiny else 1
         cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
         record["what_if"] = what_if.speedups(
             paper, headline(cases), Calibration.read(options.calibration), min(APRIL_WARM_UP, options.steps)
