@@ -4,7 +4,7 @@
     python scripts/reproduce_papers.py                      # all, to docs/reproductions/<paper>-<date>.{json,md}
     python scripts/reproduce_papers.py rollpacker --processes 4
     python scripts/reproduce_papers.py --calibrate          # the calibration file anew, from published facts alone
-    python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-21.json    # the page again, nothing run
+    python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-21.json    # its page anew
 
 jaxrl must be importable (`pip install -e .`, or `PYTHONPATH=.` in front). Lengths and costs come from the calibration
 file, which was fitted to facts about the papers' baselines and never to a speed-up (`jaxrl.sim.calibrate`); rounds,
@@ -18,11 +18,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from papers import what_if
 from papers.cases import APRIL_WARM_UP, EXPERIMENTS, cases_of, headline
@@ -47,7 +48,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="where results go")
     parser.add_argument("--tiny", action="store_true", help="tries the script out: every size divided, no result")
     parser.add_argument("--calibrate", action="store_true", help="write the calibration file and end (a minute)")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of a result again and end")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="compute the other readings of a result anew, write its page, and end"
+    )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.papers if name not in EXPERIMENTS]
     if unknown:
@@ -74,6 +77,24 @@ def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> l
     return done
 
 
+def other_readings(
+    record: Mapping[str, Any], cases: Sequence[Case], options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Speed-ups of the paper's main table, with one assumption changed at a time."""
+    chosen = headline(cases)
+    skip = min(APRIL_WARM_UP, chosen[0].steps - 1)
+    return what_if.speedups(record["paper"], chosen, Calibration.read(options.calibration), skip)
+
+
+def write(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: Mapping[str, Sequence[float]]) -> str:
+    """Writes a result and its page, which is returned."""
+    whole = {**record, "what_if": readings}
+    file.write_text(json.dumps({**whole, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
+    text = page(whole, done)
+    file.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     try:
@@ -82,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {options.calibration}: commit it before anything is run with it")
             return 0
         if options.page:
-            options.page.with_suffix(".md").write_text(page(*read(options.page)), encoding="utf-8")
+            record, done = read(options.page)
+            write(options.page, record, done, other_readings(record, [steps.case for steps in done], options))
             return 0
         Calibration.read(options.calibration)
     except ValueError as error:
@@ -94,14 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = header(began, paper, arguments, options.calibration, options.tiny)
         scale = 32 if options.tiny else 1
         cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
-        record["what_if"] = what_if.speedups(
-            paper, headline(cases), Calibration.read(options.calibration), min(APRIL_WARM_UP, options.steps)
-        )
+        readings = other_readings(record, cases, options)  # first: they are quick
         done = simulate(cases, options.calibration, options.processes)
         file = options.out / f"{paper}-{began.date().isoformat()}.json"
-        file.write_text(json.dumps({**record, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
-        text = page(*read(file))
-        file.with_suffix(".md").write_text(text, encoding="utf-8")
+        text = write(file, record, done, readings)
         print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
     return 0
 

@@ -37,6 +37,7 @@ class Variant:
     correlation: float | None = None
     cost: Callable[[RooflineCost], RooflineCost] = lambda cost: cost
     reward_s: float = REWARD_S
+    spread: bool = False  # a prompt's responses run on any dp group, not all on one
 
 
 def _efficiency(**changes: float) -> Callable[[RooflineCost], RooflineCost]:
@@ -52,6 +53,7 @@ TAIL_VARIANTS = (
     Variant("lighter tail: index 2.4", lengths=lambda d: replace(d, tail_index=2.4)),
     Variant("all responses twice as long", lengths=lambda d: replace(d, median=2 * d.median)),
     Variant("scoring takes 60 s", reward_s=60.0),
+    Variant("a prompt's responses spread over dp groups", spread=True),
 )
 
 APRIL_VARIANTS = (
@@ -59,7 +61,9 @@ APRIL_VARIANTS = (
     Variant("KV read at 0.3 of the bandwidth, not 0.6", cost=_efficiency(kv=0.3)),
     Variant("KV read at 0.2", cost=_efficiency(kv=0.2)),
     Variant("prompts decide 0.5 of lengths", correlation=0.5),
-    Variant("lengths spread less: sigma 0.6", lengths=lambda d: replace(d, sigma=0.6)),
+    Variant("lengths differ less: sigma 0.6", lengths=lambda d: replace(d, sigma=0.6)),
+    Variant("a prompt's responses spread over dp groups", spread=True),
+    Variant("the same, and KV read at 0.2", spread=True, cost=_efficiency(kv=0.2)),
 )
 
 
@@ -83,14 +87,16 @@ class Row:
     end_s: float = 0.0
 
 
-def _run_rows(cost: CostModel, case: Case, rows: Sequence[Row]) -> list[tuple[list[Row], list[float], list[int]]]:
+def _run_rows(
+    cost: CostModel, case: Case, rows: Sequence[Row], spread: bool
+) -> list[tuple[list[Row], list[float], list[int]]]:
     """Sets `end_s` of every unfinished row; per dp group its rows, and (seconds, steps) at each of their ends."""
     count = case.num_devices // case.of.tp
     engines: list[list[Row]] = [[] for _ in range(count)]
     groups: dict[int, list[Row]] = {}
-    for row in rows:
+    for i, row in enumerate(rows):
         if row.done < row.length:
-            groups.setdefault(row.group, []).append(row)
+            groups.setdefault(i if spread else row.group, []).append(row)
     for members in groups.values():
         min(engines, key=len).extend(members)
     found = []
@@ -110,11 +116,11 @@ def _run_rows(cost: CostModel, case: Case, rows: Sequence[Row]) -> list[tuple[li
 def tail_speedup(case: Case, calibration: Calibration, variant: Variant) -> float:
     """Of steps of tail batching over plain ones, on the same prompts; `case` is one of tail batching."""
     cost, workload = _varied(case, calibration, variant)
-    plain = _tail_steps(replace(case, prompt_factor=1.0, response_factor=1.0), cost, workload, variant.reward_s)
-    return plain / _tail_steps(case, cost, workload, variant.reward_s)
+    plain = _tail_steps(replace(case, prompt_factor=1.0, response_factor=1.0), cost, workload, variant)
+    return plain / _tail_steps(case, cost, workload, variant)
 
 
-def _tail_steps(case: Case, cost: CostModel, workload: ModelledWorkload, reward_s: float) -> float:
+def _tail_steps(case: Case, cost: CostModel, workload: ModelledWorkload, variant: Variant) -> float:
     """Mean seconds of a step."""
     prompts, size = case.num_prompts, case.of.group_size
     launched = math.ceil(case.prompt_factor * prompts), math.ceil(case.response_factor * size)
@@ -129,7 +135,7 @@ def _tail_steps(case: Case, cost: CostModel, workload: ModelledWorkload, reward_
             fresh += launched[0]
         lengths = {p: [workload.length(SampleKey(0, p, i, attempt)) for i in range(responses)] for p in chosen}
         rows = [Row(p, length) for p in chosen for length in lengths[p]]
-        _run_rows(cost, case, rows)
+        _run_rows(cost, case, rows, variant.spread)
         ended: dict[int, list[Row]] = {p: [] for p in chosen}
         for row in sorted(rows, key=lambda row: row.end_s):
             ended[row.group].append(row)
@@ -137,7 +143,7 @@ def _tail_steps(case: Case, cost: CostModel, workload: ModelledWorkload, reward_
         order = sorted(chosen, key=lambda p: kept[p][-1].end_s)
         batch = order[:prompts]
         queue.extend(p for p in chosen if p not in set(batch))
-        seconds += kept[batch[-1]][-1].end_s + reward_s
+        seconds += kept[batch[-1]][-1].end_s + variant.reward_s
         setup = replace(case.of, num_devices=case.num_devices)
         seconds += train_s(cost, setup, [[row.length for row in kept[p]] for p in batch], PROMPT_TOKENS, forwards=2)
     return seconds / case.steps
@@ -167,7 +173,7 @@ def april_throughput(case: Case, calibration: Calibration, variant: Variant, ski
             lengths = [workload.length(SampleKey(0, fresh, i)) for i in range(case.of.group_size)]
             buffer.append(_Prompt([Row(fresh, length) for length in lengths]))
             fresh += 1
-        engines = _run_rows(cost, case, [row for prompt in buffer for row in prompt.rows])
+        engines = _run_rows(cost, case, [row for prompt in buffer for row in prompt.rows], variant.spread)
         ends = sorted((prompt.end_s, i) for i, prompt in enumerate(buffer))
         now = ends[case.num_prompts - 1][0]
         batch = {i for _, i in ends[: case.num_prompts]}
