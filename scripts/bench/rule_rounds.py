@@ -31,9 +31,10 @@ from jaxrl.scheduling.plan import Executor, Request
 from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
 from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, ModelSizes, RooflineCost, TableCost
+from jaxrl.sim.cost_model import CostModel, ModelSizes, RooflineCost
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.machine import Launched, MachineSizes, SimulatedExecutor
+from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind, Workload
 from jaxrl.timeline import Timeline
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
