@@ -18,10 +18,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,12 @@ def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> l
     """Runs the cases, in order or several at a time; says of each how long it took."""
     done: list[Steps] = []
     began = time.perf_counter()
-    with ProcessPoolExecutor(processes) as pool:
-        for steps in pool.map(_run, cases, [calibration_file] * len(cases)):
+    with ExitStack() as stack:
+        in_order: Callable[..., Iterable[Steps]] = map
+        if processes > 1:
+            # not by fork: whoever calls this may have threads
+            in_order = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
+        for steps in in_order(_run, cases, [calibration_file] * len(cases)):
             done.append(steps)
             took = f"{steps.wall_s / len(steps.step_s):.2f} s a step, {time.perf_counter() - began:.0f} s so far"
             print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
