@@ -392,7 +392,7 @@ class MeshExecutor:
                 slots[at] = chunk.slot
                 self._fill(state, at, chunk.request)
                 requests.append((group, row, chunk.request.request_id))
-        program = self._program("prefill", rows, length, width)
+        program = self._now.program(("prefill", rows, length, width))
         self._pool, self._state, generated = program(
             self._params, self._pool, self._state, tokens, start, lengths, tables, slots, state
         )
@@ -416,7 +416,8 @@ class MeshExecutor:
         by_group: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_groups)]
         for group, _, entry in placed:
             by_group[group].append(entry.block_table)
-        _, rows, length, width = self._now.decode_shape(by_group)
+        program_shape = self._now.decode_shape(by_group)
+        _, rows, num_tiles, width = program_shape
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
@@ -431,9 +432,9 @@ class MeshExecutor:
             requests.append((group, row, entry.request_id))
         tiles = None
         if self._now.programs.gathered:
-            tile = self._now.tile_width, length, self.block_size
+            tile = self._now.tile_width, num_tiles, self.block_size
             tiles = Tiles(*map(np.stack, zip(*(list_tiles(group, *tile) for group in by_group), strict=True)))
-        program = self._program("decode", rows, length, width)
+        program = self._now.program(program_shape)
         limits = np.int32(plan.num_steps), np.int32(min(plan.leave_after, 1 << 30))
         self._pool, self._state, generated, ticket.steps = program(
             self._params, self._pool, self._state, tables, slots, fresh, *limits, tiles
@@ -449,9 +450,6 @@ class MeshExecutor:
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
         """Compiles every shape of this layout. Returns how many there are."""
         return self._now.warm_up(progress)
-
-    def _program(self, kind: str, rows: int, length: int, width: int) -> Any:
-        return self._now.program((kind, rows, length, width))
 
 
 def _place(items: Iterable[Any], num_groups: int) -> list[tuple[int, int, Any]]:

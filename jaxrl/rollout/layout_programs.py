@@ -31,7 +31,7 @@ Shape = tuple[str, int, int, int]
 """(program, rows, positions per row, table width); of a decode program over windows, tiles instead of positions."""
 
 _TILE = 128
-"""Positions of a window's tile, or the block size if that is more: fewer are many small products, more are padding."""
+"""The most positions of a window's tile, or a block if that is more: fewer are many products, more are padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,8 @@ class LayoutPrograms:
         self._lock = threading.Lock()
         # Every bucket is a program to compile, so they are few where they would save little.
         widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
-        self.tile_width = max(_TILE // config.block_size, 1)
+        # The longest row in equal tiles: rows that reach the limit, as they often do, are padded by next to nothing.
+        self.tile_width = -(-widest // -(-widest * config.block_size // _TILE))
         # On CPUs (where windows are gathered) a step takes nearly as long as its rows, and a batch that drains has few.
         self.row_buckets = buckets(sizes.num_slots, *((2, 4) if self.programs.gathered else (4, 8)))
         self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))

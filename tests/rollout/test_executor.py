@@ -335,6 +335,18 @@ def test_nothing_is_compiled_after_warm_up():
     assert executor.recompiles > 0
 
 
+@pytest.mark.parametrize(
+    ("max_length", "block_size", "tiles"), [(64, 16, (1, 4)), (192, 16, (2, 6)), (576, 16, (5, 8)), (600, 256, (3, 1))]
+)
+def test_tiles_cut_the_longest_row_evenly(max_length: int, block_size: int, tiles: tuple[int, int]):
+    sizes = ExecutorConfig(num_slots=8, num_blocks=9, block_size=block_size, max_length=max_length)
+    programs = MeshExecutor(model_of((8, 4)), Layout(make_mesh(jax.devices()[:1]), 1), sizes)._now
+    per_row, width = tiles
+    assert programs.tile_width == width
+    table = range(-(-max_length // block_size))
+    assert programs.decode_shape([[table] * 8]) == ("decode", 8, 8 * per_row, len(table))
+
+
 def test_memory_phases():
     heads = (8, 4)
     engine, recorder = start(1, 1, heads)
