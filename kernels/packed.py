@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels import reference
 
@@ -235,7 +236,9 @@ def _forward(
     out, highest, total = lax.fori_loop(0, count, body, start)
     total = jnp.where(total > 0, total, 1)  # padding has seen nothing
     out = _from_query_tiles(out / total[..., None], q.shape, how).astype(q.dtype)
-    return out, (q, k, v, out, highest + jnp.log(total), tiles, segments, prefixes)
+    # named, so that a remat policy can keep them: to recompute them is to run the loop again
+    out, logsumexp = (checkpoint_name(x, reference.ATTENTION) for x in (out, highest + jnp.log(total)))
+    return out, (q, k, v, out, logsumexp, tiles, segments, prefixes)
 
 
 def _backward(how: Tiling, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:

@@ -24,10 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels.paged_pallas import DTYPES, HEAD_DIMS, NEVER, dot, load_rows, softmax_step, store_rows
+from jaxrl.kernels.reference import ATTENTION
 
 OUTSIDE = -1  # the segment of tokens past the end of a row
 NO_PREFIX = -2  # a segment that no key has
@@ -115,6 +117,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, tiles: Any
     listed = list_tiles(visible_tiles(*ids, tiles[0].queries, tiles[0].keys))
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     out, lse = _call(_forward_kernel, tiles[0], q, k, (q, k, v), ids, listed, (q, lse), interpret)
+    out, lse = (checkpoint_name(x, ATTENTION) for x in (out, lse))
     return out, (q, k, v, ids, out, lse)
 
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+ATTENTION = "attention"
+"""Name of what the tiled kernels keep for their backward pass, so that a remat policy can keep it too."""
+
 # ---------------------------------------------------------------- packed rows (training)
 
 

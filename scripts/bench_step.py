@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt, about (64)")
     made.add_argument("--new", type=int, default=64, help="tokens of a response (64)")
     made.add_argument("--warmup", type=int, default=2, help="steps of each case before the timed ones (2)")
-    made.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="actor.remat of jaxrl (none)")
+    made.add_argument("--remat", choices=["none", "dots", "full"], default="dots", help="actor.remat of jaxrl (dots)")
     made.add_argument("--without-trl", action="store_true", help="leave TRL out")
     return made
 

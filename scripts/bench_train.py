@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", type=int, default=16, help="rows of the microbatch (16)")
     made.add_argument("--tokens", type=int, default=192, help="tokens of a row (192)")
     made.add_argument("--response", type=int, default=128, help="its last tokens, which are learnt from (128)")
-    made.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="actor.remat of jaxrl (none)")
+    made.add_argument("--remat", choices=["none", "dots", "full"], default="dots", help="actor.remat of jaxrl (dots)")
     made.add_argument("--warmup", type=int, default=2, help="updates of each case before the timed ones (2)")
     made.add_argument("--without-torch", action="store_true", help="leave torch out")
     made.add_argument(

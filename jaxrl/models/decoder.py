@@ -31,7 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.kernels.reference import ATTENTION
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import Weight, weights
 
@@ -52,6 +54,7 @@ __all__ = [
 Params = dict[str, Any]
 Remat = Literal["none", "full", "dots"]
 INIT_STD = 0.02
+_PRODUCT = "product"  # the name under which a remat policy keeps products with weights
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
@@ -147,6 +150,7 @@ def layer(
     config: ModelConfig,
     *,
     features_first: bool = False,
+    widen: bool = False,
 ) -> tuple[jax.Array, Any]:
     """One decoder layer on x [..., E]. Computes in x's dtype, to which the weights are cast.
 
@@ -158,6 +162,8 @@ def layer(
         key/value head h // (H // K). Scaling by 1/sqrt(D) is attend's.
       config: only constants are taken from it (eps).
       features_first: matrices are [out..., in...].
+      widen: multiply narrow operands as float32 (exactly), for backends whose narrow products are slow; without
+        `features_first`.
 
     Returns:
       (x, extra).
@@ -172,7 +178,8 @@ def layer(
     def heads(name: str) -> jax.Array:
         if features_first:
             return jnp.moveaxis(jnp.einsum("hde,e...->hd...", weight(name), h), (0, 1), (-2, -1))
-        return jnp.einsum("...e,ehd->...hd", h, weight(name))
+        w = weight(name)
+        return _dense(widen, h, w.reshape(w.shape[0], -1)).reshape(*h.shape[:-1], *w.shape[1:])
 
     h = norm("attn_norm")
     q, k, v = (heads(name) for name in ("q", "k", "v"))
@@ -187,14 +194,45 @@ def layer(
         out = out.reshape(*out.shape[:-2], -1)
         x = x + jnp.einsum("ef,...f->e...", weight("o").reshape(-1, out.shape[-1]), out)
     else:
-        x = x + jnp.einsum("...hd,hde->...e", out, weight("o"))
+        w = weight("o")
+        x = x + _dense(widen, out.reshape(*x.shape[:-1], -1), w.reshape(-1, w.shape[-1]))
 
     h = norm("mlp_norm")
     if features_first:
         h = jax.nn.silu(_left(weight("gate"), h)) * _left(weight("up"), h)
         return x + _left(weight("down"), h), extra
-    h = jax.nn.silu(h @ weight("gate")) * (h @ weight("up"))
-    return x + h @ weight("down"), extra
+    h = jax.nn.silu(_dense(widen, h, weight("gate"))) * _dense(widen, h, weight("up"))
+    return x + _dense(widen, h, weight("down")), extra
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """x [..., I] @ matrix [I, O], with a gradient for the matrix in the cheaper of its two orders."""
+    return _dense_forward(widen, x, matrix)[0]
+
+
+def _dense_forward(widen: bool, x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    wide_x, wide_matrix = _operands(widen, x, matrix)
+    # the name is for the remat policy: with `widen`, the product itself has twice the bytes of what is kept
+    return checkpoint_name((wide_x @ wide_matrix).astype(x.dtype), _PRODUCT), (x, matrix)
+
+
+def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix, d_out = _operands(widen, *saved, d_out)
+    over = tuple(range(x.ndim - 1))
+    # XLA:CPU writes the left operand of a product over tokens anew, transposed: let that be the narrower
+    if x.shape[-1] <= d_out.shape[-1]:
+        d_matrix = jnp.tensordot(x, d_out, (over, over))
+    else:
+        d_matrix = jnp.tensordot(d_out, x, (over, over)).T
+    return (d_out @ matrix.T).astype(saved[0].dtype), d_matrix.astype(saved[1].dtype)
+
+
+_dense.defvjp(_dense_forward, _dense_backward)
+
+
+def _operands(widen: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(x.astype(_at_least_float32(x.dtype)) for x in arrays) if widen else arrays
 
 
 def _left(matrix: jax.Array, x: jax.Array) -> jax.Array:
@@ -242,6 +280,7 @@ def forward_scan(
     remat: Remat = "none",
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     gather: Callable[[Params], Params] = lambda layer_params: layer_params,
+    widen: bool = False,
 ) -> jax.Array:
     """Training form: final-normed hidden states [..., E] of tokens [...]. Callers chunk the logits.
 
@@ -249,13 +288,14 @@ def forward_scan(
       attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes).
       dtype: of activations and products.
       remat: what the backward pass recomputes: `none`, `full` (each layer from its input) or `dots` (all but the
-        products with weights).
+        products with weights and attention).
       constrain: applied to the residual stream after the embedding and after each layer (a sharding constraint).
+      widen: as in `layer`.
       gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
     """
 
     def body(x: jax.Array, lp: Params) -> tuple[jax.Array, None]:
-        x, _ = layer(gather(lp), x, cos, sin, lambda q, k, v: (attend(q, k, v), None), config)
+        x, _ = layer(gather(lp), x, cos, sin, lambda q, k, v: (attend(q, k, v), None), config, widen=widen)
         return constrain(x), None
 
     cos, sin = rope_tables(positions, config, dtype)
@@ -272,7 +312,7 @@ def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any
         case "full":
             return jax.checkpoint(body, prevent_cse=False)
         case "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            policy = jax.checkpoint_policies.save_only_these_names(_PRODUCT, ATTENTION)
             return jax.checkpoint(body, prevent_cse=False, policy=policy)
         case _:
             raise ValueError(f"remat ({remat!r}) must be 'none', 'full' or 'dots'")

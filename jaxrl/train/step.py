@@ -249,6 +249,7 @@ class Trainer:
             self.model_config,
             dtype=jnp.dtype(self.config.actor.dtype),
             remat=self.config.actor.remat,
+            widen=self._tiling.widen,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self._rows),
             gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
         )
