@@ -5,8 +5,8 @@ Purpose: `jaxrl explain-config`, and `plan_num_blocks`, the one place where the 
 Source: design §5 (which weight is split how) and §6 (memory has phases). The bytes of weights, optimizer, gradients and
 KV follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the backward pass
 keeps of each layer, and one layer's working set. Against the temporaries that XLA reports for the gradient of
-SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2; attention in jnp / left out):
-  full: 318 / 242 MiB estimated, 349 / 265 reported; dots: 1330 / 1254, 1280 / 1250; none: 5851 / 3575, 5067 / 3269.
+SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles):
+  full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
 
 What lives when, per device. All the time: master weights, the optimizer's moments (unless `actor.offload_optimizer`),
 and the frozen reference (where there is a KL term). In rollout also: the rollout weights and the KV pool. In the update
@@ -347,7 +347,7 @@ def _update(config: Config, model_config: ModelConfig, num_devices: int, fused_a
         case "full":
             kept = m.hidden_size
         case "dots":
-            kept = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim + 2 * m.intermediate_size + 2 * m.hidden_size
+            kept = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 2 * m.intermediate_size + 2 * m.hidden_size
         case "none":
             kept = working
     scores = 0 if fused_attention else rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES

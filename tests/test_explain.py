@@ -103,7 +103,7 @@ def test_activations_are_near_what_xla_reports(remat):
     e = explain(config(actor={"remat": remat}), SMOLLM2, 1, fused_attention=True)
     names = (f"activations kept (remat {remat}, estimate)", "one layer at work (estimate)")
     # what XLA reports as temporaries of the gradient, see the module's docstring
-    reported = {"full": 265, "dots": 1250, "none": 3269}[remat]
+    reported = {"full": 265, "dots": 1375, "none": 3710}[remat]
     assert sum(e.memory.update[name] for name in names) / MIB == pytest.approx(reported, rel=0.15)
     assert not any("scores" in name for name in e.memory.update)
 
