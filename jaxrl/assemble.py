@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import signal
 import time
@@ -20,13 +21,14 @@ from jax.sharding import Mesh
 from jaxrl.backend import RolloutBackend, stop_string_check
 from jaxrl.config import Config, ConfigError
 from jaxrl.data import PromptSource, load_train, validation_prompts
-from jaxrl.explain import Explanation, explain, layout_degrees, layout_sizes, total_steps
+from jaxrl.explain import Explanation, explain, total_steps
 from jaxrl.journal import Journal
 from jaxrl.layout_log import FILE_NAME as LAYOUTS_FILE
 from jaxrl.layout_log import LayoutLog
 from jaxrl.layouts import LayoutSession, build_layouts
 from jaxrl.live import LiveView
 from jaxrl.loop import Hooks, Loop
+from jaxrl.memory_plan import layout_degrees, layout_sizes, plan_remat
 from jaxrl.metrics import MetricsWriter
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, load_model, resolve_path
@@ -77,6 +79,12 @@ def device_bytes(devices: Sequence[Any]) -> int | None:
     """Memory of one device; None where the backend does not say (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
+    """`config` with `actor.remat: auto` replaced by what the devices' memory allows."""
+    remat = plan_remat(config, model, len(devices), device_bytes(devices), devices[0].platform)
+    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
 
 
 def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
@@ -262,7 +270,8 @@ class _Run:
         updates = steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
         if config.trainer.init_from:
             params = restore_params_only(config.trainer.init_from, abstract(params))
-        self.trainer = Trainer(config, self.model, params, self.mesh, total_updates=updates)
+        trained = with_planned_remat(config, self.model, self.devices)
+        self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
         del params
         self.store = Checkpointer(run_dir.checkpoints, max_to_keep=config.trainer.max_ckpt_to_keep)
         self.step = self.store.latest_step() or 0
@@ -392,4 +401,5 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     devices = [] if num_devices else prepare_jax(config)
     model = config_of(resolve_path(config.model.path))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
-    return explain(config, model, num_devices or len(devices), memory)
+    platform = {"platform": devices[0].platform} if devices else {}
+    return explain(config, model, num_devices or len(devices), memory, **platform)

@@ -153,7 +153,9 @@ class ActorSection:
     entropy_coeff: float = 0.0
     ratio_level: Literal["token", "sequence"] = "token"  # sequence: GSPO
     old_logprobs: Literal["rollout", "recompute"] = "recompute"  # the denominator of the ratio
-    remat: Literal["none", "dots", "full"] = "full"
+    # what the backward pass recomputes: nothing, all but products with weights and attention (dots), or whole layers;
+    # auto: dots where the device's memory allows it, else full
+    remat: Literal["auto", "none", "dots", "full"] = "auto"
     logprob_chunk_tokens: int = 1024  # tokens whose logits exist at once, per device
     offload_optimizer: bool = False  # keep the optimizer state in host memory outside the update
 

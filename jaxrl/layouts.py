@@ -18,9 +18,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.explain import layout_degrees
 from jaxrl.journal import Journal
 from jaxrl.layout_log import LayoutLog
+from jaxrl.memory_plan import layout_degrees
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.engine import Engine

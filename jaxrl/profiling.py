@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jaxrl.assemble import build_executor, load_tokenizer_and_model, prepare_jax
 from jaxrl.config import Config, ConfigError
-from jaxrl.explain import layout_degrees
 from jaxrl.layouts import identity_of, load_profile
+from jaxrl.memory_plan import layout_degrees
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
 from jaxrl.scheduling.latency_profile import Profile, ProfilePoint, missing_points, prefill_points, profile_points

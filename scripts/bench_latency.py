@@ -23,8 +23,8 @@ from bench.measure import say
 
 from jaxrl import config_files
 from jaxrl.assemble import build_executor, load_tokenizer_and_model, prepare_jax
-from jaxrl.explain import layout_degrees
 from jaxrl.layouts import identity_of, load_profile
+from jaxrl.memory_plan import layout_degrees
 from jaxrl.profiling import adaptive
 from jaxrl.rollout.profiler import Profiler
 from jaxrl.scheduling.latency import LatencyPredictor

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.config import from_mapping
-from jaxrl.explain import _device_numbers, explain, plan_num_blocks, total_steps
+from jaxrl.explain import explain, total_steps
+from jaxrl.memory_plan import _device_numbers, plan_num_blocks, plan_remat
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
 from jaxrl.sharding.layout import Layout
@@ -100,12 +101,35 @@ def test_offload_moves_the_optimizer_out_of_rollout():
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_activations_are_near_what_xla_reports(remat):
-    e = explain(config(actor={"remat": remat}), SMOLLM2, 1, fused_attention=True)
+    e = explain(config(actor={"remat": remat}), SMOLLM2, 1, platform="cpu")
     names = (f"activations kept (remat {remat}, estimate)", "one layer at work (estimate)")
     # what XLA reports as temporaries of the gradient, see the module's docstring
     reported = {"full": 265, "dots": 1375, "none": 3710}[remat]
     assert sum(e.memory.update[name] for name in names) / MIB == pytest.approx(reported, rel=0.15)
     assert not any("scores" in name for name in e.memory.update)
+
+
+def test_remat_auto_keeps_what_fits():
+    c = config(actor={"ppo_max_token_len_per_gpu": 8192})
+    most = explain(config(actor={"remat": "dots", "ppo_max_token_len_per_gpu": 8192}), SMOLLM2, 1).memory.update_bytes
+    assert plan_remat(c, SMOLLM2, 1, None, "gpu") == "dots"
+    assert plan_remat(c, SMOLLM2, 1, int(most / 0.8) + 1, "gpu") == "dots"
+    assert plan_remat(c, SMOLLM2, 1, int(most / 0.8) - 1, "gpu") == "full"
+    assert plan_remat(config(actor={"remat": "none"}), SMOLLM2, 1, 1, "gpu") == "none"
+    tight = explain(c, SMOLLM2, 1, int(most / 0.8) - 1)
+    assert "activations kept (remat full, estimate)" in tight.memory.update
+
+
+def test_rows_too_short_for_tiles_hold_their_scores():
+    sizes = {"data": {"max_prompt_length": 24, "max_response_length": 40}}
+    on_cpu, on_gpu = (
+        explain(config(data={"max_prompt_length": 100, "max_response_length": 156}), SMOLLM2, 1, platform=platform)
+        for platform in ("cpu", "gpu")
+    )
+    name = "attention scores (rows too short for tiles)"
+    assert name not in on_cpu.memory.update
+    assert on_gpu.memory.update[name] == 8 * 9 * 256 * 256 * 4 * 3
+    assert name in explain(config(**sizes), SMOLLM2, 1, platform="cpu").memory.update
 
 
 @pytest.mark.parametrize("model", [TINY, SMOLLM2], ids=["tiny", "smollm2"])

@@ -23,7 +23,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "scheduling kernels sharding data metrics timeline tokenizer journal live samples layout_log run_dir "
         "config_files charts",
         "models watchdog layout_report",  # the watchdog reports the timeline's open spans
-        "rollout train rewards sim",
+        "rollout train rewards sim memory_plan",
         "loop backend report explain rules",
         # The top, where the pieces come together, file by file.
         "text",

@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.explain import layout_degrees, layout_sizes
 from jaxrl.layouts import checked_profile, identity_of, load_profile
+from jaxrl.memory_plan import layout_degrees, layout_sizes
 from jaxrl.models.shapes import named_shape
 from jaxrl.scheduling.latency_profile import Measurement, Profile
 from jaxrl.sharding.mesh import make_mesh

@@ -205,9 +205,13 @@ def layer(
     return x + _dense(widen, h, weight("down")), extra
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
     """x [..., I] @ matrix [I, O], with a gradient for the matrix in the cheaper of its two orders."""
+    return _dense_product(widen, x, matrix)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense_product(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
     return _dense_forward(widen, x, matrix)[0]
 
 
@@ -228,7 +232,7 @@ def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.
     return (d_out @ matrix.T).astype(saved[0].dtype), d_matrix.astype(saved[1].dtype)
 
 
-_dense.defvjp(_dense_forward, _dense_backward)
+_dense_product.defvjp(_dense_forward, _dense_backward)
 
 
 def _operands(widen: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -166,7 +166,7 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> MachineSizes:
-    """The simulated executor's sizes; the KV pool as `jaxrl.explain.plan_num_blocks` sizes a real one.
+    """The simulated executor's sizes; the KV pool as `jaxrl.memory_plan.plan_num_blocks` sizes a real one.
 
     Args:
       model: for the training state that lies beside the pool; None: `cost` counts what else there is.

@@ -81,7 +81,8 @@ class Trainer:
         """Places a copy of `params` on the mesh.
 
         Args:
-          config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read.
+          config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `actor.remat: auto` is
+            `dots` here; whoever knows the memory replaces it (`jaxrl.memory_plan.plan_remat`).
           model_config: of the decoder.
           params: training form, numpy or jax arrays of any floating dtype. They stay the caller's.
           mesh: rows and weights are split over all of its axes.
@@ -94,6 +95,7 @@ class Trainer:
         self.updates, self.skipped_updates = 0, 0
         self._shardings = train_shardings(model_config, mesh)
         self._tiling = packed.tiling(mesh.devices.flat[0].platform)
+        self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
         self._optimizer = optimizers.build(actor.optim, actor.grad_clip, total_updates)
         self._trainable, self._frozen = optimizers.partition(
             _place(params, self._shardings, actor.param_dtype), trainable
@@ -248,7 +250,7 @@ class Trainer:
             self._attention(rows),
             self.model_config,
             dtype=jnp.dtype(self.config.actor.dtype),
-            remat=self.config.actor.remat,
+            remat=self._remat,
             widen=self._tiling.widen,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self._rows),
             gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
