@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.kernels import packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.safetensors import export_hf
@@ -125,6 +126,50 @@ def test_remat_changes_no_gradient(remat, x64):
     grad = jax.jit(jax.grad(loss), static_argnums=1)
     for a, b in zip(jax.tree.leaves(grad(params, "none")), jax.tree.leaves(grad(params, remat)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_remat_dots_runs_attention_and_products_once_each_way():
+    config = tiny_config()
+    params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    ids = jnp.ones((1, 128), jnp.int32)
+    how = packed.Tiling(longest_plain=32, block=32)
+    tiles = packed.visible_tiles(ids, ids, how)
+
+    def loss(params, remat):
+        def attend(q, k, v):
+            return packed.attention(q, k, v, ids, ids, ids, tiles, how)
+
+        return jnp.sum(decoder.forward_scan(params, ids, ids, attend, config, dtype=jnp.float32, remat=remat))
+
+    def counts(remat):
+        text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(params, remat))
+        return text.count("while["), text.count("dot_general[")
+
+    assert counts("dots") == counts("none")
+    assert all(again > once for again, once in zip(counts("full"), counts("none"), strict=True))
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(3, 5), (5, 3), (4, 4)])
+def test_gradients_of_a_product_do_not_depend_on_its_order(inner, outer, x64):
+    random = np.random.default_rng(0)
+    x, matrix = random.normal(size=(2, 7, inner)), random.normal(size=(inner, outer))
+    ours, theirs = (
+        jax.grad(lambda x, w, f=f: jnp.sum(jnp.sin(f(x, w))), argnums=(0, 1))(x, matrix)
+        for f in (lambda x, w: decoder._dense(False, x, w), jnp.matmul)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_widened_products_are_exact_and_stay_narrow():
+    random = np.random.default_rng(0)
+    x, matrix = (jnp.asarray(random.normal(size=size), jnp.bfloat16) for size in ((6, 64), (64, 9)))
+    out, pull_back = jax.vjp(lambda x, w: decoder._dense(True, x, w), x, matrix)
+    wide, back = jax.vjp(jnp.matmul, x.astype(jnp.float32), matrix.astype(jnp.float32))
+    ones = jnp.ones_like(out)
+    for a, b in zip((out, *pull_back(ones)), (wide, *back(ones.astype(jnp.float32))), strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
 
 
 def test_unknown_remat_is_refused():
