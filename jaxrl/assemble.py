@@ -401,5 +401,5 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     devices = [] if num_devices else prepare_jax(config)
     model = config_of(resolve_path(config.model.path))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
-    platform = {"platform": devices[0].platform} if devices else {}
-    return explain(config, model, num_devices or len(devices), memory, **platform)
+    platform = devices[0].platform if devices else "gpu"
+    return explain(config, model, num_devices or len(devices), memory, platform=platform)

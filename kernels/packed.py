@@ -98,7 +98,7 @@ def attention(
       [R, T, H, D] in q's dtype.
     """
     if tiles is None:
-        wide_q, wide_k, wide_v = _operands(how, q, k, v)
+        wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
         out = reference.packed_attention(wide_q, wide_k, wide_v, segment_ids, positions, prefix_ids)
         return out.astype(q.dtype)
     segments, prefixes = (_tiled(x, how) for x in (segment_ids, prefix_ids))
@@ -203,16 +203,12 @@ def _product(spec: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
     return jnp.einsum(spec, a, b, preferred_element_type=dtype)
 
 
-def _operands(how: Tiling, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(x.astype(jnp.promote_types(x.dtype, jnp.float32)) if how.widen else x for x in arrays)
-
-
 def _forward(
     how: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, segments: jax.Array, prefixes: jax.Array
 ) -> tuple[jax.Array, Any]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    q_NSKMD = _query_tiles(_operands(how, q)[0], k.shape[2], how)
-    k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in _operands(how, k, v))
+    q_NSKMD = _query_tiles(reference.operands(how.widen, q), k.shape[2], how)
+    k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in reference.operands(how.widen, (k, v)))
     per_row, count, lowest = segments.size // how.block // q.shape[0], tiles.num_pairs[0], jnp.finfo(wide).min
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -246,8 +242,8 @@ def _backward(how: Tiling, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     wide, kv_heads, scale = logsumexp.dtype, k.shape[2], q.shape[-1] ** -0.5
     inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
     inner = _query_tiles(inner, kv_heads, how)
-    q_NSKMD, d_out_NSKMD = (_query_tiles(x, kv_heads, how) for x in _operands(how, q, d_out))
-    k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in _operands(how, k, v))
+    q_NSKMD, d_out_NSKMD = (_query_tiles(x, kv_heads, how) for x in reference.operands(how.widen, (q, d_out)))
+    k_NSKBD, v_NSKBD = (_key_tiles(x, how) for x in reference.operands(how.widen, (k, v)))
     per_row, narrow = segments.size // how.block // q.shape[0], q_NSKMD.dtype
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:

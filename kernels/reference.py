@@ -8,11 +8,24 @@ Dims: R rows, T tokens of a row (S as keys), H query heads, K key/value heads, G
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 ATTENTION = "attention"
 """Name of what the tiled kernels keep for their backward pass, so that a remat policy can keep it too."""
+
+
+def operands(widen: bool, tree: Any) -> Any:
+    """Operands of a product: with `widen`, arrays narrower than float32 become float32, which is exact.
+
+    For backends that multiply narrow numbers slowly.
+    """
+    if not widen:
+        return tree
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
 
 # ---------------------------------------------------------------- packed rows (training)
 

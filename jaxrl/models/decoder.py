@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.kernels.reference import ATTENTION
+from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import Weight, weights
 
@@ -175,11 +175,14 @@ def layer(
     def norm(name: str) -> jax.Array:
         return _rms_norm(x, lp[name], config.rms_norm_eps, features_first)
 
+    def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        return _dense(widen, x, matrix)
+
     def heads(name: str) -> jax.Array:
         if features_first:
             return jnp.moveaxis(jnp.einsum("hde,e...->hd...", weight(name), h), (0, 1), (-2, -1))
         w = weight(name)
-        return _dense(widen, h, w.reshape(w.shape[0], -1)).reshape(*h.shape[:-1], *w.shape[1:])
+        return product(h, w.reshape(w.shape[0], -1)).reshape(*h.shape[:-1], *w.shape[1:])
 
     h = norm("attn_norm")
     q, k, v = (heads(name) for name in ("q", "k", "v"))
@@ -195,34 +198,30 @@ def layer(
         x = x + jnp.einsum("ef,...f->e...", weight("o").reshape(-1, out.shape[-1]), out)
     else:
         w = weight("o")
-        x = x + _dense(widen, out.reshape(*x.shape[:-1], -1), w.reshape(-1, w.shape[-1]))
+        x = x + product(out.reshape(*x.shape[:-1], -1), w.reshape(-1, w.shape[-1]))
 
     h = norm("mlp_norm")
     if features_first:
         h = jax.nn.silu(_left(weight("gate"), h)) * _left(weight("up"), h)
         return x + _left(weight("down"), h), extra
-    h = jax.nn.silu(_dense(widen, h, weight("gate"))) * _dense(widen, h, weight("up"))
-    return x + _dense(widen, h, weight("down")), extra
-
-
-def _dense(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """x [..., I] @ matrix [I, O], with a gradient for the matrix in the cheaper of its two orders."""
-    return _dense_product(widen, x, matrix)
+    h = jax.nn.silu(product(h, weight("gate"))) * product(h, weight("up"))
+    return x + product(h, weight("down")), extra
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense_product(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
+def _dense(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """x [..., I] @ matrix [I, O], with a gradient for the matrix in the cheaper of its two orders."""
     return _dense_forward(widen, x, matrix)[0]
 
 
 def _dense_forward(widen: bool, x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    wide_x, wide_matrix = _operands(widen, x, matrix)
+    wide_x, wide_matrix = operands(widen, (x, matrix))
     # the name is for the remat policy: with `widen`, the product itself has twice the bytes of what is kept
     return checkpoint_name((wide_x @ wide_matrix).astype(x.dtype), _PRODUCT), (x, matrix)
 
 
 def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, matrix, d_out = _operands(widen, *saved, d_out)
+    x, matrix, d_out = operands(widen, (*saved, d_out))
     over = tuple(range(x.ndim - 1))
     # XLA:CPU writes the left operand of a product over tokens anew, transposed: let that be the narrower
     if x.shape[-1] <= d_out.shape[-1]:
@@ -232,11 +231,7 @@ def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.
     return (d_out @ matrix.T).astype(saved[0].dtype), d_matrix.astype(saved[1].dtype)
 
 
-_dense_product.defvjp(_dense_forward, _dense_backward)
-
-
-def _operands(widen: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(x.astype(_at_least_float32(x.dtype)) for x in arrays) if widen else arrays
+_dense.defvjp(_dense_forward, _dense_backward)
 
 
 def _left(matrix: jax.Array, x: jax.Array) -> jax.Array:
