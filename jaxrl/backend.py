@@ -91,6 +91,9 @@ class Scoring(Protocol):
 
     def wait(self, timeout_s: float, /) -> list[Verdict]: ...
 
+    @property
+    def num_pending(self) -> int: ...
+
     def take_metrics(self) -> dict[str, float]: ...
 
 
@@ -201,6 +204,8 @@ class RolloutBackend:
             if not self.engine.is_idle and not self._awaited:
                 self._run_plan()
             elif self._due:
+                if not self._rewards.num_pending:
+                    raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
                 self._take(self._rewards.wait(POLL_S))
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")

@@ -93,6 +93,10 @@ class Pool:
             self._held = []
         return self.completed()
 
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue) + len(self._held)
+
     def take_metrics(self) -> dict[str, float]:
         return {"reward/num_scored": float(len(self.submitted))}
 
@@ -389,6 +393,17 @@ def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
     with pytest.raises(RuntimeError, match="nothing is running or being scored"):
         backend.wait()
     backend.end()
+
+
+def test_a_pool_that_loses_a_sample_is_found_out(houses: Any):
+    class Leaky(Pool):
+        def submit(self, prompt: Prompt, sample: Sample) -> None:
+            if sample.key != key(2, 1):
+                super().submit(prompt, sample)
+
+    house = houses(LENGTHS, Leaky())
+    with pytest.raises(RuntimeError, match=r"pool has lost SampleKey\(.*prompt_index=2, sample_index=1"):
+        house.run_round(PROMPTS, 2)
 
 
 def test_memory_phases(houses: Any):

@@ -121,11 +121,11 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only the reward pool knows ray."""
+    """Only the reward pool on ray knows ray."""
     return [
         f"{module} imports {name}"
         for module in sources
-        if module != "jaxrl.rewards.pool"
+        if module != "jaxrl.rewards.ray_pool"
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]

@@ -105,6 +105,10 @@ class InstantScoring:
     def wait(self, timeout_s: float) -> list[Verdict]:
         return self.completed()
 
+    @property
+    def num_pending(self) -> int:
+        return len(self._done)
+
     def take_metrics(self) -> dict[str, float]:
         return {}
 

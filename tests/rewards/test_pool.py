@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +186,42 @@ def test_idle_worker_killed(tmp_path: Path):
     start = time.monotonic()
     pool.close()  # waits for nobody
     assert time.monotonic() - start < 1.5
+
+
+def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(tmp_path: Path):
+    """Threads that hold the interpreter: what a worker has sent is read late, after others have noticed its death."""
+    over = threading.Event()
+
+    def count() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    pool = make(tmp_path, timeout_s=20.0)
+    pool.warm()
+    responses = ["die" if i % 5 == 3 else f"say {i}" for i in range(40)]
+    try:
+        for thread in threads:
+            thread.start()
+        submit(pool, *responses)
+        verdicts = collect(pool, 90.0)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        pool.close()
+    assert [verdicts[i].status for i in range(40)] == ["crash" if r == "die" else "ok" for r in responses]
+
+
+def test_worker_killed_as_it_is_given_a_sample(tmp_path: Path):
+    pool = make(tmp_path, num_workers=1)
+    pool.warm()
+    for _ in range(5):
+        submit(pool, "modules")
+        os.kill(collect(pool)[0].info["pid"], signal.SIGKILL)
+        submit(pool, "say 3", "say 4")
+        assert [verdict.reward for _, verdict in sorted(collect(pool).items())] == [3.0, 4.0]
+    pool.close()
 
 
 def test_hang_in_native_code_ends_at_once(tmp_path: Path):

@@ -163,6 +163,10 @@ class SlowPool:
     def wait(self, timeout_s: float) -> list[Verdict]:
         return self.completed()
 
+    @property
+    def num_pending(self) -> int:
+        return len(self.pending)
+
     def take_metrics(self) -> dict[str, float]:
         return {}
 

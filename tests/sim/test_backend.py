@@ -245,6 +245,10 @@ class OddPool:
     def wait(self, timeout_s: float) -> list[Verdict]:
         return self.completed()
 
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
     def take_metrics(self) -> dict[str, float]:
         return {}
 

@@ -1,0 +1,241 @@
+"""The reward pool of this machine: worker processes, each in a pebble pool of its own.
+
+What the processes are. Never forks of the trainer: its jax threads do not survive one. On Linux they are forked off a
+fork server, a clean process that has imported the scorer's libraries once, so that a replacement for a killed worker is
+there in milliseconds; elsewhere they are spawned. They do not import jax (`jaxrl.rewards.worker` and what it imports do
+not; with either start method Python runs the main module's top level in them, so a main module must not either: `warm`
+warns).
+
+On pebble, which does the killing and replacing, four things are kept out of harm's way. Everything crosses the pipes as
+bytes or plain values, because an object that cannot be unpickled there loses its task, or breaks the pool. The worker's
+own handler of SIGTERM is taken back: in native code it would never run, and the whole pool would wait three seconds for
+the kill. pebble's own workers outlive a trainer that was killed while they hang: each watches its parent. And a pool
+holds one worker and one task at a time, because pebble blames a death on the first task that it believes to be with the
+dead worker: with several in the pipe and a result not read yet, that is one that had ended well, and the one that is to
+blame waits for its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import multiprocessing
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
+
+import pebble
+
+from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Counts, Task, crashed, timed_out
+from jaxrl.rewards.worker import look_around, score, start_worker
+from jaxrl.scheduling.events import Verdict
+from jaxrl.types import Prompt, Sample, SampleKey
+
+_log = logging.getLogger(__name__)
+
+
+class _Handed(NamedTuple):
+    """A task in the hands of a worker."""
+
+    worker: int
+    pool: pebble.ProcessPool  # the worker's at that time
+    task_id: int
+    future: Future[Scored] | None  # none: the pool had broken before it took the task
+
+    @property
+    def broken(self) -> bool:
+        return self.future is None or isinstance(self.future.exception(), BrokenProcessPool)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the pool broke between taking the task and knowing of it: then it never ends the future."""
+        return self.future is not None and not self.future.done() and not self.pool.active
+
+
+class ProcessRewardPool:
+    """Worker processes on this machine."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._scorer = pickle.dumps(scorer)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._counts = Counts()
+        self._ids = itertools.count()
+        self._context = _context(scorer.preload)
+        self._pools = [self._new_pool() for _ in range(num_workers)]
+        self._ended: queue.SimpleQueue[tuple[_Handed, float]] = queue.SimpleQueue()
+        # Tasks are handed on in the threads of pebble that end the one before, so these four are under the lock.
+        self._lock = threading.Lock()
+        self._pending: dict[int, Task] = {}
+        self._queue: deque[int] = deque()  # of the pending ones, those that no worker has
+        self._idle = list(range(num_workers))
+        self._handed: dict[int, _Handed] = {}  # by worker
+
+    def _new_pool(self) -> pebble.ProcessPool:
+        return pebble.ProcessPool(
+            max_workers=1, initializer=start_worker, initargs=(self._scorer,), context=self._context
+        )
+
+    def warm(self) -> None:
+        futures = [pool.schedule(look_around, args=(self._scorer,)) for pool in self._pools]
+        try:
+            for error, has_jax in [future.result(timeout=WORKER_START_S) for future in futures]:
+                if error:
+                    raise RuntimeError(f"reward: the scorer cannot be loaded in a worker process: {error}")
+                if has_jax:
+                    _log.warning(
+                        "reward workers import jax, which costs start-up time and memory: the custom reward file does, "
+                        "or the main module at its top level"
+                    )
+        except TimeoutError as error:
+            raise RuntimeError(f"reward: no worker process was ready after {WORKER_START_S:.0f} s") from error
+        except (BrokenProcessPool, pebble.ProcessExpired) as error:
+            raise RuntimeError("reward: worker processes die while they start") from error
+
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        task, task_id = Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample))), next(self._ids)
+        with self._lock:
+            self._pending[task_id] = task
+            self._queue.append(task_id)
+            worker = self._idle.pop() if self._idle else None
+        if worker is not None:
+            self._feed(worker)
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        # not pebble's: it would kill the worker for it, and start another
+        with self._lock:
+            self._pending = {task_id: task for task_id, task in self._pending.items() if task.key not in keys}
+
+    def completed(self) -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                verdicts += self._settle(*self._ended.get_nowait())
+        with self._lock:
+            lost = [handed for handed in self._handed.values() if handed.lost]
+        for handed in lost:
+            verdicts += self._replace(handed, self._clock())
+        return verdicts
+
+    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        verdicts = self.completed()
+        while self._pending and not verdicts and (left := deadline - time.monotonic()) > 0:
+            # in slices: nobody says that a task was lost
+            with contextlib.suppress(queue.Empty):
+                verdicts = self._settle(*self._ended.get(timeout=min(left, 1.0)))
+            verdicts += self.completed()
+        return verdicts
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self._counts.take()
+
+    def close(self) -> None:
+        with self._lock:
+            self._pending = {}
+        for pool in self._pools:
+            pool.stop()
+        for pool in self._pools:
+            pool.join()
+
+    # -- tasks to workers, in any thread -----------------------------------------------------------------------------
+
+    def _feed(self, worker: int) -> None:
+        """Hands the next task to a worker that has none."""
+        pool, limit = self._pools[worker], self._timeout_s or None
+        with self._lock:
+            self._handed.pop(worker, None)
+            while self._queue and self._queue[0] not in self._pending:
+                self._queue.popleft()
+            if not self._queue:
+                self._idle.append(worker)
+                return
+            task_id = self._queue.popleft()
+            task = self._pending[task_id]
+            try:
+                future = pool.schedule(score, args=(self._scorer, task.request), timeout=limit)
+            except RuntimeError:  # its worker died while it had nothing to do
+                self._ended.put((_Handed(worker, pool, task_id, None), self._clock()))
+                return
+            task.attempts += 1
+            handed = self._handed[worker] = _Handed(worker, pool, task_id, future)
+        future.add_done_callback(lambda _: self._end(handed))
+
+    def _end(self, handed: _Handed) -> None:
+        self._ended.put((handed, self._clock()))
+        if not handed.broken:
+            self._feed(handed.worker)
+
+    # -- verdicts, in the trainer's thread ---------------------------------------------------------------------------
+
+    def _settle(self, handed: _Handed, time_s: float) -> list[Verdict]:
+        """The verdict of one task: none if nobody wants it, or it is to be tried again."""
+        if handed.broken:
+            return self._replace(handed, time_s)
+        if handed.task_id not in self._pending:
+            return []
+        assert handed.future is not None
+        error = handed.future.exception()
+        if error is None:
+            scored = handed.future.result()
+        elif isinstance(error, TimeoutError):
+            scored = timed_out(self._timeout_s)
+        elif isinstance(error, pebble.ProcessExpired):
+            scored = crashed(f"the scorer's process ended with exit code {error.exitcode}")
+        else:
+            raise error  # `score` returns whatever happens: this is a bug of ours
+        return [self._verdict(handed.task_id, scored, time_s)]
+
+    def _verdict(self, task_id: int, scored: Scored, time_s: float) -> Verdict:
+        status, reward, info, duration_s = scored
+        with self._lock:
+            task = self._pending.pop(task_id)
+        return self._counts.add(Verdict(time_s, task.key, reward, status, info, duration_s))
+
+    def _replace(self, handed: _Handed, time_s: float) -> list[Verdict]:
+        """A new pool for a broken one. A sample that was there each time is held to be what breaks them."""
+        if self._pools[handed.worker] is not handed.pool:
+            return []  # held for lost, and yet it ended
+        handed.pool.stop()
+        handed.pool.join()
+        self._counts.restarted("a worker ended before it could say what it was doing; started again")
+        self._pools[handed.worker] = self._new_pool()
+        verdicts: list[Verdict] = []
+        task = self._pending.get(handed.task_id)
+        if task is not None and task.attempts >= MAX_ATTEMPTS:
+            scored = crashed(f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample")
+            verdicts = [self._verdict(handed.task_id, scored, time_s)]
+        elif task is not None:
+            with self._lock:
+                self._queue.appendleft(handed.task_id)
+        self._feed(handed.worker)
+        return verdicts
+
+
+def _context(preload: Sequence[str]) -> Any:
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))  # instead of the main module, which is the default
+    return context

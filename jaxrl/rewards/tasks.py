@@ -1,0 +1,70 @@
+"""What the reward pools share on the trainer's side: a task, its bad ends, and the counts of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxrl.rewards.scorers import Scored
+from jaxrl.scheduling.events import Verdict
+from jaxrl.types import SampleKey
+
+_log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3  # workers that may end around one sample, or while they start, before it is held to be the reason
+WORKER_START_S = 120.0  # for imports, on a loaded machine
+
+
+@dataclass(slots=True)
+class Task:
+    key: SampleKey
+    request: bytes
+    attempts: int = 0
+    cancelled: bool = False  # of a task that is with a ray actor
+
+
+def timed_out(limit_s: float) -> Scored:
+    return "timeout", 0.0, {"error": f"no score within reward.timeout_s ({limit_s:g} s)"}, limit_s
+
+
+def crashed(why: str) -> Scored:
+    return "crash", 0.0, {"error": why}, 0.0
+
+
+class Counts:
+    """Counts verdicts, and warns of the bad ones: the 1st, 2nd, 4th, 8th, ... of each status."""
+
+    def __init__(self) -> None:
+        self._since_last = Counter[str]()
+        self._seconds = 0.0
+        self._restarts = 0
+        self._ever = Counter[str]()
+
+    def add(self, verdict: Verdict) -> Verdict:
+        self._since_last[verdict.status] += 1
+        self._seconds += verdict.duration_s
+        if verdict.status != "ok":
+            self._ever[verdict.status] += 1
+            count = self._ever[verdict.status]
+            if count & (count - 1) == 0:
+                why = verdict.info.get("error", "")
+                _log.warning("reward 0 for %s: %s, number %d: %s", verdict.key, verdict.status, count, why)
+        return verdict
+
+    def restarted(self, why: str) -> None:
+        self._restarts += 1
+        _log.warning("reward pool: %s", why)
+
+    def take(self) -> dict[str, float]:
+        n = self._since_last
+        metrics = {
+            "reward/num_scored": float(n.total()),
+            "reward/errors": float(n["error"]),
+            "reward/timeouts": float(n["timeout"]),
+            "reward/crashes": float(n["crash"]),
+            "reward/pool_restarts": float(self._restarts),
+            "reward/seconds": self._seconds,
+        }
+        self._since_last, self._seconds, self._restarts = Counter(), 0.0, 0
+        return metrics
