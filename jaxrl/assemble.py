@@ -324,7 +324,8 @@ class _Run:
         layouts: LayoutSession | None = None
         if config.rollout.layout.adapts:
             kept = (outputs.journal, outputs.timeline, outputs.layouts)
-            layouts = build_layouts(config, self.model, self.mesh, engine, *kept)
+            row_sizes = {tp: executor.row_sizes(tp) for tp in layout_degrees(config, self.mesh.size)}
+            layouts = build_layouts(config, self.model, self.mesh, engine, row_sizes, *kept)
         backend = RolloutBackend(
             engine,
             executor,

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,14 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
 
 
 def build_layouts(
-    config: Config, model: ModelConfig, mesh: Mesh, engine: Engine, journal: Journal, timeline: Timeline, log: LayoutLog
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    engine: Engine,
+    row_sizes: Mapping[int, Sequence[int]],
+    journal: Journal,
+    timeline: Timeline,
+    log: LayoutLog,
 ) -> LayoutSession:
     """The session of a run whose `rollout.layout` adapts. Raises ConfigError for a profile that cannot be used."""
     options, tp = config.rollout.layout, config.rollout.tensor_model_parallel_size
@@ -92,7 +99,7 @@ def build_layouts(
     predictor, rule = None, None
     if options.switch:
         correction = CorrectionConfig(options.correction_weight, options.correction_max_factor)
-        predictor = LatencyPredictor(checked_profile(config, model, mesh), correction)
+        predictor = LatencyPredictor(checked_profile(config, model, mesh), correction, row_sizes)
         switching = LayoutSwitchConfig(
             degrees=degrees,
             bound=options.bound,

@@ -19,7 +19,14 @@ from jaxrl.layouts import identity_of, load_profile
 from jaxrl.memory_plan import layout_degrees
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
-from jaxrl.scheduling.latency_profile import Profile, ProfilePoint, missing_points, prefill_points, profile_points
+from jaxrl.scheduling.latency_profile import (
+    Profile,
+    ProfilePoint,
+    RowSizes,
+    missing_points,
+    prefill_points,
+    profile_points,
+)
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
@@ -64,7 +71,15 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
         if earlier.source != table.source:
             raise ConfigError(f"{path} was made up (source: {earlier.source}): name another file with --out")
         table = earlier
-    points = _points(config, executor, degrees, options)
+    row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}
+    rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
+    if table.row_sizes not in ((), rows):
+        raise ConfigError(
+            f"{path} was measured with programs for other numbers of rows (rollout.max_num_seqs): {table.row_sizes} "
+            f"there, {rows} here: name another file with --out"
+        )
+    table = replace(table, row_sizes=rows)
+    points = _points(config, executor, row_sizes, options)
     executor.sync_weights(params, 0)
     executor.allocate()
     return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress)
@@ -77,8 +92,9 @@ def adaptive(config: Config) -> Config:
 
 
 def _points(
-    config: Config, executor: MeshExecutor, degrees: tuple[int, ...], options: ProfileOptions
+    config: Config, executor: MeshExecutor, row_sizes: dict[int, tuple[int, ...]], options: ProfileOptions
 ) -> tuple[ProfilePoint, ...]:
+    degrees = tuple(row_sizes)
     capacities = [executor.capacity(tp) for tp in degrees]
     rows = min(c.num_groups * c.num_slots for c in capacities)
     tokens = min(c.num_groups * (c.num_blocks - 1) * c.block_size for c in capacities)
@@ -91,7 +107,8 @@ def _points(
             raise ConfigError(
                 f"--{name} ({value}) must be at least 1 and at most {most}, for which the rollout is built"
             )
-    return profile_points(asked[0], asked[1], degrees, capacities[0].num_groups * degrees[0], asked[2])
+    num_devices = capacities[0].num_groups * degrees[0]
+    return profile_points(asked[0], asked[1], degrees, num_devices, asked[2], row_sizes=row_sizes)
 
 
 def _measure(

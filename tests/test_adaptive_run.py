@@ -173,6 +173,9 @@ def test_the_profiler_and_a_run_with_what_it_measured(runs: Runs):
         (a, b) for a in DEGREES for b in DEGREES if a != b
     }
     assert f"{len(table.decode)} decode points" in output
+    sizes_of = {rows.tp: rows.sizes for rows in table.row_sizes}
+    assert tuple(sizes_of) == DEGREES
+    assert all(point.batch in sizes_of[point.tp] for point in table.decode), "no batch that would be padded"
     # resumed: nothing is measured twice, and what is missing is
     partial = table.to_json() | {"decode": table.to_json()["decode"][1:]}
     runs.profile.write_text(json.dumps(partial))

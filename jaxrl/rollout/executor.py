@@ -179,6 +179,10 @@ class MeshExecutor:
         """What the layout of a degree offers. Raises ValueError for one that this mesh or these weights cannot have."""
         return self._programs_at(tp).capacity
 
+    def row_sizes(self, tp: int) -> tuple[int, ...]:
+        """The numbers of rows, ascending, that a dp group's decode programs of a degree take; batches are padded."""
+        return self._programs_at(tp).row_buckets
+
     def compile_ahead(self, degrees: Iterable[int]) -> CompileAhead:
         """Begins to compile these layouts' programs in the background; `switch` needs not wait for all of them."""
         self._ahead = CompileAhead([self._programs_at(tp) for tp in degrees])

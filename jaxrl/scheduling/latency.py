@@ -11,6 +11,9 @@ Departures:
   holds the measured seconds per token of the fullest source group, which is that quotient for one token; `kv_move_s`
   has the equations themselves, for tables that are made up rather than measured. H is the width of keys (or values)
   there: with grouped-query attention, key/value heads x head size.
+- Between two profiled batches the paper interpolates. Programs here are compiled for few numbers of rows, and a step
+  with rows in between takes as long as the next of those: a batch counts as that one where the table has them
+  (`RowSizes`). Only between padded batches that were not profiled times are interpolated.
 - The profile is corrected online (the paper's is not): machines are shared, and dummy batches are not real ones.
 
 Beyond the table predictions are never negative and never fall as the load grows:
@@ -133,6 +136,7 @@ class LatencyPredictor:
     Args:
       profile: checked by the caller (`Profile.check`).
       correction: how fast, and how far, observations move the predictions.
+      row_sizes: of the programs that run now, by degree; None: of those that were profiled.
 
     Example::
 
@@ -143,12 +147,20 @@ class LatencyPredictor:
 
     SCHEMA = 1
 
-    def __init__(self, profile: Profile, correction: CorrectionConfig | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        correction: CorrectionConfig | None = None,
+        row_sizes: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         if not profile.decode:
             raise ValueError(f"the latency profile has no decode points: {NEW_PROFILE}")
         self.profile = profile
         self.correction = CorrectionConfig() if correction is None else correction
         self._surfaces = {tp: _Surface([p for p in profile.decode if p.tp == tp]) for tp in profile.degrees}
+        if row_sizes is None:
+            row_sizes = {rows.tp: rows.sizes for rows in profile.row_sizes}
+        self._row_sizes = {tp: np.array(sizes) for tp, sizes in row_sizes.items()}
         self._prefill: dict[int, dict[int, list[Measurement]]] = {}
         for point in sorted(profile.prefill, key=lambda entry: entry.point):
             self._prefill.setdefault(point.tp, {}).setdefault(point.batch, []).append(point)
@@ -259,4 +271,9 @@ class LatencyPredictor:
             raise ValueError(
                 f"the latency profile has no decode points for tp {tp}, only {self.degrees}: {NEW_PROFILE}"
             )
-        return surface.at(np.asarray(batch_S, np.float64), np.asarray(context_S, np.float64))
+        batch_S = np.asarray(batch_S, np.float64)
+        sizes = self._row_sizes.get(tp)
+        if sizes is not None:
+            padded_S = sizes[np.minimum(np.searchsorted(sizes, batch_S), len(sizes) - 1)]
+            batch_S = np.maximum(batch_S, padded_S)
+        return surface.at(batch_S, np.asarray(context_S, np.float64))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-SCHEMA = 1
+SCHEMA = 2
 NEW_PROFILE = "make a new one with `jaxrl profile`"
 
 Source = Literal["measured", "synthetic"]
@@ -83,6 +83,17 @@ class SwitchCost:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSizes:
+    """The numbers of rows, ascending, that a dp group's decode programs of a degree were compiled for.
+
+    A step with rows in between runs padded to the next, and takes as long.
+    """
+
+    tp: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """The table of one model on one machine, whole or in the making. Raises ValueError for what cannot be.
 
@@ -90,6 +101,7 @@ class Profile:
       identity: what it holds for.
       decode, prefill: seconds per decode step, and of a whole prefill; each load once.
       switches: costs, each ordered pair of degrees once.
+      row_sizes: of the programs that were measured, each degree once at most; none: no batch is padded.
       source: "synthetic" for a table that was made up (to try switches out), which reports must say.
     """
 
@@ -97,6 +109,7 @@ class Profile:
     decode: tuple[Measurement, ...] = ()
     prefill: tuple[Measurement, ...] = ()
     switches: tuple[SwitchCost, ...] = ()
+    row_sizes: tuple[RowSizes, ...] = ()
     source: Source = "measured"
 
     def __post_init__(self) -> None:
@@ -116,6 +129,12 @@ class Profile:
             seconds = (cost.weights_s, cost.kv_s_per_token, cost.fixed_s)
             if cost.from_tp == cost.to_tp or not all(0 <= s < math.inf for s in seconds):
                 raise ValueError(f"profile: {cost}: two different degrees, and seconds >= 0 and finite")
+
+        _refuse_repeated("row_sizes", [rows.tp for rows in self.row_sizes])
+        for rows in self.row_sizes:
+            self._refuse_degrees("row_sizes", rows.tp)
+            if not rows.sizes or rows.sizes[0] < 1 or list(rows.sizes) != sorted(set(rows.sizes)):
+                raise ValueError(f"profile: {rows}: sizes must be >= 1 and ascend, at least one of them")
 
     def _refuse_degrees(self, kind: str, *degrees: int) -> None:
         for tp in degrees:
@@ -153,6 +172,7 @@ class Profile:
             "decode": [asdict(point) for point in self.decode],
             "prefill": [asdict(point) for point in self.prefill],
             "switches": [asdict(cost) for cost in self.switches],
+            "row_sizes": [asdict(rows) | {"sizes": list(rows.sizes)} for rows in self.row_sizes],
         }
 
     @classmethod
@@ -170,6 +190,7 @@ class Profile:
             decode=tuple(_read(Measurement, each, "decode") for each in entry["decode"]),
             prefill=tuple(_read(Measurement, each, "prefill") for each in entry["prefill"]),
             switches=tuple(_read(SwitchCost, each, "switches") for each in entry["switches"]),
+            row_sizes=tuple(_read_row_sizes(each) for each in entry["row_sizes"]),
             source=entry["source"],
         )
 
@@ -189,6 +210,15 @@ def _read(kind: type[T], entry: Any, where: str) -> T:
     return kind(**entry)
 
 
+def _read_row_sizes(entry: Any) -> RowSizes:
+    if not isinstance(entry, Mapping) or set(entry) != {"tp", "sizes"} or not isinstance(entry["sizes"], list):
+        raise ValueError(f"latency profile, row_sizes: {entry!r} must have exactly the fields ['sizes' (a list), 'tp']")
+    for value in (entry["tp"], *entry["sizes"]):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"latency profile, row_sizes: {value!r} must be of type int")
+    return RowSizes(entry["tp"], tuple(entry["sizes"]))
+
+
 def _refuse_repeated(kind: str, keys: Sequence[object]) -> None:
     repeated = [str(key) for key, count in Counter(keys).items() if count > 1]
     if repeated:
@@ -203,12 +233,14 @@ def profile_points(
     max_context: int,
     min_context: int = 8,
     dense_below: int = 512,
+    row_sizes: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[ProfilePoint, ...]:
     """The loads to measure, sorted: one layout after another, and in it one batch (one program) after another.
 
-    Batches double from 1; contexts double below `dense_below`, where latency is least linear, and go on by factors of
-    four. A degree's largest batch and longest context are among them. As a batch with one point has no slope, batches
-    of which two contexts do not fit are left out.
+    Batches double from 1, or are the row sizes of the programs, to which all others would be padded. Contexts double
+    below `dense_below`, where latency is least linear, and go on by factors of four. A degree's largest batch and
+    longest context are among them. As a batch with one point has no slope, batches of which two contexts do not fit are
+    left out.
 
     Args:
       max_batch: the most live rows of all dp groups together; a group's share of them is rounded up.
@@ -217,6 +249,7 @@ def profile_points(
       degrees: the tp degrees.
       device_count: tp x dp.
       min_context, max_context: tokens of a row.
+      row_sizes: by degree, ascending (`RowSizes`).
 
     Raises ValueError if a degree does not divide the devices, or if nothing fits the budget.
     """
@@ -236,6 +269,9 @@ def profile_points(
         dp = device_count // tp
         largest, budget = -(-max_batch // dp), token_budget // dp
         batches = [*(1 << i for i in range((largest - 1).bit_length())), largest]
+        if row_sizes is not None:
+            # up to the one that holds the largest batch
+            batches = [size for i, size in enumerate(row_sizes[tp]) if i == 0 or row_sizes[tp][i - 1] < largest]
         for batch in batches:
             fitting = [context for context in contexts if batch * context <= budget]
             if len(fitting) > 1:

@@ -25,7 +25,7 @@ from jaxrl.scheduling.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.events import Verdict
 from jaxrl.scheduling.latency import LatencyPredictor
-from jaxrl.scheduling.latency_profile import Profile, ProfileIdentity, prefill_points, profile_points
+from jaxrl.scheduling.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
 from jaxrl.scheduling.partial_rollout import PartialRollout, PartialRolloutConfig
 from jaxrl.scheduling.plan import Executor, Request
 from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
@@ -189,7 +189,8 @@ def measured_cost(executor: MeshExecutor, model: ModelSizes, name: str, say: Cal
     tp, groups = executor.tp, executor.num_groups
     tokens = groups * (executor.num_blocks - 1) * executor.block_size
     longest = executor.config.max_length
-    points = profile_points(groups * executor.num_slots, tokens, (tp,), groups * tp, longest)
+    sizes = executor.row_sizes(tp)
+    points = profile_points(groups * executor.num_slots, tokens, (tp,), groups * tp, longest, row_sizes={tp: sizes})
     profiler = Profiler(executor)
     decode = tuple(profiler.decode(point) for point in points)
     short = [point for point in prefill_points(points) if point.batch * point.context <= PREFILL_BUDGET]
@@ -197,4 +198,7 @@ def measured_cost(executor: MeshExecutor, model: ModelSizes, name: str, say: Cal
     say(f"profile: {len(decode)} decode points, {len(prefill)} prefill points")
     device = executor.layout.mesh.devices.flat[0]
     identity = ProfileIdentity(name, name, device.device_kind, groups * tp, "", executor.config.dtype)
-    return TableCost(LatencyPredictor(Profile(identity, decode, prefill)), RooflineCost(model, hardware("A100")))
+    return TableCost(
+        LatencyPredictor(Profile(identity, decode, prefill, row_sizes=(RowSizes(tp, sizes),))),
+        RooflineCost(model, hardware("A100")),
+    )

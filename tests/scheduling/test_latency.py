@@ -18,6 +18,7 @@ from jaxrl.scheduling.latency_profile import (
     Profile,
     ProfileIdentity,
     ProfilePoint,
+    RowSizes,
     SwitchCost,
     missing_points,
     prefill_points,
@@ -41,7 +42,7 @@ PREFILL = (
     Measurement(4, 4, 200, 0.7),
 )
 SWITCHES = (SwitchCost(2, 4, 1.5, 0.001, 0.5), SwitchCost(4, 2, 2.0, 0.003, 0.25))
-PROFILE = Profile(IDENTITY, DECODE, PREFILL, SWITCHES)
+PROFILE = Profile(IDENTITY, DECODE, PREFILL, SWITCHES, (RowSizes(2, (1, 2, 3, 4)),))
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,7 @@ def broken(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (broken(schema=2), r"schema 2: this version reads 1: make a new one with `jaxrl profile`"),
+        (broken(schema=1), r"schema 1: this version reads 2: make a new one with `jaxrl profile`"),
         ({}, r"schema None"),
         (broken(extra=1), r"its keys must be"),
         ({k: v for k, v in PROFILE.to_json().items() if k != "prefill"}, r"its keys must be"),
@@ -317,6 +318,11 @@ def broken(**changes: object) -> dict:
         (broken(switches=[PROFILE.to_json()["switches"][0]] * 2), r"more than once"),
         (broken(switches=[{**PROFILE.to_json()["switches"][0], "to_tp": 2}]), r"two different degrees"),
         (broken(switches=[{**PROFILE.to_json()["switches"][0], "fixed_s": -1.0}]), r"seconds >= 0"),
+        (broken(row_sizes=[{"tp": 2, "sizes": [8, 4]}]), r"sizes must be >= 1 and ascend"),
+        (broken(row_sizes=[{"tp": 2, "sizes": []}]), r"at least one"),
+        (broken(row_sizes=[{"tp": 3, "sizes": [4]}]), r"must divide the number of devices"),
+        (broken(row_sizes=[{"tp": 2, "sizes": [4.5]}]), r"4.5 must be of type int"),
+        (broken(row_sizes=[{"tp": 2, "sizes": 4}]), r"must have exactly the fields"),
         (broken(source="guessed"), r"source 'guessed' must be one of measured, synthetic"),
         (broken(identity={**PROFILE.to_json()["identity"], "device_count": 0}), r"device_count \(0\) must be >= 1"),
     ],
@@ -355,6 +361,27 @@ def test_points_by_hand():
     expected += [(4, 1, n) for n in contexts] + [(4, 2, n) for n in contexts]
     expected += [(4, 4, n) for n in contexts[:7]] + [(4, 6, n) for n in contexts[:6]]
     assert points == tuple(ProfilePoint(*each) for each in expected)
+
+
+def test_points_are_the_sizes_of_the_programs_up_to_the_one_that_holds_the_largest_batch():
+    sizes = {2: (4, 8, 16), 4: (4, 8, 16, 32)}
+    points = profile_points(10, 1 << 20, (2, 4), device_count=4, max_context=16, row_sizes=sizes)
+    assert {(point.tp, point.batch) for point in points} == {(2, 4), (2, 8), (4, 4), (4, 8), (4, 16)}
+    few = profile_points(2, 1 << 20, (2,), device_count=4, max_context=16, row_sizes=sizes)
+    assert {point.batch for point in few} == {4}, "one row runs as four"
+
+
+def test_a_step_takes_as_long_as_the_rows_that_it_is_padded_to():
+    points = tuple(Measurement(2, b, n, 0.01 * b) for b in (4, 16) for n in (8, 64))
+    predictor = LatencyPredictor(Profile(IDENTITY, points, row_sizes=(RowSizes(2, (4, 8, 16)),)))
+    # 4 and 16 were profiled; 8 was not and is interpolated; beyond the largest programs nothing is padded
+    seconds = {1: 0.04, 4: 0.04, 5: 0.08, 8: 0.08, 9: 0.16, 16: 0.16, 18: 0.18}
+    for batch, expected in seconds.items():
+        assert predictor.decode_step_s(2, batch, 100.0) == pytest.approx(expected), batch
+    predictor.observe(2, 9, 100.0, 0.16)
+    assert predictor.ratio(2) == pytest.approx(1.0), "observed steps are padded too"
+    own = LatencyPredictor(predictor.profile, row_sizes={2: (16,)})
+    assert own.decode_step_s(2, 5, 100.0) == pytest.approx(0.16), "the programs that run, not those profiled"
 
 
 def test_the_papers_setting():
