@@ -133,4 +133,6 @@ def _table(rounds: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value * 1e3:,.3g} ms"
+    if value is None:
+        return "–"
+    return f"{value:.3g} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"
