@@ -6,13 +6,14 @@ there in milliseconds; elsewhere they are spawned. They do not import jax (`jaxr
 not; with either start method Python runs the main module's top level in them, so a main module must not either: `warm`
 warns).
 
-On pebble, which does the killing and replacing, four things are kept out of harm's way. Everything crosses the pipes as
+On pebble, which does the killing and replacing, five things are kept out of harm's way. Everything crosses the pipes as
 bytes or plain values, because an object that cannot be unpickled there loses its task, or breaks the pool. The worker's
 own handler of SIGTERM is taken back: in native code it would never run, and the whole pool would wait three seconds for
 the kill. pebble's own workers outlive a trainer that was killed while they hang: each watches its parent. And a pool
 holds one worker and one task at a time, because pebble blames a death on the first task that it believes to be with the
 dead worker: with several in the pipe and a result not read yet, that is one that had ended well, and the one that is to
-blame waits for its timeout.
+blame waits for its timeout. And no worker seems to end with exit code 0, which pebble takes for a farewell: its sample
+would wait for its timeout, or for ever.
 """
 
 from __future__ import annotations
@@ -21,23 +22,21 @@ import contextlib
 import itertools
 import logging
 import math
-import multiprocessing
 import pickle
 import queue
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pebble
 
-from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
+from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest, describe
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Counts, Task, crashed, timed_out
-from jaxrl.rewards.worker import look_around, score, start_worker
+from jaxrl.rewards.worker import EXIT_ZERO, look_around, score, start_worker, worker_context
 from jaxrl.scheduling.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -51,6 +50,7 @@ class _Handed(NamedTuple):
     pool: pebble.ProcessPool  # the worker's at that time
     task_id: int
     future: Future[Scored] | None  # none: the pool had broken before it took the task
+    since_s: float
 
     @property
     def broken(self) -> bool:
@@ -58,8 +58,12 @@ class _Handed(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether the pool broke between taking the task and knowing of it: then it never ends the future."""
-        return self.future is not None and not self.future.done() and not self.pool.active
+        """Whether the future will never end: the pool broke between taking the task and knowing of it, or the worker
+        hangs while it starts."""
+        if self.future is None or self.future.done():
+            return False
+        hangs = not self.future.running() and time.monotonic() - self.since_s > WORKER_START_S
+        return hangs or not self.pool.active
 
 
 class ProcessRewardPool:
@@ -78,7 +82,7 @@ class ProcessRewardPool:
         self._clock = clock
         self._counts = Counts()
         self._ids = itertools.count()
-        self._context = _context(scorer.preload)
+        self._context = worker_context(scorer.preload)
         self._pools = [self._new_pool() for _ in range(num_workers)]
         self._ended: queue.SimpleQueue[tuple[_Handed, float]] = queue.SimpleQueue()
         # Tasks are handed on in the threads of pebble that end the one before, so these four are under the lock.
@@ -130,6 +134,8 @@ class ProcessRewardPool:
                 verdicts += self._settle(*self._ended.get_nowait())
         with self._lock:
             lost = [handed for handed in self._handed.values() if handed.lost]
+            for handed in lost:  # from here on, nobody else feeds these workers
+                del self._handed[handed.worker]
         for handed in lost:
             verdicts += self._replace(handed, self._clock())
         return verdicts
@@ -173,19 +179,23 @@ class ProcessRewardPool:
                 return
             task_id = self._queue.popleft()
             task = self._pending[task_id]
+            task.attempts += 1
             try:
                 future = pool.schedule(score, args=(self._scorer, task.request), timeout=limit)
-            except RuntimeError:  # its worker died while it had nothing to do
-                self._ended.put((_Handed(worker, pool, task_id, None), self._clock()))
+            except (RuntimeError, OSError):  # its worker died while it had nothing to do, or none can be started
+                self._ended.put((_Handed(worker, pool, task_id, None, time.monotonic()), self._clock()))
                 return
-            task.attempts += 1
-            handed = self._handed[worker] = _Handed(worker, pool, task_id, future)
+            handed = self._handed[worker] = _Handed(worker, pool, task_id, future, time.monotonic())
         future.add_done_callback(lambda _: self._end(handed))
 
     def _end(self, handed: _Handed) -> None:
         self._ended.put((handed, self._clock()))
-        if not handed.broken:
-            self._feed(handed.worker)
+        if handed.broken:
+            return
+        with self._lock:
+            if self._handed.get(handed.worker) is not handed:
+                return  # held for lost, and yet it ended: `completed` has the worker
+        self._feed(handed.worker)
 
     # -- verdicts, in the trainer's thread ---------------------------------------------------------------------------
 
@@ -202,9 +212,10 @@ class ProcessRewardPool:
         elif isinstance(error, TimeoutError):
             scored = timed_out(self._timeout_s)
         elif isinstance(error, pebble.ProcessExpired):
-            scored = crashed(f"the scorer's process ended with exit code {error.exitcode}")
-        else:
-            raise error  # `score` returns whatever happens: this is a bug of ours
+            code = 0 if error.exitcode == EXIT_ZERO else error.exitcode
+            scored = crashed(f"the scorer's process ended with exit code {code}")
+        else:  # `score` catches what scoring raises; what a scorer left behind (an alarm) may strike outside it
+            scored = "error", 0.0, {"error": describe(error)}, 0.0
         return [self._verdict(handed.task_id, scored, time_s)]
 
     def _verdict(self, task_id: int, scored: Scored, time_s: float) -> Verdict:
@@ -216,7 +227,7 @@ class ProcessRewardPool:
     def _replace(self, handed: _Handed, time_s: float) -> list[Verdict]:
         """A new pool for a broken one. A sample that was there each time is held to be what breaks them."""
         if self._pools[handed.worker] is not handed.pool:
-            return []  # held for lost, and yet it ended
+            return []  # replaced as lost; and the pool said later that it had broken
         handed.pool.stop()
         handed.pool.join()
         self._counts.restarted("a worker ended before it could say what it was doing; started again")
@@ -231,11 +242,3 @@ class ProcessRewardPool:
                 self._queue.appendleft(handed.task_id)
         self._feed(handed.worker)
         return verdicts
-
-
-def _context(preload: Sequence[str]) -> Any:
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))  # instead of the main module, which is the default
-    return context

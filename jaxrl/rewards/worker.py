@@ -5,13 +5,49 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import pickle
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 from jaxrl.rewards.scorers import Scored, Scorer, describe, score_safely
+
+EXIT_ZERO = 256
+"""What a worker that ended with exit code 0 reports to its pool: no worker ends by itself, and 0 would go unheard."""
+
+
+class _NeverZero:
+    @property
+    def exitcode(self) -> int | None:
+        code: int | None = super().exitcode  # pyright: ignore[reportAttributeAccessIssue]
+        return EXIT_ZERO if code == 0 else code
+
+
+if sys.platform == "linux":
+
+    class _Worker(_NeverZero, multiprocessing.context.ForkServerProcess): ...
+
+    class _Context(multiprocessing.context.ForkServerContext):
+        Process = _Worker  # pyright: ignore[reportAssignmentType]
+
+else:
+
+    class _Worker(_NeverZero, multiprocessing.context.SpawnProcess): ...
+
+    class _Context(multiprocessing.context.SpawnContext):
+        Process = _Worker  # pyright: ignore[reportAssignmentType]
+
+
+def worker_context(preload: Sequence[str]) -> Any:
+    """How worker processes are made; `preload`: modules that a fork server imports for all of them."""
+    context = _Context()
+    if sys.platform == "linux":
+        context.set_forkserver_preload(list(preload))  # instead of the main module, which is the default
+    return context
 
 
 @functools.lru_cache(maxsize=1)

@@ -32,6 +32,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
             pass
     elif what == "die":
         os._exit(3)
+    elif what == "leave":
+        os._exit(0)
     elif what == "segfault":
         ctypes.string_at(0)
     elif what == "native":
@@ -221,6 +223,59 @@ def test_worker_killed_as_it_is_given_a_sample(tmp_path: Path):
         os.kill(collect(pool)[0].info["pid"], signal.SIGKILL)
         submit(pool, "say 3", "say 4")
         assert [verdict.reward for _, verdict in sorted(collect(pool).items())] == [3.0, 4.0]
+    pool.close()
+
+
+def test_a_process_that_leaves_with_exit_code_0_is_a_crash(tmp_path: Path):
+    pool = make(tmp_path, num_workers=1, timeout_s=0.0)
+    pool.warm()
+    submit(pool, "leave", "say 1")
+    verdicts = collect(pool)
+    assert [verdicts[i].status for i in range(2)] == ["crash", "ok"]
+    assert "exit code 0" in verdicts[0].info["error"]
+    pool.close()
+
+
+def test_a_task_held_for_lost_that_ends_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The pool breaks between a result's arrival and its being told: nobody may feed that worker twice."""
+    pool = make(tmp_path, num_workers=1)
+    assert isinstance(pool, ProcessRewardPool)
+    pool.warm()
+    submit(pool, "sleep 0.5", "say 1", "say 2")
+    (handed,) = pool._handed.values()
+    monkeypatch.setattr(type(handed), "lost", property(lambda self: self is handed))
+    pool.completed()
+    monkeypatch.undo()
+    assert handed.future is not None
+    handed.future.set_result(("ok", 0.5, {}, 0.5))  # told late
+    assert [verdict.reward for _, verdict in sorted(collect(pool).items())] == [0.5, 1.0, 2.0]
+    assert pool._idle == [0]
+    pool.close()
+
+
+def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no more processes")
+
+    pool = make(tmp_path, num_workers=1)
+    monkeypatch.setattr("pebble.ProcessPool.schedule", refuse)
+    submit(pool, "say 1", "say 2")
+    verdicts = collect(pool)
+    assert [verdicts[i].status for i in range(2)] == ["crash", "crash"]
+    pool.close()
+
+
+def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flag = tmp_path / "hung"
+    source = SCORER + (f"\nif os.path.exists({str(flag)!r}):\n    os.remove({str(flag)!r})\n    time.sleep(60)\n")
+    pool = make(tmp_path, source=source, num_workers=1)
+    pool.warm()
+    flag.touch()
+    monkeypatch.setattr("jaxrl.rewards.process_pool.WORKER_START_S", 2.0)
+    submit(pool, "die", "say 1")
+    verdicts = collect(pool)
+    assert [verdicts[i].status for i in range(2)] == ["crash", "ok"]
+    assert not flag.exists()
     pool.close()
 
 
