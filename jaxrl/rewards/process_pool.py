@@ -9,7 +9,7 @@ warns).
 On pebble, which does the killing and replacing, five things are kept out of harm's way. Everything crosses the pipes as
 bytes or plain values, because an object that cannot be unpickled there loses its task, or breaks the pool. The worker's
 own handler of SIGTERM is taken back: in native code it would never run, and the whole pool would wait three seconds for
-the kill. pebble's own workers outlive a trainer that was killed while they hang: each watches its parent. And a pool
+the kill. pebble's own workers outlive a trainer that was killed while they hang: each watches its parent. A pool
 holds one worker and one task at a time, because pebble blames a death on the first task that it believes to be with the
 dead worker: with several in the pipe and a result not read yet, that is one that had ended well, and the one that is to
 blame waits for its timeout. And no worker seems to end with exit code 0, which pebble takes for a farewell: its sample

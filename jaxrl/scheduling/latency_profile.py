@@ -279,7 +279,7 @@ def profile_points(
         if not points or points[-1].tp != tp:
             raise ValueError(
                 f"profile: a token budget of {token_budget} leaves {budget} tokens per dp group at tp {tp}, and two "
-                f"contexts ({contexts[:2]}) of one row must fit: raise the budget"
+                f"contexts ({contexts[:2]}) of {batches[0]} rows must fit: raise the budget"
             )
     return tuple(points)
 

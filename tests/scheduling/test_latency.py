@@ -432,5 +432,7 @@ def test_points_that_cannot_be():
         profile_points(8, 1 << 20, (3,), 8, 1024)
     with pytest.raises(ValueError, match=r"budget of 64 leaves 8 tokens per dp group at tp 1"):
         profile_points(8, 64, (1,), 8, 1024)
+    with pytest.raises(ValueError, match=r"two contexts \(\[8, 16\]\) of 4 rows must fit"):
+        profile_points(8, 256, (1,), 8, 1024, row_sizes={1: (4,)})
     with pytest.raises(ValueError, match=r"contexts from 8 to 8"):
         profile_points(8, 1 << 20, (1,), 8, 8)
