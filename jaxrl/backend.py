@@ -35,6 +35,7 @@ from jaxrl.scheduling.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.layout_control import Layouts
 from jaxrl.scheduling.plan import Request
 from jaxrl.scheduling.progress import Counters
 from jaxrl.scheduling.relayout import SwitchFailed
@@ -60,24 +61,6 @@ class Worker(Protocol):
     def allocate(self) -> None: ...
 
     def release(self, *, weights: bool = False) -> None: ...
-
-
-class Layouts(Protocol):
-    """What changes the worker's layout (`jaxrl.layouts.LayoutSession`)."""
-
-    def enter(self) -> None: ...
-
-    def begin(self, step: int, round_index: int, kind: str, /) -> None: ...
-
-    def before_plan(self) -> None: ...
-
-    def after_plan(self) -> None: ...
-
-    def finished(self, length: int, /) -> None: ...
-
-    def end(self, preemptions: int, /) -> dict[str, float]: ...
-
-    def cancel(self) -> None: ...
 
 
 class Scoring(Protocol):

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
+
+
+def prime_factors(count: int) -> tuple[int, ...]:
+    """The primes whose product is `count`, ascending."""
+    factors: list[int] = []
+    divisor = 2
+    while count > 1:
+        while count % divisor == 0:
+            factors.append(divisor)
+            count //= divisor
+        divisor += 1
+    return tuple(factors)
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,22 @@ class LayoutSection:
     @property
     def adapts(self) -> bool:
         return self.switch or self.planner
+
+    def degrees_on(self, tp: int, num_devices: int) -> tuple[int, ...]:
+        """The degrees that rounds which start in `tp` use on so many devices. Raises ValueError for what cannot be."""
+        if not self.adapts:
+            return (tp,)
+        possible = tuple(accumulate((1, *prime_factors(num_devices)), operator.mul))
+        host = self.devices_per_host or num_devices
+        degrees = tuple(self.degrees) or tuple(degree for degree in possible if degree <= host)
+        for degree in (*degrees, tp):
+            if degree not in possible or degree > host or degree not in degrees:
+                raise ValueError(
+                    f"rollout.layout.degrees: tp {degree} must be one of {', '.join(map(str, possible))} (which the "
+                    f"{num_devices} devices can be factored into), at most the {host} devices of a host, and the first "
+                    f"tp ({tp}) one of the degrees {degrees}"
+                )
+        return degrees
 
     def problem(self, tp: int, num_devices: int) -> str | None:
         """What cannot be, in a sentence, for rounds that start in `tp` on `num_devices` (0: not known yet); or None."""

@@ -18,17 +18,15 @@ rollout phase as a whole.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl.config import Config
 from jaxrl.kernels import packed
+from jaxrl.layout_options import prime_factors
 from jaxrl.models.config import ModelConfig
-from jaxrl.sharding.mesh import prime_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -91,25 +89,8 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
 
 
 def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
-    """The tp degrees that rollout may use, ascending; the configured one alone where nothing adapts.
-
-    Raises:
-      ValueError: a degree is not one of the mesh's, or leaves a host.
-    """
-    layout, tp = config.rollout.layout, config.rollout.tensor_model_parallel_size
-    if not layout.adapts:
-        return (tp,)
-    possible = tuple(itertools.accumulate((1, *prime_factors(num_devices)), operator.mul))
-    host = layout.devices_per_host or num_devices
-    degrees = tuple(layout.degrees) or tuple(degree for degree in possible if degree <= host)
-    for degree in (*degrees, tp):
-        if degree not in possible or degree > host or degree not in degrees:
-            raise ValueError(
-                f"rollout.layout.degrees: tp {degree} must be one of {', '.join(map(str, possible))} (which the "
-                f"{num_devices} devices can be factored into), at most the {host} devices of a host, and the first tp "
-                f"({tp}) one of the degrees {degrees}"
-            )
-    return degrees
+    """The TP degrees that rounds of `config` may use (`LayoutSection.degrees_on`)."""
+    return config.rollout.layout.degrees_on(config.rollout.tensor_model_parallel_size, num_devices)
 
 
 def layout_sizes(

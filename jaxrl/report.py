@@ -113,14 +113,21 @@ def page(run: Run) -> str:
     problems = "".join(f"<p class=note>{escape(text)}</p>" for text in run.problems)
     span = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else None
     charts = "".join(card(replace(chart, span=span)) for chart in _charts(run))
+    return document(
+        name,
+        _subtitle(run),
+        f"{problems}{_headlines(run)}<section class=charts>{charts}</section>{layouts_section(run.folder)}"
+        f"<h2>Samples</h2>{_samples(run)}<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
+    )
+
+
+def document(name: str, subtitle: str, body: str) -> str:
+    """A page in the report's style. `name` is text; `subtitle` and `body` are HTML."""
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{escape(name)} · jaxrl</title><style>{_STYLE}</style></head><body><main>"
-        f"<header><h1>{escape(name)}</h1><p class=sub>{_subtitle(run)}</p></header>{problems}"
-        f"{_headlines(run)}<section class=charts>{charts}</section>{layouts_section(run.folder)}"
-        f"<h2>Samples</h2>{_samples(run)}<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}"
-        "</main></body></html>\n"
+        f"<header><h1>{escape(name)}</h1><p class=sub>{subtitle}</p></header>{body}</main></body></html>\n"
     )
 
 

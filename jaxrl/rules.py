@@ -1,17 +1,26 @@
-"""The batch rule that a configuration asks for, or why its settings do not go together.
+"""The rules that a configuration asks for, or why its settings do not go together.
 
 Purpose: the switches `rollout.tail_batching`, `rollout.partial_rollout`, `rollout.over_provisioning`,
 `algorithm.filter_groups` and `trainer.one_step_off` as one `BatchRule`, for real and simulated runs alike. What each
-does and what composes with what: docs/rollout-rules.md.
+does and what composes with what: docs/rollout-rules.md. `layout_control` does the same for `rollout.layout`
+(docs/layouts.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxrl.config import Config, ConfigError
 from jaxrl.scheduling.batches import BatchRule, FreshBatches, check_composition
+from jaxrl.scheduling.engine import Engine
+from jaxrl.scheduling.latency import LatencyPredictor
+from jaxrl.scheduling.layout_control import LayoutControl, LengthHistory
+from jaxrl.scheduling.layout_switch import LayoutSwitchConfig, LayoutSwitchRule
 from jaxrl.scheduling.partial_rollout import PartialRollout, PartialRolloutConfig
 from jaxrl.scheduling.race import DynamicSampling
+from jaxrl.scheduling.round_layouts import RoundLayouts
 from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.tp_planner import TpPlanner, TpPlannerConfig
 
 
 def batch_rule(config: Config) -> BatchRule:
@@ -21,6 +30,37 @@ def batch_rule(config: Config) -> BatchRule:
         return _build(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def layout_control(
+    config: Config, engine: Engine, degrees: Sequence[int], predictor: LatencyPredictor | None
+) -> LayoutControl:
+    """What changes the layout of `engine`, as `rollout.layout` has it.
+
+    Args:
+      degrees: those that rounds may use (`LayoutSection.degrees_on`).
+      predictor: of step times and costs; None where `rollout.layout.switch` is off.
+    """
+    options, tp = config.rollout.layout, config.rollout.tensor_model_parallel_size
+    rule = None
+    if predictor is not None:
+        switching = LayoutSwitchConfig(
+            degrees=tuple(degrees),
+            bound=options.bound,
+            direction=options.direction,
+            min_gain=options.min_gain,
+            cooldown=options.cooldown,
+            reversal_factor=options.reversal_factor,
+            state=options.state,
+            headroom_tokens=options.headroom_tokens,
+        )
+        rule = LayoutSwitchRule(switching, predictor)
+    planner: TpPlanner | int = tp
+    if options.planner:
+        planning = TpPlannerConfig(tuple(degrees), tp, degrees[-1], options.planner_rise, options.planner_quiet_rounds)
+        planner = TpPlanner(planning)
+    history = LengthHistory() if options.bound == "expected" else None
+    return LayoutControl(engine, RoundLayouts(planner, rule), degrees, predictor, history)
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:

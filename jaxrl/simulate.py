@@ -25,18 +25,21 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.layout_log import FILE_NAME as LAYOUTS_FILE
+from jaxrl.layout_log import LayoutLog
+from jaxrl.layout_session import LayoutSession
 from jaxrl.live import LiveView
 from jaxrl.loop import Hooks, Loop
 from jaxrl.metrics import MetricsWriter
 from jaxrl.report import write_report
-from jaxrl.rules import batch_rule, carried
+from jaxrl.rules import batch_rule, carried, layout_control
 from jaxrl.run_dir import SIMULATED, RunDir
 from jaxrl.samples import SampleLog
 from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
 from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
-from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
+from jaxrl.sim.configured import cost_model, layout_predictor, layout_sizes, machine_sizes, model_sizes, workload_of
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.machine import Launched, MachineSizes, SimulatedExecutor
@@ -62,6 +65,7 @@ class Simulation:
     executor: SimulatedExecutor
     clock: SimulatedClock
     phases: SimulatedPhases
+    layouts: LayoutSession | None = None
 
 
 def build(
@@ -71,7 +75,9 @@ def build(
     hooks: Hooks,
     *,
     sizes: MachineSizes | None = None,
+    layouts: Mapping[int, MachineSizes] | None = None,
     timeline: Path | None = None,
+    layout_log: LayoutLog | None = None,
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
 ) -> Simulation:
     """Puts a simulated run together.
@@ -79,9 +85,12 @@ def build(
     Args:
       cost, workload: the models.
       sizes: of the machine; by default those of the configuration, with nothing but weights beside the KV pool.
-      timeline: where to draw; None: nowhere.
+      layouts: sizes by TP degree, where `rollout.layout` adapts; by default in the same way.
+      timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
+    adapts = config.rollout.layout.adapts
+    layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
     launched = Launched(workload)
@@ -89,9 +98,14 @@ def build(
     def on_plan(plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
         phases.complete("engine", "plan", start_ns, end_ns, rows=len(plan.decode), steps=result.num_steps)
 
-    executor = SimulatedExecutor(sizes, launched.length, cost, clock, config.simulate.host_s, on_plan)
+    executor = SimulatedExecutor(sizes, launched.length, cost, clock, config.simulate.host_s, on_plan, layouts)
     batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
     engine = Engine(executor, batcher, batcher=LockstepBatcher)
+    session = None
+    if adapts:
+        predictor = layout_predictor(config, cost, tuple(layouts))
+        control = layout_control(config, engine, tuple(layouts), predictor)
+        session = LayoutSession(control, lambda: clock.now_s, _SecondsDrawn(phases), layout_log, None, predictor)
     trainer = SimulatedTrainer(cost, sizes.num_devices, clock)
     backend = SimulatedBackend(
         engine,
@@ -104,6 +118,7 @@ def build(
         on_sync=trainer.synced,
         on_progress=on_progress,
         interrupted=hooks.stop,
+        layouts=session,
     )
     data, trained = config.data, config.trainer
     num_prompts = config.simulate.num_prompts or data.task_size
@@ -122,7 +137,20 @@ def build(
         total_steps=trained.total_training_steps or max(trained.total_epochs * num_prompts // data.train_batch_size, 1),
         num_devices=sizes.num_devices,
     )
-    return Simulation(loop, engine, executor, clock, phases)
+    return Simulation(loop, engine, executor, clock, phases, session)
+
+
+@dataclass(frozen=True, slots=True)
+class _SecondsDrawn:
+    """`SimulatedPhases` for who tells the time in seconds."""
+
+    phases: SimulatedPhases
+
+    def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        self.phases.complete(track, name, nanoseconds(start_s), nanoseconds(end_s), **args)
+
+    def counter(self, track: str, **values: float) -> None:
+        self.phases.counter(track, **values)
 
 
 # ---------------------------------------------------------------- in a run directory
@@ -146,6 +174,7 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> Outcome:
     cost, cost_source = cost_model(config)
     workload, workload_source = workload_of(config)
     sizes = machine_sizes(config, cost, model_sizes(config))
+    layouts = layout_sizes(config, cost, model_sizes(config))
     sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
     run_dir = RunDir(folder)
     try:
@@ -153,7 +182,7 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> Outcome:
         say(f"simulating {sizes.num_devices} × {config.simulate.hardware}: all seconds below are simulated ones")
         for name in ("cost_model", "workload"):
             say(f"  {name.replace('_', ' ')}: {sources[name]}")
-        return _Run(config, run_dir, sources, say).go(cost, workload, sizes)
+        return _Run(config, run_dir, sources, say).go(cost, workload, sizes, layouts)
     finally:
         run_dir.close()
 
@@ -170,7 +199,9 @@ class _Run:
     evaluated: dict[str, float] = field(default_factory=dict)  # of the step that is running
     began_s: float = 0.0
 
-    def go(self, cost: CostModel, workload: Workload, sizes: MachineSizes) -> Outcome:
+    def go(
+        self, cost: CostModel, workload: Workload, sizes: MachineSizes, layouts: Mapping[int, MachineSizes]
+    ) -> Outcome:
         state = self._read_state()
         step = 0 if state is None else int(state["step"])
         if state is not None:
@@ -188,13 +219,23 @@ class _Run:
                 on_phase=lambda _, name: view.phase(name),
                 on_step=lambda step, measured, groups: self._on_step(step, measured, groups, writer, samples, view),
                 on_eval=lambda step, measured, groups: self._on_eval(step, measured, writer),
-                save=self._save,
+                save=lambda step, state: self._save(step, state, simulation.layouts),
                 stop=lambda: False,
             )
-            timeline = self.run_dir.file("timeline.json")
-            simulation = build(self.config, cost, workload, hooks, sizes=sizes, timeline=timeline)
+            simulation = build(
+                self.config,
+                cost,
+                workload,
+                hooks,
+                sizes=sizes,
+                layouts=layouts,
+                timeline=self.run_dir.file("timeline.json"),
+                layout_log=LayoutLog(self.run_dir.file(LAYOUTS_FILE), resume_step),
+            )
             stack.enter_context(closing(simulation.phases))
             if state is not None:
+                if simulation.layouts is not None:
+                    simulation.layouts.load_state_dict(state.get("layouts", {}))
                 simulation.loop.load_host_state(state)
             self.began_s = time.perf_counter()
             simulation.loop.run()
@@ -252,7 +293,9 @@ class _Run:
         record = json.loads(file.read_text()) | {"simulation": self.sources | {"machine": dataclasses.asdict(sizes)}}
         _write(file, json.dumps(record, indent=1))
 
-    def _save(self, step: int, state: Mapping[str, Any]) -> None:
+    def _save(self, step: int, state: Mapping[str, Any], layouts: LayoutSession | None) -> None:
+        if layouts is not None:
+            state = {**state, "layouts": layouts.state_dict()}
         _write(self.run_dir.file(STATE_FILE), dump_state(state))
 
     def _read_state(self) -> dict[str, Any] | None:

@@ -88,7 +88,7 @@ def other_readings(
 ) -> dict[str, list[float]]:
     """Speed-ups of the paper's main table, with one assumption changed at a time."""
     chosen = headline(cases)
-    skip = min(APRIL_WARM_UP, chosen[0].steps - 1)
+    skip = min([APRIL_WARM_UP, *(case.steps - 1 for case in chosen)])
     return what_if.speedups(record["paper"], chosen, Calibration.read(options.calibration), skip)
 
 

@@ -16,8 +16,9 @@ from typing import Any, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxrl.layout_options import prime_factors
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import axes_size, prime_factors
+from jaxrl.sharding.mesh import axes_size
 from jaxrl.sharding.rules import Model, Weight, padded_config, rollout_spec
 
 

@@ -14,17 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-
-def prime_factors(count: int) -> tuple[int, ...]:
-    """The primes whose product is `count`, ascending."""
-    factors: list[int] = []
-    divisor = 2
-    while count > 1:
-        while count % divisor == 0:
-            factors.append(divisor)
-            count //= divisor
-        divisor += 1
-    return tuple(factors)
+from jaxrl.layout_options import prime_factors
 
 
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.layout_options import prime_factors
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import dividing_prefix, nested_axes, prime_factors
+from jaxrl.sharding.mesh import dividing_prefix, nested_axes
 
 TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
 """The dims that tensor parallelism splits; a weight has at most one of them."""

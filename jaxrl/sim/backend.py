@@ -41,6 +41,7 @@ from jaxrl.scheduling.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.layout_control import Layouts
 from jaxrl.scheduling.plan import Request
 from jaxrl.scheduling.progress import Counters
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
@@ -106,7 +107,7 @@ class SimulatedBackend:
       sync_s: seconds of a weight sync.
       on_sync: called when the rollout has new weights (`SimulatedTrainer.synced`).
       drawing: rows busy and scoring times are drawn there.
-      on_progress, interrupted: as in `jaxrl.backend.RolloutBackend`.
+      on_progress, interrupted, layouts: as in `jaxrl.backend.RolloutBackend`.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class SimulatedBackend:
         on_sync: Callable[[], None] = lambda: None,
         on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
         interrupted: Callable[[], bool] = lambda: False,
+        layouts: Layouts | None = None,
     ) -> None:
         self.engine = engine
         self.executor = executor
@@ -132,10 +134,11 @@ class SimulatedBackend:
         self._on_sync = on_sync
         self._on_progress = on_progress
         self._interrupted = interrupted
+        self._layouts = layouts
         self._request_ids = itertools.count()
         self._sequence = itertools.count()
         self._ready = False
-        self._step = -1
+        self._step, self._round = -1, 0
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
         self._coming: list[tuple[int, int, Verdict]] = []  # a heap
@@ -152,6 +155,8 @@ class SimulatedBackend:
 
     def enter_rollout(self, policy_version: int) -> None:
         """The rollout gets the trainer's weights."""
+        if self._layouts is not None and not self._ready:
+            self._layouts.enter()
         self._clock.advance(self._sync_s)
         self.executor.policy_version = policy_version
         self._ready = True
@@ -163,13 +168,16 @@ class SimulatedBackend:
     # -- one round ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
-        """A round of training step `step` starts; its responses are drawn with `params`; all kinds are alike."""
+        """A round of training step `step` starts; its responses are drawn with `params`. `kind`: for the layout."""
         assert self.engine.is_idle, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
+        self._round = self._round + 1 if step == self._step else 0
         self._step, self._params = step, params
         self._events.append(RoundStarted(self._clock.now_s))
         self._num_launched = self._num_finished = 0
         self._before = replace(self.engine.counters)
+        if self._layouts is not None:
+            self._layouts.begin(step, self._round, kind)
 
     @property
     def generating(self) -> bool:
@@ -212,6 +220,8 @@ class SimulatedBackend:
         """Drops the round: nothing of it will be heard again."""
         self.engine.abort(self.engine.unfinished())
         self.engine.drain()
+        if self._layouts is not None:
+            self._layouts.cancel()
         self._rewards.clear(self._clock.now_ns)
         kept = (self._events, self._coming, self._due, self._awaited, self._arrived, self._requests, self._scored)
         for each in kept:
@@ -244,6 +254,7 @@ class SimulatedBackend:
             "reward/crashes": 0,
             "reward/pool_restarts": 0,
             "reward/seconds": seconds,
+            **(self._layouts.end(now.preemptions - before.preemptions) if self._layouts is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -290,9 +301,15 @@ class SimulatedBackend:
             self._events.append(SampleFinished(self._clock.now_s, sample, one.dispatch))
             self._requests.pop(sample.key)
             self._num_finished += 1
+            if self._layouts is not None:
+                self._layouts.finished(len(sample))
 
     def _run_plan(self) -> None:
+        if self._layouts is not None:
+            self._layouts.before_plan()
         self._tell_finished(self.engine.step())
+        if self._layouts is not None:
+            self._layouts.after_plan()
         busy, rows = self.engine.batcher.num_running, self.executor.num_groups * self.executor.num_slots
         self._drawing.counter("rows", busy=busy)
         tokens = self.engine.counters.busy_row_steps - self._before.busy_row_steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from typing import Any
 from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.scheduling.latency import LatencyPredictor
+from jaxrl.scheduling.latency import CorrectionConfig, LatencyPredictor
 from jaxrl.scheduling.latency_profile import Profile
 from jaxrl.sim.calibrate import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.machine import MachineSizes
+from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.published import MODELS
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.table_cost import TableCost
@@ -196,3 +197,34 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
             "or set actor.offload_optimizer"
         )
     return replace(sizes, num_blocks=min(fitting, rollout.max_num_seqs * per_request + 1))
+
+
+def layout_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> dict[int, MachineSizes]:
+    """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
+    `jaxrl.memory_plan.layout_sizes` scales them."""
+    rollout, num_devices = config.rollout, num_devices_of(config)
+    tp = rollout.tensor_model_parallel_size
+    found: dict[int, MachineSizes] = {}
+    for degree in _option("rollout.layout", rollout.layout.degrees_on, tp, num_devices):
+        rows, blocks = rollout.max_num_seqs, rollout.num_blocks
+        if rollout.layout.scale_rows:
+            rows = max(rows * degree // tp, 1)
+            blocks = max((blocks - 1) * degree // tp, 1) + 1 if blocks else 0  # one belongs to nobody
+        own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
+        found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
+    return found
+
+
+def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor | None:
+    """What the switch rule predicts from, where `rollout.layout.switch` is on: the table that step times come from, or
+    a profile of the modelled devices. `rollout.layout.profile` is not read: it is of the real machine."""
+    options = config.rollout.layout
+    if not options.switch:
+        return None
+    correction = CorrectionConfig(options.correction_weight, options.correction_max_factor)
+    if config.simulate.cost == "table":
+        return LatencyPredictor(_profiled(config).profile, correction)
+    rows = config.data.train_batch_size * config.rollout.n
+    name = f"{num_devices_of(config)} x {config.simulate.hardware}"
+    profile = modelled_profile(cost, name, degrees, num_devices_of(config), rows, config.max_model_length)
+    return LatencyPredictor(profile, correction)

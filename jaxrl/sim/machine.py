@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl.scheduling.plan import Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.scheduling.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.scheduling.relayout import Relayout, SwitchTimes
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.executor import VOCABULARY
@@ -58,6 +59,11 @@ class MachineSizes:
     def num_groups(self) -> int:
         """dp groups."""
         return self.num_devices // self.tp
+
+    @property
+    def capacity(self) -> Capacity:
+        """What a layout of these sizes offers."""
+        return Capacity(self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens)
 
 
 class Launched:
@@ -181,6 +187,14 @@ class _Rows:
         self.generated = np.zeros(num_seats, np.int64)
         self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
 
+    def take(self, seat: int, other: _Rows, other_seat: int) -> None:
+        """Gives a seat the row of another machine's."""
+        for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
+            mine[seat] = theirs[other_seat]
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.ids, self.responses, self.context, self.generated, self.left
+
     def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
         if len(seats):
             self.context[seats] += count
@@ -208,13 +222,14 @@ class _Prefill:
 
 
 class SimulatedExecutor:
-    """Implements `jaxrl.scheduling.plan.Executor`.
+    """Implements `jaxrl.scheduling.plan.Executor`, and `jaxrl.scheduling.relayout.LayoutExecutor` with `layouts`.
 
     Args:
       length_of: tokens of a response, kept ones included; cut at its request's max_tokens. Asked when its prefill ends,
         so a response that is aborted before it runs needs none.
       on_plan: called with (plan, its result, start, end in nanoseconds) when a plan is submitted.
       host_s: seconds that the host works on each plan before it submits it.
+      layouts: sizes by TP degree, of the layouts that it can change to.
 
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
@@ -229,13 +244,9 @@ class SimulatedExecutor:
         clock: SimulatedClock,
         host_s: float = 0.0,
         on_plan: Callable[[Plan, PlanResult, int, int], None] = lambda *_: None,
+        layouts: Mapping[int, MachineSizes] | None = None,
     ) -> None:
-        self.sizes = sizes
-        self.num_groups = sizes.num_groups
-        self.num_slots = sizes.num_slots
-        self.num_blocks = sizes.num_blocks
-        self.block_size = sizes.block_size
-        self.max_prefill_tokens = sizes.max_prefill_tokens
+        self._take_sizes(sizes)
         self.policy_version = 0
         self.num_tokens = self.num_prefill_tokens = 0
         self._length_of = length_of
@@ -243,7 +254,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._host_s = host_s
         self._on_plan = on_plan
-        self._rows = _Rows(sizes.num_groups * sizes.num_slots)
+        self._layouts = layouts or {}
         self._tickets: deque[SimulatedTicket] = deque()
         self._free_ns = 0  # when the devices are done with everything submitted
 
@@ -278,6 +289,55 @@ class SimulatedExecutor:
         assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
         self._clock.reach(due.end_ns)
         return due.result
+
+    # Layouts
+
+    @property
+    def tp(self) -> int:
+        """The degree in use."""
+        return self.sizes.tp
+
+    def capacity(self, tp: int) -> Capacity:
+        """What a layout offers. Raises ValueError for one that was not given."""
+        if tp not in self._layouts:
+            raise ValueError(f"simulated devices: no layout with tp {tp}, only {sorted(self._layouts)}")
+        return self._layouts[tp].capacity
+
+    def start_in(self, tp: int) -> None:
+        """Chooses the layout of a rollout phase while no row is live: its weights come from training anyway."""
+        assert not self._tickets, "a layout is chosen while plans are in flight"
+        if tp != self.tp:
+            self._take_sizes(self._layouts[tp])
+
+    def switch(self, move: Relayout) -> SwitchTimes:
+        """Takes the rows to their new seats, in the time that the cost model gives.
+
+        KV that is computed again costs nothing here: the plans that prefill it are charged.
+        """
+        assert not self._tickets, "a layout changes while plans are in flight"
+        old, groups = self._rows, dict[int, list[int]]()
+        seat_of = {request_id: seat for seat, request_id in enumerate(old.ids.tolist()) if request_id >= 0}
+        for row in move.rows:
+            seat = seat_of[row.request.request_id]
+            groups.setdefault(seat // self.num_slots, []).append(int(old.context[seat]))
+        fullest = max(groups.values(), key=sum, default=[])
+        pairs = sum(causal_pairs(context) for context in fullest)
+        cost = self._cost.layout_switch(self.tp, move.to_tp, float(sum(fullest)), pairs)
+        times = SwitchTimes(cost.weights_s, cost.move_s if fullest else 0.0, cost.fixed_s)
+        self._take_sizes(self._layouts[move.to_tp])
+        for row in move.rows:
+            self._rows.take(row.dp_group * self.num_slots + row.slot, old, seat_of[row.request.request_id])
+        self._clock.advance(times.total_s)
+        return times
+
+    def _take_sizes(self, sizes: MachineSizes) -> None:
+        """Goes on with blank rows."""
+        self.sizes = sizes
+        self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
+        self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
+        self._rows = _Rows(sizes.num_groups * sizes.num_slots)
+
+    # Inside
 
     def _prefill(self, plan: Plan) -> tuple[dict[int, _Prefill], np.ndarray]:
         """Counts the chunks of each dp group, and activates the rows whose prefill ends: their seats."""

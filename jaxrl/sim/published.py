@@ -294,6 +294,7 @@ SETUPS: dict[str, Setup] = {
     "pat.a40.8b": Setup(
         "PAT", "§2.3", "Llama-3.1-8B", "A40", 8, 2, 128, 1, 16384, "TP 2: §3.1; 128 responses, prompts x group not said"
     ),
+    "pat.a40.14b": Setup("PAT", "§5.2, Fig. 10c", "Qwen3-14B", "A40", 16, 2, 128, 1, 16384, "as for 8B"),
     "pat.h100.8b": Setup(
         "PAT", "§5", "Llama-3.1-8B", "H100", 8, 2, 128, 1, 24576, "the tuned TP is not said; read: 2, as on the A40"
     ),

@@ -23,6 +23,19 @@ FACTORS = {
 }
 """RollPacker Fig. 12: (prompt factor, response factor)."""
 
+PAT_SERIES = {
+    "Fig. 10a": ("Llama-3.1-8B", "pat.a40.8b", 8, (6144, 8192, 12288, 16384)),
+    "Fig. 10b": ("Llama-3.1-8B", "pat.a40.8b", 16, (6144, 8192, 12288, 16384)),
+    "Fig. 10c": ("Qwen3-14B", "pat.a40.14b", 16, (6144, 8192, 12288, 16384)),
+    "Fig. 11a": ("Llama-3.1-8B", "pat.h100.8b", 8, (8192, 16384, 24576)),
+    "Fig. 11b": ("Qwen3-14B", "pat.h100.14b", 8, (8192, 12288, 16384)),
+}
+"""By figure of PAT: model, our set-up, devices, and longest responses in tokens (where the axis is not in the text:
+between the ends that it names)."""
+
+PAT_DEGREES = (1, 2, 4, 8)  # that the static baseline is the best of
+PAT_START = 2  # the degree that adaptive rounds start in (§5.4)
+
 APRIL_WARM_UP = 8  # steps until the buffer is what it stays; left out of all means, the baseline's too
 
 
@@ -50,7 +63,17 @@ def _april(steps: int) -> list[Case]:
     ]
 
 
-EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april}
+def _pat(steps: int) -> list[Case]:
+    found = []
+    for _, setup, devices, longest in PAT_SERIES.values():
+        for tokens in longest:
+            case = Case(setup, "plain", tasks=("math",), steps=min(steps, 10), tokens=tokens, devices=devices)
+            found += [replace(case, tp=tp) for tp in PAT_DEGREES]
+            found.append(replace(case, rule="adaptive", tp=PAT_START))
+    return found
+
+
+EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april, "pat": _pat}
 
 
 def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, scale: int) -> list[Case]:
@@ -70,5 +93,6 @@ def headline(cases: Iterable[Case]) -> list[Case]:
         case
         for case in cases
         if not case.seed
+        and not case.setup.startswith("pat")
         and (case.rule == "partial" or (case.tasks == TASKS and (case.prompt_factor, case.response_factor) == JOINT))
     ]

@@ -39,6 +39,7 @@ class Steps:
     drawn_tokens: list[int] = field(default_factory=list)  # by the engine, whatever becomes of them
     trained_tokens: list[int] = field(default_factory=list)
     stale_share: list[float] = field(default_factory=list)
+    switches: list[int] = field(default_factory=list)  # of the layout
     wall_s: float = 0.0
     preemptions: int = 0
 
@@ -68,6 +69,7 @@ def run(case: Case, calibration: Calibration) -> Steps:
         found.trained_tokens.append(sum(len(sample) for group in groups for sample in group.samples))
         found.stale_share.append(measured["training/off_policy/share"])
         found.drawn_tokens.append(simulation.executor.num_tokens - drawn)
+        found.switches.append(int(measured.get("rollout/layout/switches", 0.0)))
         found.preemptions += int(measured.get("rollout/preemptions", 0.0))
         drawn = simulation.executor.num_tokens
 

@@ -3,7 +3,7 @@
 Purpose: `Case` is one run: a set-up of `jaxrl.sim.published.SETUPS`, a rule with its factors, a seed. `configuration`
 and `models` turn it into what `jaxrl.simulate.build` takes. Nothing in here reads what the papers' own methods reached.
 
-Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2.
+Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1.
 
 Departures, where the papers are silent: the calibration file's assumptions; one pool of reward workers for the mix of
 three tasks, as large as the three pools of the calibration together; prompts of `PROMPT_TOKENS` tokens; vLLM's and
@@ -26,10 +26,13 @@ from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime,
 
 PROMPT_TOKENS = 200  # as in `jaxrl.sim.baselines`
 ROWS = 512  # per dp group
+NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
 TASKS = ("math", "code", "judge")
 
-Rule = Literal["plain", "tail", "partial"]
+GROUP = 8  # responses to a prompt where PAT does not say (verl's example); its lengths are independent either way
+
+Rule = Literal["plain", "tail", "partial", "adaptive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,10 @@ class Case:
 
     Attributes:
       setup: a name in `published.SETUPS`.
-      rule: batches as the baseline makes them, tail batching, or partial rollout.
+      rule: batches as the baseline makes them, tail batching, partial rollout, or the baseline in an adaptive layout.
       prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
       tasks: in equal shares.
+      tp, tokens, devices: in place of the set-up's TP degree, longest response and number of devices; 0: the set-up's.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -55,6 +59,9 @@ class Case:
     seed: int = 0
     decode_steps: int = 16
     scale: int = 1
+    tp: int = 0
+    tokens: int = 0
+    devices: int = 0
 
     @property
     def of(self) -> Setup:
@@ -64,13 +71,16 @@ class Case:
     @property
     def problem(self) -> str:
         """The calibration problem whose constants hold."""
-        return self.setup.split(".")[0]
+        paper, name = self.setup.split(".")[:2]
+        return f"{paper}_{name}" if paper == "pat" else paper
 
     @property
     def title(self) -> str:
         """For people."""
-        factors = "" if self.rule == "plain" else f" P {self.prompt_factor:g} R {self.response_factor:g}"
-        return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}, seed {self.seed}"
+        factors = f" P {self.prompt_factor:g} R {self.response_factor:g}" if self.rule in ("tail", "partial") else ""
+        layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp else ""
+        longest = f", {self.max_tokens} tokens" if self.tokens else ""
+        return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
 
     @property
     def period(self) -> int:
@@ -82,23 +92,30 @@ class Case:
 
     @property
     def num_prompts(self) -> int:
-        return max(self.of.num_prompts // self.scale, 2)
+        count = self.of.num_prompts
+        return max((count if self.of.group_size > 1 else count // GROUP) // self.scale, 2)
+
+    @property
+    def degree(self) -> int:
+        """The TP degree that rounds start in."""
+        return self.tp or self.of.tp
 
     @property
     def num_devices(self) -> int:
-        return max(self.of.num_devices // self.scale, self.of.tp)
+        return max((self.devices or self.of.num_devices) // self.scale, self.degree)
 
     @property
     def max_tokens(self) -> int:
-        return max(self.of.max_tokens // self.scale, 64)
+        return max((self.tokens or self.of.max_tokens) // self.scale, 64)
 
 
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
     setup, april = case.of, case.problem == "april"
+    rollpacker = case.problem == "rollpacker"
     rollout: dict[str, Any] = {
-        "n": setup.group_size,
-        "tensor_model_parallel_size": setup.tp,
+        "n": setup.group_size if setup.group_size > 1 else GROUP,
+        "tensor_model_parallel_size": case.degree,
         "dtype": "bfloat16",
         "max_num_seqs": ROWS,
         # SGLang prefills all that waits before it decodes on, and a resumed response has thousands of tokens
@@ -114,7 +131,11 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         }
     if case.rule == "partial":
         rollout["partial_rollout"] = {"enable": True, "over_provision": case.prompt_factor, "at_end": "leave"}
-    workers = 1 if april else sum(int(calibration.value(case.problem, f"reward.{task}.workers")) for task in case.tasks)
+    if case.rule == "adaptive":
+        rollout["layout"] = {"switch": True, "profile": "of the modelled devices", "devices_per_host": NODE}
+    workers = 1
+    if rollpacker:
+        workers = sum(int(calibration.value(case.problem, f"reward.{task}.workers")) for task in case.tasks)
     return from_mapping(
         {
             "model": {"path": setup.model},
@@ -126,18 +147,18 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "val_size": 0,
             },
             "rollout": rollout,
-            # APRIL trains without KL (A.2); RollPacker's table counts a reference model
+            # APRIL trains without KL (A.2); RollPacker's table counts a reference model; PAT does not say
             "actor": {
                 "dtype": "bfloat16",
                 "offload_optimizer": True,
-                "use_kl_loss": not april,
+                "use_kl_loss": rollpacker,
                 "ppo_max_token_len_per_gpu": 1 << 16,
             },
             # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end
             "reward": {
                 "num_workers": workers,
-                "timeout_s": 0.0 if april else calibration.value(case.problem, "reward.code.timeout_s"),
-                "score_when": "sample" if april else "rollout",
+                "timeout_s": calibration.value(case.problem, "reward.code.timeout_s") if rollpacker else 0.0,
+                "score_when": "rollout" if rollpacker else "sample",
             },
             "trainer": {"total_training_steps": case.steps, "save_freq": 0, "seed": case.seed},
             "simulate": {
@@ -152,10 +173,11 @@ def configuration(case: Case, calibration: Calibration) -> Config:
 def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:
     """Costs and lengths."""
     cost = RooflineCost(MODELS[case.of.model], HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
-    lengths = calibration.lengths(case.problem, case.max_tokens)
+    pat = case.problem.startswith("pat")
+    lengths = calibration.lengths("pat_lengths" if pat else case.problem, case.max_tokens)
     prompts = LengthDistribution(float(PROMPT_TOKENS), 0.0, PROMPT_TOKENS)
-    if case.problem == "april":
-        correlation = calibration.value("april", "correlation")
+    if pat or case.problem == "april":
+        correlation = 0.0 if pat else calibration.value("april", "correlation")
         return cost, ModelledWorkload(case.seed, (TaskKind("math", lengths, prompts, correlation),))
     kinds = []
     for task in case.tasks:

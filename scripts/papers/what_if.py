@@ -200,7 +200,10 @@ def april_speedup(case: Case, calibration: Calibration, variant: Variant, skip: 
 
 
 def speedups(paper: str, cases: Sequence[Case], calibration: Calibration, skip: int) -> dict[str, list[float]]:
-    """By variant, the speed-up of each case; cases of tail batching (rollpacker) or partial rollout (april)."""
+    """By variant, the speed-up of each case; cases of tail batching (rollpacker) or partial rollout (april). None
+    for another paper."""
+    if not cases:
+        return {}
     if paper == "april":
         return {v.name: [april_speedup(case, calibration, v, skip) for case in cases] for v in APRIL_VARIANTS}
     return {v.name: [tail_speedup(case, calibration, v) for case in cases] for v in TAIL_VARIANTS}

@@ -106,8 +106,8 @@ def test_only_pages_read_what_the_papers_methods_reached():
 def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert reproduce_papers.main(["--tiny", "--steps", "1", "--out", str(tmp_path)]) == 0
     files = sorted(tmp_path.glob("*.json"))
-    assert [file.name.split("-")[0] for file in files] == ["april", "rollpacker"]
-    header, runs = read(files[1])
+    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rollpacker"]
+    header, runs = read(files[2])
     assert header["tiny"]
     assert header["calibration"]["file"] == "calibration.json"
     tail = next(r for r in runs if r.case.rule == "tail" and r.case.prompt_factor == 1.25)
@@ -115,13 +115,16 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     assert tail.long == [False, False, False, False, True]
     for r in runs:
         assert r.step_s == pytest.approx([a + b + c for a, b, c in zip(r.gen_s, r.reward_s, r.train_s, strict=True)])
-    page = files[1].with_suffix(".md").read_text(encoding="utf-8")
+    page = files[2].with_suffix(".md").read_text(encoding="utf-8")
     assert "no figure below means anything" in page
     assert "| 32B/32k |" in page
     assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
     assert "seed 0" in capsys.readouterr().out
-    assert reproduce_papers.main(["--page", str(files[1])]) == 0
-    assert files[1].with_suffix(".md").read_text(encoding="utf-8") == page
+    for file in files[1:]:  # with other readings, and without
+        page = file.with_suffix(".md").read_text(encoding="utf-8")
+        assert reproduce_papers.main(["--page", str(file)]) == 0
+        assert file.with_suffix(".md").read_text(encoding="utf-8") == page
+    assert "| Fig. 11a | Llama-3.1-8B | 8 x H100 | 24,576 |" in files[1].with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -129,7 +132,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "no such calibration file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         reproduce_papers.main(["flexes"])
-    assert "PAPER ('flexes') must be one of rollpacker, april" in capsys.readouterr().err
+    assert "PAPER ('flexes') must be one of rollpacker, april, pat" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         reproduce_papers.main(["--steps", "0"])
     assert "--steps (0) must be >= 1" in capsys.readouterr().err

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxrl.layout_options import prime_factors
 from jaxrl.sharding.layout import Layout, tp_degrees
-from jaxrl.sharding.mesh import make_mesh, prime_factors
+from jaxrl.sharding.mesh import make_mesh
 
 
 def test_eight_devices_factor_into_twos():

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.layout_options import prime_factors
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh, prime_factors
+from jaxrl.sharding.mesh import make_mesh
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 101, (8, 6)))
 
