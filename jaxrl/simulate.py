@@ -12,12 +12,13 @@ beside the training ones, `data.val_size` of them.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,18 @@ class _SecondsDrawn:
         self.phases.counter(track, **values)
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Lets Python look for garbage in cycles less often: a simulation holds many small objects for long, and looking
+    through them takes a tenth of its time (2026-11-22, 128 devices, 1,600 requests a step)."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 # ---------------------------------------------------------------- in a run directory
 
 
@@ -211,6 +224,7 @@ class _Run:
         self._record_start(sizes, step)
         resume_step = -1 if state is None else step
         with ExitStack() as stack:
+            stack.enter_context(rare_collections())
             # no total: what it would say of the time to go are simulated seconds
             view = stack.enter_context(closing(LiveView(0, sys.stdout)))
             writer = stack.enter_context(closing(MetricsWriter(self.run_dir.path, resume_step=resume_step)))

@@ -30,7 +30,7 @@ from jaxrl.loop import Hooks
 from jaxrl.metrics import MetricsWriter
 from jaxrl.samples import SampleLog
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
-from jaxrl.simulate import build
+from jaxrl.simulate import build, rare_collections
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tail_batching_128.yaml"
 
@@ -66,7 +66,8 @@ def run(config: Config, folder: Path, every: int) -> list[Step]:
     workload, _ = workload_of(config)
     sizes = machine_sizes(config, cost, model_sizes(config))
     simulation = build(config, cost, workload, hooks, sizes=sizes, timeline=folder / "timeline.json")
-    simulation.loop.run()
+    with rare_collections():
+        simulation.loop.run()
     for each in (simulation.phases, writer, samples):
         each.close()
     return steps

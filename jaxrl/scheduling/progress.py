@@ -184,13 +184,14 @@ class Progress:
         self.num_tokens = min(length, self.num_tokens)
 
     def sample(self, reason: FinishReason) -> Sample:
+        """What has become of the request, once nothing is appended any more: the arrays are not copied."""
         have = slice(self.num_tokens)
         return Sample(
             key=self.request.key,
-            token_ids=self._ids[have].copy(),
-            rollout_logprobs=self._rollout[have].copy(),
-            sampled_logprobs=self._sampled[have].copy(),
-            versions=self._versions[have].copy(),
+            token_ids=self._ids[have],
+            rollout_logprobs=self._rollout[have],
+            sampled_logprobs=self._sampled[have],
+            versions=self._versions[have],
             finish_reason=reason,
         )
 
