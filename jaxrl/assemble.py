@@ -32,6 +32,7 @@ from jaxrl.memory_plan import layout_degrees, layout_sizes, plan_remat
 from jaxrl.metrics import MetricsWriter
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, load_model, resolve_path
+from jaxrl.overlap import Overlap
 from jaxrl.report import write_report
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
@@ -69,9 +70,13 @@ def prepare_jax(config: Config) -> list[Any]:
     wanted = config.trainer.num_devices or len(devices)
     if wanted > len(devices):
         raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
-    tp = config.rollout.tensor_model_parallel_size
-    if wanted % tp:
-        raise ConfigError(f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({wanted})")
+    tp, own = config.rollout.tensor_model_parallel_size, config.rollout.num_devices
+    if own >= wanted:
+        raise ConfigError(f"rollout.num_devices ({own}) must leave some of the {wanted} devices for training")
+    if (own or wanted) % tp:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({own or wanted})"
+        )
     return devices[:wanted]
 
 
@@ -258,8 +263,10 @@ class _Run:
         run_dir.refuse_other_kind(simulated=False, option="trainer.run_dir")
         changes = run_dir.changes(config)
         self.devices = prepare_jax(config)
-        self.mesh = make_mesh(self.devices)
-        self.layout = Layout(self.mesh, config.rollout.tensor_model_parallel_size)
+        own = config.rollout.num_devices
+        self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
+        rollout_mesh = make_mesh(self.devices[-own:]) if own else self.mesh
+        self.layout = Layout(rollout_mesh, config.rollout.tensor_model_parallel_size)
         self.tokenizer, self.model, params = load_tokenizer_and_model(config, self.mesh)
         problems = load_train(config)
         self.prompts = PromptSource(problems, self.tokenizer, config)
@@ -270,7 +277,7 @@ class _Run:
         updates = steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
         if config.trainer.init_from:
             params = restore_params_only(config.trainer.init_from, abstract(params))
-        trained = with_planned_remat(config, self.model, self.devices)
+        trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
         del params
         self.store = Checkpointer(run_dir.checkpoints, max_to_keep=config.trainer.max_ckpt_to_keep)
@@ -286,7 +293,11 @@ class _Run:
 
     def go(self) -> Outcome:
         config, run_dir = self.config, self.run_dir
-        described = {"platform": self.devices[0].platform, "kind": self.devices[0].device_kind, "count": self.mesh.size}
+        described = {
+            "platform": self.devices[0].platform,
+            "kind": self.devices[0].device_kind,
+            "count": len(self.devices),
+        }
         run_dir.record_start(config, described, self.step)
         resume_step = self.step if self.resuming else -1
         with contextlib.ExitStack() as stack:  # whatever ends the run: each thing opened is closed, the last first
@@ -321,11 +332,13 @@ class _Run:
         config = self.config
         executor = build_executor(config, self.model, self.layout, lambda: self.trainer.params)
         engine = build_engine(config, executor, self.tokenizer)
+        mesh = self.layout.mesh
         layouts: LayoutSession | None = None
         if config.rollout.layout.adapts:
             kept = (outputs.journal, outputs.timeline, outputs.layouts)
-            row_sizes = {tp: executor.row_sizes(tp) for tp in layout_degrees(config, self.mesh.size)}
-            layouts = build_layouts(config, self.model, self.mesh, engine, row_sizes, *kept)
+            row_sizes = {tp: executor.row_sizes(tp) for tp in layout_degrees(config, mesh.size)}
+            layouts = build_layouts(config, self.model, mesh, engine, row_sizes, *kept)
+        overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         backend = RolloutBackend(
             engine,
             executor,
@@ -335,7 +348,7 @@ class _Run:
             outputs.timeline,
             weights=lambda: self.trainer.params,
             on_progress=outputs.on_progress,
-            interrupted=self.stop,
+            interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
             layouts=layouts,
         )
 
@@ -358,7 +371,8 @@ class _Run:
             rule=self.rule,
             stop_token_ids=stop_ids(self.tokenizer, self.model),
             total_steps=self.total_steps,
-            num_devices=self.mesh.size,
+            num_devices=len(self.devices),
+            together=overlap,
         )
         if self.resuming:
             state, host = self.store.restore(self.trainer.abstract_state())
@@ -369,7 +383,7 @@ class _Run:
             loop.load_host_state(host_state)
         if config.rollout.warmup and self.step < self.total_steps:
             self._warm_up(backend, executor, outputs)
-            others = [tp for tp in layout_degrees(config, self.mesh.size) if tp != executor.tp]
+            others = [tp for tp in layout_degrees(config, mesh.size) if tp != executor.tp]
             if others:
                 stack.enter_context(closing(executor.compile_ahead(others)))
         return loop

@@ -98,12 +98,13 @@ class FilterGroups:
 @dataclass(frozen=True)
 class RolloutSection:
     n: int = 8  # samples per prompt (the group size)
+    num_devices: int = 0  # of the rollout's own, the last ones (needs trainer.one_step_off); 0: training's, in turns
     temperature: float = 1.0
     top_k: int = 0  # 0 or -1: all
     top_p: float = 1.0
     min_p: float = 0.0
     stop: list[str] = field(default_factory=list)  # stop strings
-    tensor_model_parallel_size: int = 1  # tp; dp is devices / tp
+    tensor_model_parallel_size: int = 1  # tp; dp is devices of the rollout / tp
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     block_size: int = 16  # tokens per KV block
     max_num_seqs: int = 32  # rows that decode at once, per dp group (samples)
@@ -385,7 +386,8 @@ def _check(c: Config) -> None:
     _check_data(c)
     _check_batch(c)
     _check_tokens(c)
-    problem = c.rollout.layout.problem(c.rollout.tensor_model_parallel_size, c.trainer.num_devices)
+    used = c.rollout.num_devices or c.trainer.num_devices
+    problem = c.rollout.layout.problem(c.rollout.tensor_model_parallel_size, used)
     if problem is not None:
         raise ConfigError(problem)
 
@@ -435,9 +437,23 @@ def _check_tokens(c: Config) -> None:
                 f"rollout.num_blocks ({c.rollout.num_blocks}, one of them reserved) must hold one request of "
                 f"{longest} tokens: at least {need + 1} blocks of {c.rollout.block_size} tokens"
             )
-    devices, tp = c.trainer.num_devices, c.rollout.tensor_model_parallel_size
-    if devices and devices % tp:
-        raise ConfigError(f"rollout.tensor_model_parallel_size ({tp}) must divide trainer.num_devices ({devices})")
+    _check_devices(c)
+
+
+def _check_devices(c: Config) -> None:
+    devices, own, tp = c.trainer.num_devices, c.rollout.num_devices, c.rollout.tensor_model_parallel_size
+    if own and not c.trainer.one_step_off:
+        raise ConfigError(
+            f"rollout.num_devices ({own}) needs trainer.one_step_off: without it rollout and update wait for each "
+            "other, and devices of their own would stand idle in turns"
+        )
+    if devices and own >= devices:
+        raise ConfigError(
+            f"rollout.num_devices ({own}) must leave some of trainer.num_devices ({devices}) for training"
+        )
+    if (own or devices) % tp:
+        option = f"rollout.num_devices ({own})" if own else f"trainer.num_devices ({devices})"
+        raise ConfigError(f"rollout.tensor_model_parallel_size ({tp}) must divide {option}")
 
 
 _MAPPINGS = ("data.task_config", "simulate.efficiency")  # options that hold a mapping
@@ -449,6 +465,7 @@ _AT_LEAST: dict[str, float] = {
     "data.max_response_length": 1,
     "data.train_batch_size": 1,
     "rollout.n": 1,
+    "rollout.num_devices": 0,
     "rollout.temperature": 0,
     "rollout.top_k": -1,
     "rollout.tensor_model_parallel_size": 1,

@@ -102,10 +102,15 @@ def total_steps(config: Config, num_prompts: int | None) -> int | None:
 
 
 def _layout(config: Config, num_devices: int) -> tuple[int, int]:
-    tp = config.rollout.tensor_model_parallel_size
-    if num_devices < 1 or num_devices % tp:
-        raise ValueError(f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({num_devices})")
-    return num_devices // tp, tp
+    """(dp, tp) of the rollout on all of `num_devices` or on its own."""
+    rollout = config.rollout
+    tp, own = rollout.tensor_model_parallel_size, rollout.num_devices
+    if own >= num_devices and own:
+        raise ValueError(f"rollout.num_devices ({own}) must leave some of the {num_devices} devices for training")
+    rolling = own or num_devices
+    if rolling < 1 or rolling % tp:
+        raise ValueError(f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({rolling})")
+    return rolling // tp, tp
 
 
 def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts:
@@ -116,6 +121,7 @@ def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts
     device_rows = max(config.actor.ppo_max_token_len_per_gpu // row_tokens(config), 1)
     evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
     dp, _ = _layout(config, num_devices)
+    training = num_devices - config.rollout.num_devices
     launched_prompts, launched_samples = _launched(config)
     return Counts(
         step_prompts=prompts,
@@ -130,8 +136,8 @@ def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts
         updates_per_step=prompts // mini * config.actor.ppo_epochs,
         microbatch_device_tokens=config.actor.ppo_max_token_len_per_gpu,
         microbatch_device_rows=device_rows,
-        microbatch_rows=device_rows * num_devices,
-        update_max_microbatches=-(-mini * n // (device_rows * num_devices)),
+        microbatch_rows=device_rows * training,
+        update_max_microbatches=-(-mini * n // (device_rows * training)),
         rollout_rows=config.rollout.max_num_seqs * dp,
         evaluation_samples=evaluated * config.rollout.val_kwargs.n,
         epoch_prompts=num_prompts,
@@ -233,7 +239,7 @@ def _steps_line(c: Counts) -> str:
 
 def _memory_table(m: MemoryPlan) -> list[str]:
     rows = [("", "rollout", "update")]
-    rows += [(name, in_bytes(size), in_bytes(size)) for name, size in m.resident.items()]
+    rows += [(name, in_bytes(size) if m.shared else "", in_bytes(size)) for name, size in m.resident.items()]
     rows += [(name, in_bytes(size), "") for name, size in m.rollout.items()]
     rows += [(name, "", in_bytes(size)) for name, size in m.update.items()]
     rows.append(("total", in_bytes(m.rollout_bytes), in_bytes(m.update_bytes)))

@@ -11,8 +11,9 @@ A step starts and ends at a *boundary*: everything that decides the future is th
 
 **One-step-off** (`trainer.one_step_off`; RollPacker §6.7). The rollout for step s + 1 comes before update s, so its
 tokens are of version s - 1 and one version old when they are trained on. Its groups wait in `Loop` and are part of a
-checkpoint. Departure: rollout and update take turns on the same devices; nothing overlaps but the bound on staleness is
-the same. The switch may change at a resume in either direction.
+checkpoint. The two take turns on the same devices, or run at the same time, each on devices of its own (`Together`);
+neither reads what the other writes, so both give the same numbers. The switch may change at a resume in either
+direction.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class Backend(Protocol):
@@ -80,6 +83,12 @@ class Prompts(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Together(Protocol):
+    """Does two things at the same time, and returns when both have ended; an exception of either is raised then."""
+
+    def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]: ...
 
 
 class Phases(Protocol):
@@ -130,7 +139,9 @@ class Loop:
         stop_token_ids: tuple[int, ...],
         total_steps: int,
         num_devices: int,
+        together: Together | None = None,
     ) -> None:
+        """`together`: with devices of the rollout's own, what runs the next step's rollout beside an update."""
         self.config = config
         self.step = 0
         self.total_steps = total_steps
@@ -144,6 +155,7 @@ class Loop:
         self._hooks = hooks
         self._stop_token_ids = stop_token_ids
         self._num_devices = num_devices
+        self._together = together
         self._saved_step: int | None = None
         self._running_step = 0
         self._ahead: Collected | None = None  # for the next step
@@ -225,9 +237,7 @@ class Loop:
         evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
         with self._phases.phase("step", step=step):
             now = self._collect(step) if self._ahead is None else self._ahead
-            self._ahead = self._collect(step + 1) if trainer.one_step_off and step < self.total_steps else None
-            self._backend.leave_rollout()
-            batch, learned = self._learn_from(now.groups, step)
+            batch, learned = self._roll_out_and_learn(now, step)
             for group in now.groups:
                 self.departures.leave(group.prompt.key, "trained")
             self.step = step
@@ -239,6 +249,27 @@ class Loop:
                 self._save()
         measured = now.metrics | off_policy_metrics(now.groups, step) | learned | self._phases.take_phases()
         self._hooks.on_step(step, measured | self._throughput(batch, measured), now.groups)
+
+    def _roll_out_and_learn(self, now: Collected, step: int) -> tuple[TrainBatch, dict[str, float]]:
+        """Update `step` from `now`; one-step-off, the next step's rollout before it or beside it."""
+        ahead = self.config.trainer.one_step_off and step < self.total_steps
+        self._ahead = None
+        if self._together is None:
+            if ahead:
+                self._ahead = self._collect(step + 1)
+            self._backend.leave_rollout()
+        elif ahead:
+            try:
+                self._ahead, result = self._together(
+                    lambda: self._collect(step + 1), lambda: self._learn_from(now.groups, step)
+                )
+                return result
+            except Interrupted as stop:
+                raise RuntimeError(
+                    f"step {step + 1}: its rollout ended early ({stop}) while update {step} was made beside it: run "
+                    "again to go on from the last checkpoint"
+                ) from stop
+        return self._learn_from(now.groups, step)
 
     def _collect(self, step: int) -> Collected:
         """One round for training step `step`: the rule's groups, scored."""

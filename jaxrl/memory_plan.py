@@ -46,10 +46,11 @@ class MemoryPlan:
     pool_tokens: int  # per dp group
     pool_requests: int  # of the longest length, per dp group
     device_bytes: int | None
+    shared: bool = True  # both phases have the same devices
 
     @property
     def rollout_bytes(self) -> int:
-        return sum(self.resident.values()) + sum(self.rollout.values())
+        return (sum(self.resident.values()) if self.shared else 0) + sum(self.rollout.values())
 
     @property
     def update_bytes(self) -> int:
@@ -73,7 +74,8 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     useful = rollout.max_num_seqs * per_request + _RESERVED_BLOCKS
     if memory_bytes is None:
         return useful
-    taken = sum(_resident(config, model_config, devices).values()) + _rollout_weights(config, model_config, devices)
+    resident = {} if rollout.num_devices else _resident(config, model_config, devices)
+    taken = sum(resident.values()) + _rollout_weights(config, model_config, devices)
     left = int(memory_bytes * rollout.memory_fraction) - taken
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
@@ -237,21 +239,24 @@ def memory_plan(
     Raises:
       ValueError: as `plan_num_blocks`.
     """
-    num_blocks = plan_num_blocks(config, model_config, num_devices, device_bytes)
-    remat = plan_remat(config, model_config, num_devices, device_bytes, platform)
+    own = config.rollout.num_devices
+    rolling, training = own or num_devices, num_devices - own
+    num_blocks = plan_num_blocks(config, model_config, rolling, device_bytes)
+    remat = plan_remat(config, model_config, training, device_bytes, platform)
     block_size = config.rollout.block_size
     usable = num_blocks - _RESERVED_BLOCKS
     return MemoryPlan(
-        resident=_resident(config, model_config, num_devices),
+        resident=_resident(config, model_config, training),
         rollout={
-            "rollout weights": _rollout_weights(config, model_config, num_devices),
-            "KV pool": num_blocks * _block_bytes(config, model_config, num_devices),
+            "rollout weights": _rollout_weights(config, model_config, rolling),
+            "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
         },
-        update=_update(config, model_config, num_devices, platform, remat),
+        update=_update(config, model_config, training, platform, remat),
         num_blocks=num_blocks,
         pool_tokens=usable * block_size,
         pool_requests=usable // -(-config.max_model_length // block_size),
         device_bytes=device_bytes,
+        shared=not own,
     )
 
 

@@ -40,7 +40,15 @@ from jaxrl.scheduling.batcher import BatcherConfig
 from jaxrl.scheduling.engine import Engine
 from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
-from jaxrl.sim.configured import cost_model, layout_predictor, layout_sizes, machine_sizes, model_sizes, workload_of
+from jaxrl.sim.configured import (
+    cost_model,
+    layout_predictor,
+    layout_sizes,
+    machine_sizes,
+    model_sizes,
+    num_devices_of,
+    workload_of,
+)
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.machine import Launched, MachineSizes, SimulatedExecutor
@@ -107,7 +115,8 @@ def build(
         predictor = layout_predictor(config, cost, tuple(layouts))
         control = layout_control(config, engine, tuple(layouts), predictor)
         session = LayoutSession(control, lambda: clock.now_s, _SecondsDrawn(phases), layout_log, None, predictor)
-    trainer = SimulatedTrainer(cost, sizes.num_devices, clock)
+    training = num_devices_of(config) - config.rollout.num_devices if config.rollout.num_devices else sizes.num_devices
+    trainer = SimulatedTrainer(cost, training, clock)
     backend = SimulatedBackend(
         engine,
         executor,
@@ -136,7 +145,8 @@ def build(
         rule=batch_rule(config),
         stop_token_ids=(STOP_TOKEN,),
         total_steps=trained.total_training_steps or max(trained.total_epochs * num_prompts // data.train_batch_size, 1),
-        num_devices=sizes.num_devices,
+        num_devices=num_devices_of(config) if config.rollout.num_devices else sizes.num_devices,
+        together=clock.together if config.rollout.num_devices else None,
     )
     return Simulation(loop, engine, executor, clock, phases, session)
 

@@ -24,7 +24,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "config_files charts",
         "models watchdog layout_report",  # the watchdog reports the timeline's open spans
         "rollout train rewards sim memory_plan",
-        "loop backend report explain rules layout_session",
+        "loop backend report explain rules layout_session overlap",
         # The top, where the pieces come together, file by file.
         "text",
         "layouts",

@@ -302,6 +302,22 @@ def test_prompts_that_wait_in_another_rule_are_not_dropped_in_silence():
     assert again.run()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_rollout_beside_the_update_changes_nothing_but_time(rule: str):
+    """Two devices that roll out and train in turns, and four of which two roll out: the same batches, in less time."""
+    off = {"trainer.one_step_off": True, **RULES[rule]}
+    turns = whole(make_config(off), make_workload(1))
+    beside = whole(make_config({**off, "trainer.num_devices": 4, "rollout.num_devices": 2}), make_workload(1))
+    check(beside)
+    assert beside.decided() == turns.decided()
+    for step in range(2, 7):  # the first step's own round is beside nothing, and beside the last update there is none
+        own, other = beside.metrics[step], turns.metrics[step]
+        update_s = own["timing_s/update_actor"]
+        rollout_s = other["timing_s/gen"] + other["timing_s/reward"]
+        assert own["timing_s/step"] == pytest.approx(max(update_s, rollout_s) + own["timing_s/sync"], rel=0.01)
+        assert own["timing_s/step"] < other["timing_s/step"]
+
+
 def test_one_step_off_may_be_switched_at_a_resume():
     """Each step trains on a batch of the version before, or of its own where the switch has been turned."""
     off, on = ({"trainer.one_step_off": value, **RULES["tail batching"]} for value in (False, True))

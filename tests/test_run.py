@@ -356,6 +356,20 @@ def test_a_run_may_start_from_another_ones_parameters(runs: Runs, whole: Path):
 # ---------------------------------------------------------------- other devices
 
 
+def test_rollout_on_devices_of_its_own_gives_the_same_bits(runs: Runs):
+    """One-step-off in turns on one device, and at the same time on two."""
+    turns, beside, short = runs.folder / "turns", runs.folder / "beside", "trainer.total_training_steps=3"
+    off = ("trainer.one_step_off=true", "trainer.save_freq=2", short)
+    runs.finish(turns, *off)
+    own = (*off, "rollout.num_devices=1")
+    runs.finish(beside, *own, devices=2)
+    assert_same_end(beside, turns)
+    events = json.loads((beside / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    spans = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
+    rollouts, updates = ([span for span in spans if span[0] == name] for name in ("gen", "update_actor"))
+    assert any(r[1] < u[2] and u[1] < r[2] for r in rollouts for u in updates), "nothing overlapped"
+
+
 @pytest.mark.slow
 def test_eight_devices_then_one_or_four(runs: Runs):
     first = runs.folder / "eight"

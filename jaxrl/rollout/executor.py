@@ -41,7 +41,7 @@ from jaxrl.scheduling.plan import (
 from jaxrl.scheduling.relayout import Relayout, ResidentRow, SwitchFailed, SwitchTimes
 from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.rules import rollout_shardings, to_rollout
+from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
 
 
 @dataclass(slots=True)
@@ -128,8 +128,12 @@ class MeshExecutor:
     # -- memory phases ---------------------------------------------------------------------------------------------
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """Takes over the trainer's weights, on the devices: cast, padded and resharded to this layout."""
+        """Takes over the trainer's weights, on the devices: cast, padded and resharded to this layout. Weights of a
+        trainer on other devices are sent over first, in chunks."""
         self._params = None  # the old copy goes first: two never exist at once
+        mesh = self.layout.mesh
+        if jax.tree.leaves(train_params)[0].sharding.device_set != set(mesh.devices.flat):
+            train_params, _ = reshard.reshard(train_params, train_shardings(self.model, mesh), keep=True)
         self._params = to_rollout(
             train_params,
             self.model,

@@ -9,14 +9,16 @@ step began, so a run that resumes from a checkpoint reports the same seconds as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl.timeline import Timeline
 
 _NS = 1_000_000_000
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class SimulatedClock:
@@ -36,6 +38,15 @@ class SimulatedClock:
     def reach(self, at_ns: int) -> None:
         """Waits until `at_ns`; nothing if that is over."""
         self.now_ns = max(self.now_ns, at_ns)
+
+    def together(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+        """Two things that do not meet, both from now on: the second goes back to where the first began."""
+        began_ns = self.now_ns
+        one = first()
+        ended_ns, self.now_ns = self.now_ns, began_ns
+        other = second()
+        self.reach(ended_ns)
+        return one, other
 
 
 def nanoseconds(seconds: float) -> int:

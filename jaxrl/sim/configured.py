@@ -38,6 +38,14 @@ def num_devices_of(config: Config) -> int:
     return config.simulate.num_devices or config.trainer.num_devices or _NODE
 
 
+def rollout_devices_of(config: Config) -> int:
+    """How many of them roll out: all, in turns with training, or those of the rollout's own."""
+    total, own = num_devices_of(config), config.rollout.num_devices
+    if own >= total:
+        raise ConfigError(f"rollout.num_devices ({own}) must leave some of simulate.num_devices ({total}) for training")
+    return own or total
+
+
 def model_sizes(config: Config) -> ModelSizes:
     """The sizes of `simulate.model` or `model.path`, with rollout's bytes per number. Raises ConfigError if unknown."""
     option = "simulate.model" if config.simulate.model else "model.path"
@@ -172,7 +180,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
     Args:
       model: for the training state that lies beside the pool; None: `cost` counts what else there is.
     """
-    rollout, num_devices = config.rollout, num_devices_of(config)
+    rollout, num_devices = config.rollout, rollout_devices_of(config)
     sizes = MachineSizes(
         num_devices=num_devices,
         tp=rollout.tensor_model_parallel_size,
@@ -187,7 +195,11 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
     numbers = (
         1 + 2 * (not config.actor.offload_optimizer) + config.needs_ref
     )  # master weights, Adam's moments, reference
-    resident = 0 if model is None else numbers * _BYTES[config.actor.param_dtype] * model.num_params / num_devices
+    resident = (
+        0
+        if model is None or rollout.num_devices
+        else numbers * _BYTES[config.actor.param_dtype] * model.num_params / num_devices
+    )
     fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident)
     if fitting < per_request + 1:
         raise ConfigError(
@@ -202,7 +214,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
 def layout_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.memory_plan.layout_sizes` scales them."""
-    rollout, num_devices = config.rollout, num_devices_of(config)
+    rollout, num_devices = config.rollout, rollout_devices_of(config)
     tp = rollout.tensor_model_parallel_size
     found: dict[int, MachineSizes] = {}
     for degree in _option("rollout.layout", rollout.layout.degrees_on, tp, num_devices):
@@ -225,6 +237,7 @@ def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) ->
     if config.simulate.cost == "table":
         return LatencyPredictor(_profiled(config).profile, correction)
     rows = config.data.train_batch_size * config.rollout.n
-    name = f"{num_devices_of(config)} x {config.simulate.hardware}"
-    profile = modelled_profile(cost, name, degrees, num_devices_of(config), rows, config.max_model_length)
+    num_devices = rollout_devices_of(config)
+    name = f"{num_devices} x {config.simulate.hardware}"
+    profile = modelled_profile(cost, name, degrees, num_devices, rows, config.max_model_length)
     return LatencyPredictor(profile, correction)
