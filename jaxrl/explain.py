@@ -192,8 +192,9 @@ def render(e: Explanation) -> str:
     """The explanation as text of at most 100 columns or so."""
     c, m = e.counts, e.memory
     devices = f"{e.num_devices} {_plural(e.num_devices, 'device')}"
+    rolling = "rollout" if m.shared else f"rollout alone on {e.dp * e.tp}:"
     lines = [
-        f"{_count(e.num_params)} parameters; {devices}, rollout dp {e.dp} × tp {e.tp}",
+        f"{_count(e.num_params)} parameters; {devices}, {rolling} dp {e.dp} × tp {e.tp}",
         "",
         *_table(
             ("", "prompts", "samples", "tokens, at most"),

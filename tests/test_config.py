@@ -85,6 +85,20 @@ def build(options=None):
             {"rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 6},
             "rollout.tensor_model_parallel_size (4) must divide trainer.num_devices (6)",
         ),
+        ({"rollout.num_devices": 2}, "rollout.num_devices (2) needs trainer.one_step_off"),
+        (
+            {"rollout.num_devices": 4, "trainer.num_devices": 4, "trainer.one_step_off": True},
+            "rollout.num_devices (4) must leave some of trainer.num_devices (4) for training",
+        ),
+        (
+            {
+                "rollout.num_devices": 3,
+                "rollout.tensor_model_parallel_size": 2,
+                "trainer.num_devices": 4,
+                "trainer.one_step_off": True,
+            },
+            "rollout.tensor_model_parallel_size (2) must divide rollout.num_devices (3)",
+        ),
     ],
 )
 def test_what_is_refused(options, message):

@@ -222,3 +222,18 @@ def test_the_text():
         assert part in text
     assert max(map(len, text.splitlines())) <= 120
     assert "not known before the files are read" in str(explain(config(), SMOLLM2, 1))
+
+
+def test_devices_of_the_rollouts_own_hold_no_training_state():
+    """Four train as four alone would, and four roll out with all of their memory for weights and KV."""
+    shared = explain(config(data={"task": "t"}), SMOLLM2, 4, 4 << 30).memory
+    own = {"num_devices": 4, "tensor_model_parallel_size": 2}
+    e = explain(config(data={"task": "t"}, rollout=own, trainer={"one_step_off": True}), SMOLLM2, 8, 4 << 30)
+    assert (e.dp, e.tp) == (2, 2)
+    assert e.memory.update == shared.update
+    assert e.memory.resident == shared.resident
+    assert e.memory.rollout_bytes == sum(e.memory.rollout.values())
+    assert "8 devices, rollout alone on 4: dp 2 × tp 2" in str(e)
+    assert "  master weights                                          " in str(e)
+    with pytest.raises(ValueError, match=r"rollout\.num_devices \(4\) must leave some of the 4 devices for training"):
+        explain(config(rollout=own, trainer={"one_step_off": True}), SMOLLM2, 4)
