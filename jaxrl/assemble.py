@@ -25,7 +25,9 @@ from jaxrl.explain import Explanation, explain, total_steps
 from jaxrl.journal import Journal
 from jaxrl.layout_log import FILE_NAME as LAYOUTS_FILE
 from jaxrl.layout_log import LayoutLog
-from jaxrl.layouts import LayoutSession, build_layouts
+from jaxrl.layout_options import own_devices_problem
+from jaxrl.layout_session import LayoutSession
+from jaxrl.layouts import build_layouts
 from jaxrl.live import LiveView
 from jaxrl.loop import Hooks, Loop
 from jaxrl.memory_plan import layout_degrees, layout_sizes, plan_remat
@@ -71,8 +73,9 @@ def prepare_jax(config: Config) -> list[Any]:
     if wanted > len(devices):
         raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
     tp, own = config.rollout.tensor_model_parallel_size, config.rollout.num_devices
-    if own >= wanted:
-        raise ConfigError(f"rollout.num_devices ({own}) must leave some of the {wanted} devices for training")
+    problem = own_devices_problem(own, wanted, "the devices")
+    if problem is not None:
+        raise ConfigError(problem)
     if (own or wanted) % tp:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({own or wanted})"
@@ -330,7 +333,9 @@ class _Run:
 
     def _loop(self, pool: RewardPool, outputs: _Outputs, stack: contextlib.ExitStack) -> Loop:
         config = self.config
-        executor = build_executor(config, self.model, self.layout, lambda: self.trainer.params)
+        # with devices of the rollout's own an update may be going on: its weights are not those of the round
+        weights = None if config.rollout.num_devices else lambda: self.trainer.params
+        executor = build_executor(config, self.model, self.layout, weights)
         engine = build_engine(config, executor, self.tokenizer)
         mesh = self.layout.mesh
         layouts: LayoutSession | None = None

@@ -288,7 +288,7 @@ class RolloutBackend:
         try:
             self._layouts.before_plan()
         except SwitchFailed as failure:
-            _log.error("the run stops and is saved: %s", failure)
+            _log.error("the run stops: %s", failure)
             raise Interrupted(str(failure)) from failure
 
     def _run_plan(self) -> None:

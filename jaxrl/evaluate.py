@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ RIGHT = 1.0
 
 def evaluate(config: Config, checkpoint: str | None = None, out: str | None = None) -> dict[str, float]:
     """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name."""
+    config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
     tokenizer, model, params = load_tokenizer_and_model(config, mesh)
     if checkpoint:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxrl.config import Config
+from jaxrl.layout_options import own_devices_problem
 from jaxrl.memory_plan import MemoryPlan, in_bytes, memory_plan, row_tokens
 from jaxrl.models.config import ModelConfig
 from jaxrl.scheduling.batches import provisioned
@@ -105,8 +106,9 @@ def _layout(config: Config, num_devices: int) -> tuple[int, int]:
     """(dp, tp) of the rollout on all of `num_devices` or on its own."""
     rollout = config.rollout
     tp, own = rollout.tensor_model_parallel_size, rollout.num_devices
-    if own >= num_devices and own:
-        raise ValueError(f"rollout.num_devices ({own}) must leave some of the {num_devices} devices for training")
+    problem = own_devices_problem(own, num_devices, "the devices")
+    if problem is not None:
+        raise ValueError(problem)
     rolling = own or num_devices
     if rolling < 1 or rolling % tp:
         raise ValueError(f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({rolling})")

@@ -113,11 +113,14 @@ class LayoutSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Part of a checkpoint."""
-        state = self.control.layouts.state_dict()
+        state = self.control.layouts.state_dict() | {"likely": self._likely, "lengths": self.control.lengths()}
         return state if self._predictor is None else state | {"correction": self._predictor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where another run was; without a state, where it starts."""
         self.control.layouts.load_state_dict(dict(state))
+        self._likely = state.get("likely", self._likely)
+        for length in state.get("lengths", ()):
+            self.control.finished(length)
         if self._predictor is not None and "correction" in state:
             self._predictor.load_state_dict(state["correction"])

@@ -94,7 +94,7 @@ class Together(Protocol):
 class Phases(Protocol):
     """`jaxrl.timeline.Timeline`."""
 
-    def phase(self, name: str, **args: Any) -> AbstractContextManager[None]: ...
+    def phase(self, name: str, track: str = ..., **args: Any) -> AbstractContextManager[None]: ...
 
     def take_phases(self) -> dict[str, float]: ...
 
@@ -253,23 +253,21 @@ class Loop:
     def _roll_out_and_learn(self, now: Collected, step: int) -> tuple[TrainBatch, dict[str, float]]:
         """Update `step` from `now`; one-step-off, the next step's rollout before it or beside it."""
         ahead = self.config.trainer.one_step_off and step < self.total_steps
-        self._ahead = None
-        if self._together is None:
-            if ahead:
-                self._ahead = self._collect(step + 1)
+        if self._together is None or not ahead:
+            self._ahead = self._collect(step + 1) if ahead else None
             self._backend.leave_rollout()
-        elif ahead:
-            try:
-                self._ahead, result = self._together(
-                    lambda: self._collect(step + 1), lambda: self._learn_from(now.groups, step)
-                )
-                return result
-            except Interrupted as stop:
-                raise RuntimeError(
-                    f"step {step + 1}: its rollout ended early ({stop}) while update {step} was made beside it: run "
-                    "again to go on from the last checkpoint"
-                ) from stop
-        return self._learn_from(now.groups, step)
+            return self._learn_from(now.groups, step)
+        try:
+            self._ahead, result = self._together(
+                lambda: self._collect(step + 1), lambda: self._learn_from(now.groups, step, "update")
+            )
+        except Interrupted as stop:
+            raise RuntimeError(
+                f"step {step + 1}: its rollout ended early ({stop}), beside update {step}, which cannot be taken back: "
+                "run again to go on from the last checkpoint"
+            ) from stop
+        self._backend.leave_rollout()  # new weights come as they do in turns: to devices with neither old ones nor KV
+        return result
 
     def _collect(self, step: int) -> Collected:
         """One round for training step `step`: the rule's groups, scored."""
@@ -306,8 +304,8 @@ class Loop:
         for command in current.handle(event):
             self._backend.apply(command)
 
-    def _learn_from(self, groups: list[Group], step: int) -> tuple[TrainBatch, dict[str, float]]:
-        """Log-probabilities, advantages, gradients, updates."""
+    def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
+        """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
         algorithm = self.config.algorithm
         samples = [sample for group in groups for sample in group.samples]
         batch = TrainBatch(
@@ -315,17 +313,17 @@ class Loop:
             samples=samples,
             advantages=[np.zeros(len(sample), np.float32) for sample in samples],
         )
-        with self._phase("old_log_prob"):
+        with self._phase("old_log_prob", track):
             batch.old_logprobs = self._old_logprobs(batch, step)
-        with self._phase("ref"):
+        with self._phase("ref", track):
             if self.config.needs_ref:
                 batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
-        with self._phase("adv"):
+        with self._phase("adv", track):
             policy = batch.old_logprobs or [sample.rollout_logprobs for sample in samples]
             batch.advantages = advantages.compute(groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs)
         if self.config.rollout.stale_tokens == "mask":
             batch.loss_masks = [on_policy_mask(s.versions, step - 1).astype(np.float32) for s in samples]
-        with self._phase("update_actor"):
+        with self._phase("update_actor", track):
             measured = self._update(groups, batch)
         values = np.concatenate(batch.advantages)
         return batch, measured | numbers.spread("critic/advantages", values)
@@ -413,9 +411,11 @@ class Loop:
             **({"perf/gen_throughput": drawn / gen_s / self._num_devices} if gen_s > 0 else {}),
         }
 
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        self._hooks.on_phase(self._running_step, name)
-        return self._phases.phase(name)
+    def _phase(self, name: str, track: str = "loop") -> AbstractContextManager[None]:
+        """`track`: where it is drawn; the outside hears of the loop's own phases, not of those beside them."""
+        if track == "loop":
+            self._hooks.on_phase(self._running_step, name)
+        return self._phases.phase(name, track)
 
 
 def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:

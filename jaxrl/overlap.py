@@ -29,16 +29,18 @@ class Overlap:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="update")
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """`first` in this thread, `second` in another. What `first` raises is raised once `second` has ended."""
+        """`first` in this thread, `second` in another. What either raises is raised once both have ended: of two
+        errors that of `second`, from the other."""
         self.busy = True
         try:
             other = self._threads.submit(second)
             try:
                 mine = first()
-            finally:
-                error = other.exception()  # waits
-            if error is not None:
-                raise error
+            except BaseException as error:
+                beside = other.exception()  # waits
+                if beside is not None:
+                    raise beside from error
+                raise
             return mine, other.result()
         finally:
             self.busy = False

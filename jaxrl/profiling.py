@@ -54,7 +54,8 @@ class ProfileOptions:
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: Progress | None = None) -> Profile:
     """Measures what `out` lacks, and writes it there. Raises ValueError for a table of something else."""
     config = adaptive(config)
-    devices = prepare_jax(config)
+    devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
+    config = replace(config, rollout=replace(config.rollout, num_devices=0))
     mesh = make_mesh(devices)
     degrees = layout_degrees(config, mesh.size)
     _, model, params = load_tokenizer_and_model(config, mesh)

@@ -6,7 +6,8 @@ a run directory of the same form as a real run's. Never imports jax.
 
 Source: design §3 (two seams). Departures from a real run: prompts have lengths but no text, and their order is not
 grain's; losses and gradients do not exist; the state at a step boundary is one JSON file; evaluation draws prompts
-beside the training ones, `data.val_size` of them.
+beside the training ones, `data.val_size` of them; weights that go to devices of the rollout's own are charged as if
+they had been there, split.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> Outcome:
     run_dir = RunDir(folder)
     try:
         run_dir.refuse_other_kind(simulated=True, option="simulate.run_dir")
-        say(f"simulating {sizes.num_devices} × {config.simulate.hardware}: all seconds below are simulated ones")
+        say(f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones")
         for name in ("cost_model", "workload"):
             say(f"  {name.replace('_', ' ')}: {sources[name]}")
         return _Run(config, run_dir, sources, say).go(cost, workload, sizes, layouts)
@@ -312,7 +313,9 @@ class _Run:
             name += f" ({SIMULATED})"
         shown = replace(self.config, trainer=replace(self.config.trainer, experiment_name=name))
         kind = f"{self.config.simulate.hardware} ({SIMULATED})"
-        self.run_dir.record_start(shown, {"platform": SIMULATED, "kind": kind, "count": sizes.num_devices}, step)
+        self.run_dir.record_start(
+            shown, {"platform": SIMULATED, "kind": kind, "count": num_devices_of(self.config)}, step
+        )
         file = self.run_dir.file("run.json")
         record = json.loads(file.read_text()) | {"simulation": self.sources | {"machine": dataclasses.asdict(sizes)}}
         _write(file, json.dumps(record, indent=1))

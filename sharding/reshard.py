@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import Model, rollout_shardings
@@ -330,10 +330,11 @@ def _order(sharding: NamedSharding) -> list[Any]:
 
 def _across(name: str, here: NamedSharding, target: NamedSharding) -> tuple[NamedSharding, ...]:
     """Shardings on the way to other devices, around the one hop from mesh to mesh, which keeps every shard whole."""
+    here, wanted = _without_ones(here), _without_ones(target)
     if _has_axes(target, here):
         return (NamedSharding(target.mesh, here.spec),)
-    if _has_axes(here, target):
-        return (NamedSharding(here.mesh, target.spec), target)
+    if _has_axes(here, wanted):
+        return (NamedSharding(here.mesh, wanted.spec), target)
     raise ValueError(
         f"reshard: {name} goes from a mesh {dict(here.mesh.shape)} to one of other devices, {dict(target.mesh.shape)}: "
         f"neither has all axes, of the same size, of the spec on the other side ({here.spec}; {target.spec})"
@@ -341,11 +342,23 @@ def _across(name: str, here: NamedSharding, target: NamedSharding) -> tuple[Name
 
 
 def _has_axes(there: NamedSharding, named: NamedSharding) -> bool:
-    """Whether the mesh `there` has all axes that the spec of `named` names, in the sizes that they have there."""
+    """Whether the mesh `there` has all axes that split something in the spec of `named`, in the sizes that they have
+    there."""
     entries: Iterable[Any] = (entry for entry in named.spec if entry is not None)
     axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)]
     sizes = cast(dict[str, int], there.mesh.shape)
     return all(sizes.get(axis) == named.mesh.shape[axis] for axis in axes)
+
+
+def _without_ones(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding, its spec without the axes of size 1: they split nothing, and another mesh may lack them."""
+
+    def kept(entry: Any) -> Any:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) or None
+
+    spec = PartitionSpec(*(kept(entry) for entry in sharding.spec))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 # ---------------------------------------------------------------- chunks

@@ -91,6 +91,11 @@ def build(options=None):
             "rollout.num_devices (4) must leave some of trainer.num_devices (4) for training",
         ),
         (
+            {"rollout.num_devices": 3, "trainer.num_devices": 8, "trainer.one_step_off": True},
+            "rollout.num_devices (3) and the 5 devices left of trainer.num_devices (8) must have nested meshes for "
+            "weights to pass: the prime factors of one, (3,) and (5,), must begin those of the other",
+        ),
+        (
             {
                 "rollout.num_devices": 3,
                 "rollout.tensor_model_parallel_size": 2,

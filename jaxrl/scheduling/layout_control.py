@@ -128,7 +128,7 @@ class LengthHistory:
     """How much longer responses went on, from the lengths of the last ones that ended by themselves.
 
     The expected remaining length of a response of n tokens is the mean over those that were longer; with none, nothing
-    is known. It only informs decisions that are journalled, so it is not part of a checkpoint.
+    is known. Decisions that rest on it are journalled; what it knows at a step's boundary is part of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -137,6 +137,10 @@ class LengthHistory:
     def add(self, length: int) -> None:
         """A response ended after so many tokens."""
         self._lengths.append(length)
+
+    def lengths(self) -> list[int]:
+        """Those that count, the oldest first."""
+        return list(self._lengths)
 
     def expected_remaining(self, progress: Progress) -> float | None:
         """Tokens that a live response is expected to gain still; None if no recorded one was longer."""
@@ -247,6 +251,10 @@ class LayoutControl:
         """A response ended by itself after so many tokens."""
         if self._history is not None:
             self._history.add(length)
+
+    def lengths(self) -> list[int]:
+        """What expected lengths come from now, the oldest first."""
+        return [] if self._history is None else self._history.lengths()
 
     def end(self, preemptions: int) -> dict[str, float]:
         """Ends the round; its metrics. Seconds are sums over the round's switches, predicted and real."""

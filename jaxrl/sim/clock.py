@@ -65,7 +65,7 @@ class SimulatedPhases:
         self._sums_ns: dict[str, int] = {}
 
     @contextmanager
-    def phase(self, name: str, **args: Any) -> Iterator[None]:
+    def phase(self, name: str, track: str = "loop", **args: Any) -> Iterator[None]:
         if name == "step" and self._picture is not None:
             self._picture.begin_step()
         began_ns = self._clock.now_ns
@@ -73,7 +73,7 @@ class SimulatedPhases:
             yield
         finally:
             self._sums_ns[name] = self._sums_ns.get(name, 0) + self._clock.now_ns - began_ns
-            self.complete("loop", name, began_ns, self._clock.now_ns, **args)
+            self.complete(track, name, began_ns, self._clock.now_ns, **args)
 
     def take_phases(self) -> dict[str, float]:
         """Seconds of the phases that ended since the last call, as `timing_s/<name>`."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.layout_options import own_devices_problem
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.latency import CorrectionConfig, LatencyPredictor
@@ -41,8 +42,9 @@ def num_devices_of(config: Config) -> int:
 def rollout_devices_of(config: Config) -> int:
     """How many of them roll out: all, in turns with training, or those of the rollout's own."""
     total, own = num_devices_of(config), config.rollout.num_devices
-    if own >= total:
-        raise ConfigError(f"rollout.num_devices ({own}) must leave some of simulate.num_devices ({total}) for training")
+    problem = own_devices_problem(own, total, "simulate.num_devices")
+    if problem is not None:
+        raise ConfigError(problem)
     return own or total
 
 
@@ -224,6 +226,13 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelSizes | None = Non
             blocks = max((blocks - 1) * degree // tp, 1) + 1 if blocks else 0  # one belongs to nobody
         own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
+        needed = -(-config.max_model_length // rollout.block_size)
+        if found[degree].num_blocks - 1 < needed:
+            raise ConfigError(
+                f"rollout.layout: at tp {degree} a pool has {found[degree].num_blocks} blocks, one of them reserved, "
+                f"and one request of {config.max_model_length} tokens needs {needed}: raise rollout.num_blocks "
+                f"({rollout.num_blocks}), or leave tp {degree} out of rollout.layout.degrees"
+            )
     return found
 
 
@@ -234,10 +243,18 @@ def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) ->
     if not options.switch:
         return None
     correction = CorrectionConfig(options.correction_weight, options.correction_max_factor)
-    if config.simulate.cost == "table":
-        return LatencyPredictor(_profiled(config).profile, correction)
-    rows = config.data.train_batch_size * config.rollout.n
     num_devices = rollout_devices_of(config)
+    if config.simulate.cost == "table":
+        table = _profiled(config).profile  # of a dp group, whatever the number of them
+        missing = sorted(set(degrees) - set(table.degrees))
+        if missing:
+            raise ConfigError(
+                f"rollout.layout.degrees: simulate.profile ({config.simulate.profile}) holds tp "
+                f"{', '.join(map(str, table.degrees))}, and rounds may use {missing[0]} as well"
+            )
+        identity = replace(table.identity, device_count=num_devices)
+        return LatencyPredictor(_option("simulate.profile", replace, table, identity=identity), correction)
+    rows = config.data.train_batch_size * config.rollout.n
     name = f"{num_devices} x {config.simulate.hardware}"
     profile = modelled_profile(cost, name, degrees, num_devices, rows, config.max_model_length)
     return LatencyPredictor(profile, correction)

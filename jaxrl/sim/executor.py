@@ -98,6 +98,8 @@ class ReplayExecutor:
         stopped: set[int] = set()
         for chunk in plan.prefill:
             if chunk.is_last:
+                request_id = chunk.request.request_id  # where it was preempted, a switch would find it twice
+                self._slots = {at: s for at, s in self._slots.items() if s.request.request_id != request_id}
                 slot = self._slots[chunk.dp_group, chunk.slot] = self._activate(chunk)
                 self._advance(slot, gained.setdefault(chunk.request.request_id, []), stopped)
         rows = [self._slots[row.dp_group, row.slot] for row in plan.decode]

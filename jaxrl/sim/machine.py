@@ -359,6 +359,7 @@ class SimulatedExecutor:
         if length <= kept:
             raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
+        rows.ids[rows.ids == request.request_id] = -1  # where it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
         rows.context[seat] = len(request.prompt_ids) + kept
         rows.generated[seat], rows.left[seat] = kept, length - kept

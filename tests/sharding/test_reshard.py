@@ -363,6 +363,18 @@ def test_sets_that_overlap_are_refused():
     assert not array.is_deleted()
 
 
+@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (3, 1), (1, 4), (4, 2), (2, 4)])
+def test_meshes_of_other_sizes_that_are_nested(there: int, here: int):
+    """An axis of size 1 splits nothing, whatever the other mesh calls its axes."""
+    left, right = make_mesh(jax.devices()[:there]), make_mesh(jax.devices()[4 : 4 + here])
+    expected = np.arange(144.0).reshape(12, 12)
+    array = jax.device_put(jnp.asarray(expected), Layout(left, there).sharding("tp"))
+    target = Layout(right, here).sharding(None, "tp")
+    moved, _ = reshard(array, target, keep=True)
+    assert moved.sharding.is_equivalent_to(target, 2)
+    np.testing.assert_array_equal(moved, expected)
+
+
 def test_meshes_without_a_common_spec_are_refused():
     left, right = make_mesh(jax.devices()[:3]), make_mesh(jax.devices()[4:8])
     array = jax.device_put(jnp.zeros((12, 12)), Layout(left, 3).sharding("tp"))

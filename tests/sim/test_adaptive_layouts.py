@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from sim_machine import STOP, ConstantCost, sizes
 
-from jaxrl.config import from_mapping
+from jaxrl.config import ConfigError, from_mapping
 from jaxrl.layout_log import read_layouts
 from jaxrl.loop import Hooks
 from jaxrl.scheduling.batcher import Batcher, BatcherConfig
@@ -19,6 +20,7 @@ from jaxrl.scheduling.engine import Engine
 from jaxrl.scheduling.latency import LatencyPredictor
 from jaxrl.scheduling.plan import Request
 from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.configured import layout_predictor, layout_sizes
 from jaxrl.sim.cost_model import RooflineCost, SwitchTimes
 from jaxrl.sim.executor import ReplayExecutor
 from jaxrl.sim.hardware import H100
@@ -31,40 +33,40 @@ from jaxrl.simulate import Simulation, build, dump_state, load_state, simulate
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 LAYOUTS = {
-    tp: sizes(num_devices=4, tp=tp, num_slots=3 * tp, num_blocks=20 * tp, max_prefill_tokens=24) for tp in (1, 2, 4)
+    tp: sizes(num_devices=4, tp=tp, num_slots=4 * tp, num_blocks=16 * tp, max_prefill_tokens=24) for tp in (1, 2, 4)
 }
-WALK = (2, 4, 1, 2, 1, 4)
 
 
 def requests(seed: int) -> tuple[list[Request], dict[SampleKey, int]]:
     rng = random.Random(seed)
     made = []
-    for i in range(14):
+    for i in range(24):
         of = SampleKey(0, i // 2, i % 2)
         params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
         made.append(Request(i, of, (0,) * (1 + 5 * (i // 2) % 17), params, share=(0, i // 2)))
-    return made, {request.key: rng.randint(10, 40) for request in made}
+    return made, {request.key: rng.randint(5, 40) for request in made}
 
 
-def generate(executor: Any, asked: list[Request], batcher: type[Batcher], how: str | None) -> list[Any]:
-    """Samples of a batch in whose middle the layout walks; None: it stays."""
-    engine = Engine(executor, BatcherConfig(decode_steps=4), batcher=batcher)
+def generate(executor: Any, asked: list[Request], batcher: type[Batcher], how: str | None, seed: int = 0) -> list[Any]:
+    """Samples of a batch in whose middle the layout walks at random; None: it stays."""
+    engine, rng = Engine(executor, BatcherConfig(decode_steps=4), batcher=batcher), random.Random(seed)
     for request in asked:
         engine.add(request)
-    walk, done = list(WALK), {}
+    done: dict[int, Sample] = {}
     while not engine.is_idle:
         done |= {one.request_id: one.sample for one in engine.step()}
         engine.batcher.blocks.check()
-        if how is not None and walk and engine.counters.plans % 2 == 0 and engine.unfinished():
-            engine.switch(walk.pop(0), how)
-    assert how is None or not walk, "the batch was to outlast the walk"
+        if how is not None and rng.random() < 0.15 and engine.unfinished():
+            engine.switch(rng.choice([tp for tp in LAYOUTS if tp != executor.tp]), how)
+    assert engine.counters.preemptions > 0, "pools were to run dry"
     return [(s.key, s.token_ids.tolist(), s.finish_reason) for s in (done[request.request_id] for request in asked)]
 
 
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
-    """Against one layout, against the executor that goes token by token, and in lockstep."""
+    """Against one layout, against the executor that goes token by token, and in lockstep. Pools run dry, so some rows
+    were preempted before and have another seat."""
     asked, lengths = requests(seed)
 
     def simulated() -> SimulatedExecutor:
@@ -72,10 +74,10 @@ def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
 
     still = generate(simulated(), asked, Batcher, None)
     capacities = {tp: each.capacity for tp, each in LAYOUTS.items()}
-    stepping = ReplayExecutor(lengths, 4, 3, 20, 4, 24, layouts=capacities)
-    assert generate(stepping, asked, Batcher, how) == still
-    assert generate(simulated(), asked, Batcher, how) == still
-    assert generate(simulated(), asked, LockstepBatcher, how) == still
+    stepping = ReplayExecutor(lengths, 4, 4, 16, 4, 24, layouts=capacities)
+    assert generate(stepping, asked, Batcher, how, seed) == still
+    assert generate(simulated(), asked, Batcher, how, seed) == still
+    assert generate(simulated(), asked, LockstepBatcher, how, seed) == still
 
 
 class Charging(ConstantCost):
@@ -108,7 +110,7 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
     assert cost.asked == [(2, 4, fullest)]
     assert done.times.state_s == pytest.approx(0.1 * fullest)
     assert clock.now_s - before == pytest.approx(4.0 + 0.1 * fullest)
-    assert (executor.tp, executor.num_groups, executor.num_slots) == (4, 1, 12)
+    assert (executor.tp, executor.num_groups, executor.num_slots) == (4, 1, 16)
 
 
 def test_layouts_that_were_not_given_are_refused():
@@ -199,6 +201,32 @@ def test_a_run_that_switches_gains_time_and_changes_nothing_else():
     assert simulation.layouts is not None
     _, again, _, _ = run(config(switch=True), saved[2])
     assert {step: again[step] for step in (3, 4)} == {step: adaptive[step] for step in (3, 4)}
+
+
+def test_what_history_says_is_part_of_a_checkpoint():
+    expected = config(switch=True, bound="expected")
+    _, metrics, _, saved = run(expected)
+    _, again, _, _ = run(expected, saved[2])
+    assert {step: again[step] for step in (3, 4)} == {step: metrics[step] for step in (3, 4)}
+    assert load_state(saved[2], "test")["layouts"]["lengths"]
+
+
+def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(tmp_path: Path):
+    cost = RooflineCost(LARGE, H100)
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(modelled_profile(cost, "4 x H100", (1, 2, 4), 4, 32, 4196).to_json()))
+    table = {"cost": "table", "profile": str(file), "num_prompts": 100}
+    adaptive = config(switch=True)
+    section = replace(adaptive.simulate, **table)
+    with pytest.raises(ConfigError, match=r"holds tp 1, 2, 4, and rounds may use 8 as well"):
+        layout_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4, 8))
+    predictor = layout_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4))
+    assert predictor is not None
+    assert predictor.num_devices == 8
+    small = config(switch=True, degrees=[1, 4])
+    small = replace(small, rollout=replace(small.rollout, tensor_model_parallel_size=4, num_blocks=600))
+    with pytest.raises(ConfigError, match=r"at tp 1 a pool has 150 blocks, .* needs 263"):
+        layout_sizes(small, cost)
 
 
 def test_the_planner_chooses_where_rounds_start():
