@@ -12,7 +12,7 @@ samples, by `jaxrl train`; `jaxrl eval` then draws several responses to every he
   which a rule that neglects long responses would lose first. ±: standard error over seeds.
 - below plain: by how many standard errors of the difference a rule lies below plain batches; negative: above.
 
-Status 1 if a rule lies more than two below. Half a minute for a run on two cores once its programs are cached. A run
+Status 1 if a rule lies more than two below. Two minutes a run on two cores once its programs are cached. A run
 that is there is not run again: call it again to go on.
 """
 
