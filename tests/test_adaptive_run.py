@@ -20,12 +20,8 @@ import pytest
 import yaml
 from tiny import write_tiny_model
 
-from jaxrl.config import from_mapping
 from jaxrl.layout_log import read_layouts
-from jaxrl.layouts import identity_of
-from jaxrl.models.loading import config_of
-from jaxrl.scheduling.latency_profile import Measurement, Profile, SwitchCost
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.scheduling.latency_profile import Profile
 from jaxrl.train.checkpoint import Checkpointer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,6 +74,10 @@ class Runs:
         }
 
     def run(self, command: str, *arguments: str) -> str:
+        return self.start("-m", "jaxrl", command, *arguments)
+
+    def start(self, *command: str) -> str:
+        """Runs a command of ours with the configuration; returns what it printed."""
         file = self.folder / "config.yaml"
         file.write_text(yaml.safe_dump(self.config))
         environment = os.environ | {
@@ -87,7 +87,7 @@ class Runs:
             "PYTHONPATH": str(ROOT),
         }
         done = subprocess.run(
-            [sys.executable, "-m", "jaxrl", command, f"--config={file}", *arguments],
+            [sys.executable, *command, f"--config={file}"],
             env=environment,
             capture_output=True,
             text=True,
@@ -98,18 +98,7 @@ class Runs:
 
     def synthetic(self) -> None:
         """A profile by which a smaller batch is faster the larger tp is, and a switch costs next to nothing."""
-        config = from_mapping(self.config)
-        identity = identity_of(config, config_of(config.model.path), make_mesh())
-        decode = [
-            Measurement(tp, rows, context, 1e-3 * (8 / tp + 0.4 * tp * (rows - 1)))
-            for tp in DEGREES
-            for rows in (1, 16)
-            for context in (8, 96)
-        ]
-        prefill = [Measurement(tp, rows, 48, 0.1) for tp in DEGREES for rows in (1, 16)]
-        switches = [SwitchCost(a, b, 1e-4, 0.0, 1e-4) for a in DEGREES for b in DEGREES if a != b]
-        table = Profile(identity, tuple(decode), tuple(prefill), tuple(switches), source="synthetic")
-        self.profile.write_text(json.dumps(table.to_json()))
+        self.start(str(ROOT / "scripts" / "made_up_profile.py"), f"--out={self.profile}")
 
 
 @pytest.fixture(scope="module")

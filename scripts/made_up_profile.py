@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""A latency profile that is made up, to see a run switch its layout where an honest one would not.
+
+    python scripts/made_up_profile.py --config configs/adaptive_layout.yaml --out made_up.json
+    jaxrl train --config configs/adaptive_layout.yaml rollout.layout.profile=made_up.json \\
+        rollout.layout.allow_synthetic=true
+
+By this table a step with few rows is the faster the larger tp is, every row more costs the more, and a switch costs
+next to nothing. It is of this machine, model and jax, or runs would refuse it, and says `"source": "synthetic"`, which
+reports repeat: whatever is decided by it says nothing of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl.assemble import prepare_jax
+from jaxrl.config_files import load
+from jaxrl.layouts import identity_of
+from jaxrl.memory_plan import layout_degrees
+from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.sharding.mesh import make_mesh
+
+ROWS, CONTEXTS = (1, 16), (8, 4096)
+
+
+def made_up(identity: ProfileIdentity, degrees: Sequence[int]) -> Profile:
+    """The table, in milliseconds a step: 8 / tp for the first row of a dp group, and 0.4 tp for each more."""
+    decode = [
+        Measurement(tp, rows, context, 1e-3 * (8 / tp + 0.4 * tp * (rows - 1)))
+        for tp in degrees
+        for rows in ROWS
+        for context in CONTEXTS
+    ]
+    prefill = [Measurement(tp, rows, 48, 0.1) for tp in degrees for rows in ROWS]
+    switches = [SwitchCost(a, b, 1e-4, 0.0, 1e-4) for a in degrees for b in degrees if a != b]
+    return Profile(identity, tuple(decode), tuple(prefill), tuple(switches), source="synthetic")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="of the run, with rollout.layout.switch on")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where the table goes")
+    parser.add_argument("overrides", nargs="*", metavar="section.option=value")
+    options = parser.parse_args(arguments)
+    try:
+        config = load(options.config, options.overrides)
+        devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all
+        mesh = make_mesh(devices)
+        identity = identity_of(config, config_of(resolve_path(config.model.path)), mesh)
+        profile = made_up(identity, layout_degrees(config, mesh.size))
+        options.out.write_text(json.dumps(profile.to_json()), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"made_up_profile: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"wrote {options.out}: made up, of tp {', '.join(map(str, profile.degrees))} on {identity.device_count} devices"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
