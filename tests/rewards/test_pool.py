@@ -243,13 +243,18 @@ def test_a_task_held_for_lost_that_ends_after_all(tmp_path: Path, monkeypatch: p
     pool.warm()
     submit(pool, "sleep 0.5", "say 1", "say 2")
     (handed,) = pool._handed.values()
-    monkeypatch.setattr(type(handed), "lost", property(lambda self: self is handed))
-    pool.completed()
-    monkeypatch.undo()
+    old = handed.pool
+    with monkeypatch.context() as patch:
+        patch.setattr(type(handed), "lost", property(lambda self: self is handed))
+        patch.setattr(old, "stop", lambda: None)  # so that its worker goes on, and tells late
+        patch.setattr(old, "join", lambda: None)
+        pool.completed()
     assert handed.future is not None
-    handed.future.set_result(("ok", 0.5, {}, 0.5))  # told late
+    assert handed.future.result(timeout=90)[:2] == ("ok", 0.5)
     assert [verdict.reward for _, verdict in sorted(collect(pool).items())] == [0.5, 1.0, 2.0]
     assert pool._idle == [0]
+    old.stop()
+    old.join()
     pool.close()
 
 
