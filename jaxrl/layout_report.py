@@ -37,7 +37,7 @@ def layouts_section(folder: str | Path) -> str:
         return ""
     switched = [each for each in rounds if each["switches"]]
     count = sum(len(each["switches"]) for each in switched)
-    text = f"{count} switches in {len(switched)} of {len(rounds)} rounds."
+    text = f"{count} switch{'es' if count != 1 else ''} in {len(switched)} of {len(rounds)} rounds."
     if any(each["source"] == "synthetic" for each in rounds):
         text += " The latency profile behind them is synthetic: it was made up to try switches out, not measured."
     shown = _spread(switched or rounds[-1:])
