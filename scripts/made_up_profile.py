@@ -30,9 +30,9 @@ ROWS, CONTEXTS = (1, 16), (8, 4096)
 
 
 def made_up(identity: ProfileIdentity, degrees: Sequence[int]) -> Profile:
-    """The table, in milliseconds a step: 8 / tp for the first row of a dp group, and 0.4 tp for each more."""
+    """The table, in milliseconds a step: 8 / tp for the first row of a dp group, and 0.1 tp for each more."""
     decode = [
-        Measurement(tp, rows, context, 1e-3 * (8 / tp + 0.4 * tp * (rows - 1)))
+        Measurement(tp, rows, context, 1e-3 * (8 / tp + 0.1 * tp * (rows - 1)))
         for tp in degrees
         for rows in ROWS
         for context in CONTEXTS
