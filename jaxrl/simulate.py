@@ -31,7 +31,7 @@ from jaxrl.layout_log import FILE_NAME as LAYOUTS_FILE
 from jaxrl.layout_log import LayoutLog
 from jaxrl.layout_session import LayoutSession
 from jaxrl.live import LiveView
-from jaxrl.loop import Hooks, Loop
+from jaxrl.loop import Hooks, Loop, Together
 from jaxrl.metrics import MetricsWriter
 from jaxrl.report import write_report
 from jaxrl.rules import batch_rule, carried, layout_control
@@ -116,8 +116,9 @@ def build(
         predictor = layout_predictor(config, cost, tuple(layouts))
         control = layout_control(config, engine, tuple(layouts), predictor)
         session = LayoutSession(control, lambda: clock.now_s, _SecondsDrawn(phases), layout_log, None, predictor)
-    training = num_devices_of(config) - config.rollout.num_devices if config.rollout.num_devices else sizes.num_devices
-    trainer = SimulatedTrainer(cost, training, clock)
+    own = config.rollout.num_devices
+    total = num_devices_of(config) if own else sizes.num_devices
+    trainer = SimulatedTrainer(cost, total - own, clock)
     backend = SimulatedBackend(
         engine,
         executor,
@@ -131,10 +132,26 @@ def build(
         interrupted=hooks.stop,
         layouts=session,
     )
+    together = clock.together if own else None
+    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together)
+    return Simulation(loop, engine, executor, clock, phases, session)
+
+
+def _loop(
+    config: Config,
+    workload: Workload,
+    backend: SimulatedBackend,
+    trainer: SimulatedTrainer,
+    phases: SimulatedPhases,
+    hooks: Hooks,
+    num_devices: int,
+    together: Together | None,
+) -> Loop:
+    """The loop over prompts of `workload`, on a machine of so many devices."""
     data, trained = config.data, config.trainer
     num_prompts = config.simulate.num_prompts or data.task_size
     prompts = SimulatedPrompts(workload, num_prompts, data.max_prompt_length, data.seed, data.shuffle)
-    loop = Loop(
+    return Loop(
         # stop strings need text, and there is none
         replace(config, rollout=replace(config.rollout, stop=[])),
         prompts,
@@ -146,10 +163,9 @@ def build(
         rule=batch_rule(config),
         stop_token_ids=(STOP_TOKEN,),
         total_steps=trained.total_training_steps or max(trained.total_epochs * num_prompts // data.train_batch_size, 1),
-        num_devices=num_devices_of(config) if config.rollout.num_devices else sizes.num_devices,
-        together=clock.together if config.rollout.num_devices else None,
+        num_devices=num_devices,
+        together=together,
     )
-    return Simulation(loop, engine, executor, clock, phases, session)
 
 
 @dataclass(frozen=True, slots=True)
