@@ -25,7 +25,7 @@ from jaxrl.explain import Explanation, explain, total_steps
 from jaxrl.journal import Journal
 from jaxrl.layout_log import FILE_NAME as LAYOUTS_FILE
 from jaxrl.layout_log import LayoutLog
-from jaxrl.layout_options import own_devices_problem
+from jaxrl.layout_options import devices_problem
 from jaxrl.layout_session import LayoutSession
 from jaxrl.layouts import build_layouts
 from jaxrl.live import LiveView
@@ -73,13 +73,9 @@ def prepare_jax(config: Config) -> list[Any]:
     if wanted > len(devices):
         raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
     tp, own = config.rollout.tensor_model_parallel_size, config.rollout.num_devices
-    problem = own_devices_problem(own, wanted, "the devices")
+    problem = devices_problem(own, wanted, tp, "the number of devices")
     if problem is not None:
         raise ConfigError(problem)
-    if (own or wanted) % tp:
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({own or wanted})"
-        )
     return devices[:wanted]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxrl.layout_options import LayoutSection, own_devices_problem
+from jaxrl.layout_options import LayoutSection, devices_problem
 
 
 class ConfigError(ValueError):
@@ -447,12 +447,9 @@ def _check_devices(c: Config) -> None:
             f"rollout.num_devices ({own}) needs trainer.one_step_off: without it rollout and update wait for each "
             "other, and devices of their own would stand idle in turns"
         )
-    problem = own_devices_problem(own, devices, "trainer.num_devices") if devices else None
+    problem = devices_problem(own, devices, tp, "trainer.num_devices")
     if problem is not None:
         raise ConfigError(problem)
-    if (own or devices) % tp:
-        option = f"rollout.num_devices ({own})" if own else f"trainer.num_devices ({devices})"
-        raise ConfigError(f"rollout.tensor_model_parallel_size ({tp}) must divide {option}")
 
 
 _MAPPINGS = ("data.task_config", "simulate.efficiency")  # options that hold a mapping

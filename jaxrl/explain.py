@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxrl.config import Config
-from jaxrl.layout_options import own_devices_problem
+from jaxrl.layout_options import devices_problem
 from jaxrl.memory_plan import MemoryPlan, in_bytes, memory_plan, row_tokens
 from jaxrl.models.config import ModelConfig
 from jaxrl.scheduling.batches import provisioned
@@ -106,13 +106,12 @@ def _layout(config: Config, num_devices: int) -> tuple[int, int]:
     """(dp, tp) of the rollout on all of `num_devices` or on its own."""
     rollout = config.rollout
     tp, own = rollout.tensor_model_parallel_size, rollout.num_devices
-    problem = own_devices_problem(own, num_devices, "the devices")
+    if num_devices < 1:
+        raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
+    problem = devices_problem(own, num_devices, tp, "the number of devices")
     if problem is not None:
         raise ValueError(problem)
-    rolling = own or num_devices
-    if rolling < 1 or rolling % tp:
-        raise ValueError(f"rollout.tensor_model_parallel_size ({tp}) must divide the number of devices ({rolling})")
-    return rolling // tp, tp
+    return (own or num_devices) // tp, tp
 
 
 def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts:

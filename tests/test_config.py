@@ -88,7 +88,7 @@ def build(options=None):
         ({"rollout.num_devices": 2}, "rollout.num_devices (2) needs trainer.one_step_off"),
         (
             {"rollout.num_devices": 4, "trainer.num_devices": 4, "trainer.one_step_off": True},
-            "rollout.num_devices (4) must leave some of trainer.num_devices (4) for training",
+            "rollout.num_devices (4) must be below trainer.num_devices (4): some are left for training",
         ),
         (
             {"rollout.num_devices": 3, "trainer.num_devices": 8, "trainer.one_step_off": True},

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.layout_options import own_devices_problem
+from jaxrl.layout_options import devices_problem
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.latency import CorrectionConfig, LatencyPredictor
@@ -42,7 +42,7 @@ def num_devices_of(config: Config) -> int:
 def rollout_devices_of(config: Config) -> int:
     """How many of them roll out: all, in turns with training, or those of the rollout's own."""
     total, own = num_devices_of(config), config.rollout.num_devices
-    problem = own_devices_problem(own, total, "simulate.num_devices")
+    problem = devices_problem(own, total, config.rollout.tensor_model_parallel_size, "simulate.num_devices")
     if problem is not None:
         raise ConfigError(problem)
     return own or total
