@@ -105,16 +105,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from jaxrl import config_files
-    from jaxrl.assemble import train
+    from jaxrl.commands.train import train
+    from jaxrl.config import files as config_files
 
     train(config_files.load(options.config, options.overrides))
     return 0
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from jaxrl import config_files
-    from jaxrl.simulate import simulate
+    from jaxrl.commands.simulate import simulate
+    from jaxrl.config import files as config_files
 
     simulate(config_files.load(options.config, options.overrides))
     return 0
@@ -157,8 +157,8 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from jaxrl import config_files
-    from jaxrl.evaluate import evaluate
+    from jaxrl.commands.evaluate import evaluate
+    from jaxrl.config import files as config_files
 
     result = evaluate(config_files.load(options.config, options.overrides), options.checkpoint, options.out)
     width = max(map(len, result))
@@ -168,7 +168,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from jaxrl.evaluate import export
+    from jaxrl.commands.export import export
 
     for file in export(options.source, options.folder, options.dtype):
         print(file)
@@ -176,8 +176,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from jaxrl import config_files
-    from jaxrl.assemble import explain_config
+    from jaxrl.commands.explain import explain_config
+    from jaxrl.config import files as config_files
 
     config = config_files.load(options.config, options.overrides)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None))
@@ -207,8 +207,8 @@ def _explain_layout(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from jaxrl import config_files
-    from jaxrl.profiling import ProfileOptions, run
+    from jaxrl.commands.profile import ProfileOptions, run
+    from jaxrl.config import files as config_files
 
     config = config_files.load(options.config, options.overrides)
     out = options.out or config.rollout.layout.profile
@@ -221,7 +221,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from jaxrl.report import write_report
+    from jaxrl.report.page import write_report
 
     print(write_report(options.run_dir, options.out))
     return 0

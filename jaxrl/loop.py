@@ -2,7 +2,7 @@
 
 Purpose: one file for every run, real or simulated. It imports no jax: the backend (rollout and rewards), the trainer
 and the store come in as protocols. What a round launches, which groups it yields, and what becomes of the others is the
-batch rule's decision (`jaxrl.scheduling.batches`).
+batch rule's decision (`jaxrl.scheduling.rounds.batches`).
 
 A step starts and ends at a *boundary*: everything that decides the future is then in the trainer's state and in
 `Loop.host_state`, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again.
@@ -25,12 +25,12 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl import metrics as numbers
 from jaxrl.config import Config
-from jaxrl.scheduling.batches import BatchRule, RoundTime, pack_groups, unpack_groups
-from jaxrl.scheduling.events import Command, Event, Interrupted
-from jaxrl.scheduling.partial_rollout import old_logprobs_by_version, on_policy_mask
-from jaxrl.scheduling.round import Departures, Round
+from jaxrl.record import metrics as numbers
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime, pack_groups, unpack_groups
+from jaxrl.scheduling.rounds.events import Command, Event, Interrupted
+from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
+from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, SamplingParams, TrainBatch
 
@@ -40,7 +40,7 @@ B = TypeVar("B")
 
 
 class Backend(Protocol):
-    """Rollout and rewards: `jaxrl.backend.RolloutBackend`, or a simulation.
+    """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`, or a simulation.
 
     `wait` raises `Interrupted` where a stop was asked for; the loop then cancels the round.
     """
@@ -74,7 +74,7 @@ class Trainer(Protocol):
 
 
 class Prompts(Protocol):
-    """`jaxrl.data.PromptSource`."""
+    """`jaxrl.data.prompts.PromptSource`."""
 
     def next(self, num_prompts: int, /) -> list[Prompt]: ...
 
@@ -92,7 +92,7 @@ class Together(Protocol):
 
 
 class Phases(Protocol):
-    """`jaxrl.timeline.Timeline`."""
+    """`jaxrl.record.timeline.Timeline`."""
 
     def phase(self, name: str, track: str = ..., **args: Any) -> AbstractContextManager[None]: ...
 

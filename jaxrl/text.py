@@ -1,7 +1,7 @@
 """The engine as a library for text: prompts in, finished samples out.
 
-Token ids are the core interface (`jaxrl.scheduling.engine.Engine`); here are the tokenizer and the chat template on
-top.
+Token ids are the core interface (`jaxrl.scheduling.tokens.engine.Engine`); here are the tokenizer and the chat template
+on top.
 
 Example::
 
@@ -19,17 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxrl.backend import stop_string_check
-from jaxrl.models.config import ModelConfig
+from jaxrl.data.stops import stop_ids, stop_string_check
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.plan import Request
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -97,7 +96,7 @@ class TextEngine:
         executor.allocate()
         batcher = BatcherConfig(decode_steps=decode_steps, max_model_len=max_length)
         engine = Engine(executor, batcher, stop_check=stop_string_check(tokenizer))
-        return cls(engine, tokenizer, stop_ids(tokenizer, model))
+        return cls(engine, tokenizer, stop_ids(tokenizer, model.eos_token_ids))
 
     def generate(
         self, prompts: Sequence[TextPrompt], params: SamplingParams, *, n: int = 1, chat: bool = True
@@ -125,11 +124,6 @@ class TextEngine:
 
     def _with_text(self, sample: Sample) -> Sample:
         return replace(sample, text=self.tokenizer.decode(sample.token_ids.tolist()))
-
-
-def stop_ids(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's and the model's."""
-    return tuple(sorted({*tokenizer.stop_token_ids, *model.eos_token_ids}))
 
 
 def _encode(tokenizer: Tokenizer, prompt: TextPrompt, chat: bool) -> list[int]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from accuracy import figures, runs, task, warm_start
 from bench import records
 
-from jaxrl.config_files import load
+from jaxrl.config.files import load
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -21,14 +21,14 @@ import numpy as np
 from bench import records
 from bench.measure import say
 
-from jaxrl import config_files
-from jaxrl.assemble import build_executor, load_tokenizer_and_model, prepare_jax
-from jaxrl.layouts import identity_of, load_profile
-from jaxrl.memory_plan import layout_degrees
-from jaxrl.profiling import adaptive
+from jaxrl.commands.profile import adaptive
+from jaxrl.config import files as config_files
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.scheduling.latency import LatencyPredictor
-from jaxrl.scheduling.latency_profile import Profile
+from jaxrl.runtime.build import build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.runtime.memory import layout_degrees
+from jaxrl.runtime.profile import identity_of, load_profile
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 

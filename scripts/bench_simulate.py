@@ -24,13 +24,13 @@ from typing import Any
 from bench import records
 from bench.measure import say
 
-from jaxrl import config_files
 from jaxrl.config import Config
+from jaxrl.config import files as config_files
 from jaxrl.loop import Hooks
-from jaxrl.metrics import MetricsWriter
-from jaxrl.samples import SampleLog
+from jaxrl.record.metrics import MetricsWriter
+from jaxrl.record.samples import SampleLog
+from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
-from jaxrl.simulate import build, rare_collections
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "tail_batching_128.yaml"
 

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.assemble import prepare_jax
-from jaxrl.config_files import load
-from jaxrl.layouts import identity_of
-from jaxrl.memory_plan import layout_degrees
+from jaxrl.config.files import load
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.runtime.build import prepare_jax
+from jaxrl.runtime.memory import layout_degrees
+from jaxrl.runtime.profile import identity_of
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sharding.mesh import make_mesh
 
 ROWS, CONTEXTS = (1, 16), (8, 4096)

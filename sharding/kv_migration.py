@@ -1,7 +1,7 @@
 """Moving live KV blocks between layouts of one mesh, and between workers on disjoint devices.
 
 Purpose: `migrate` takes a paged KV pool out of one layout and gives it in another, with the live blocks where a plan
-(`jaxrl.scheduling.kv_plan`) wants them; `migrate_across` does the same between meshes that share no device.
+(`jaxrl.scheduling.layouts.kv_plan`) wants them; `migrate_across` does the same between meshes that share no device.
 
 Source: design §5: only live blocks move, picked in `shard_map` with a local take; nothing that gathers or scatters is
 left to the partitioner together with a layout change, which aborts the process on jax 0.11.2.

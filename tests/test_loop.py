@@ -15,9 +15,18 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Loop
-from jaxrl.rules import batch_rule
-from jaxrl.scheduling.events import Command, Event, Interrupted, Launch, RoundStarted, SampleFinished, Score, Verdict
-from jaxrl.timeline import Timeline
+from jaxrl.record.timeline import Timeline
+from jaxrl.runtime.rules import batch_rule
+from jaxrl.scheduling.rounds.events import (
+    Command,
+    Event,
+    Interrupted,
+    Launch,
+    RoundStarted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
 Build = Callable[..., "House"]

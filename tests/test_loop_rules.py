@@ -16,10 +16,11 @@ from sim_machine import SMALL
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import STATE_SCHEMA, Hooks
+from jaxrl.record.state import dump_state, load_state
+from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind
-from jaxrl.simulate import Simulation, build, dump_state, load_state
 from jaxrl.types import Group
 
 Metrics = dict[str, float]

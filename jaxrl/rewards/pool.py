@@ -20,7 +20,7 @@ from jaxrl.config import Config
 from jaxrl.rewards.process_pool import ProcessRewardPool
 from jaxrl.rewards.ray_pool import RayRewardPool
 from jaxrl.rewards.scorers import Scorer
-from jaxrl.scheduling.events import Verdict
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 

@@ -37,7 +37,7 @@ import pebble
 from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest, describe
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Counts, Task, crashed, timed_out
 from jaxrl.rewards.worker import EXIT_ZERO, look_around, score, start_worker, worker_context
-from jaxrl.scheduling.events import Verdict
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Counts, Task, crashed, timed_out
 from jaxrl.rewards.worker import look_around, score
-from jaxrl.scheduling.events import Verdict
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from jaxrl.config import Config
 from jaxrl.rewards import math
-from jaxrl.scheduling.events import VerdictStatus
+from jaxrl.scheduling.rounds.events import VerdictStatus
 from jaxrl.types import Prompt, Sample
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]

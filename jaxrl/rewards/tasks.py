@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxrl.rewards.scorers import Scored
-from jaxrl.scheduling.events import Verdict
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import SampleKey
 
 _log = logging.getLogger(__name__)

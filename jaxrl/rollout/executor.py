@@ -27,8 +27,9 @@ from jaxrl.rollout import kv_cache
 from jaxrl.rollout.layout_programs import CompileAhead, ExecutorConfig, LayoutPrograms, bucket
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
-from jaxrl.scheduling.kv_plan import KvPlan
-from jaxrl.scheduling.plan import (
+from jaxrl.scheduling.layouts.kv_plan import KvPlan
+from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, SwitchTimes
+from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
     Capacity,
     Plan,
@@ -38,7 +39,6 @@ from jaxrl.scheduling.plan import (
     RowResult,
     Ticket,
 )
-from jaxrl.scheduling.relayout import Relayout, ResidentRow, SwitchFailed, SwitchTimes
 from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
@@ -64,7 +64,7 @@ class MeshTicket:
 
 
 class MeshExecutor:
-    """Implements `jaxrl.scheduling.plan.Executor` for one model on one mesh, in one layout at a time.
+    """Implements `jaxrl.scheduling.tokens.plan.Executor` for one model on one mesh, in one layout at a time.
 
     Call `sync_weights` and `allocate` before the first plan. `release` frees the KV pool for the update phase.
 
@@ -231,7 +231,7 @@ class MeshExecutor:
         return SwitchTimes(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
 
     def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes KV over from an executor on other devices (`jaxrl.scheduling.handover`), by `jax.device_put`.
+        """Takes KV over from an executor on other devices (`jaxrl.scheduling.layouts.handover`), by `jax.device_put`.
 
         Raises:
           SwitchFailed: the copy failed; the pool is empty.

@@ -14,7 +14,8 @@ Departures:
 * A prefix carries its first token, drawn by prefill. A generate step returns the token that each slot drew last and
   draws the next one, so the first step after an insert returns the first token.
 * The engine interface has no sampling options per request: `JetStreamConfig.sampling` holds for all of them. Request n
-  (counted by prefill, from 0) is sampled as `SampleKey(0, n, sample)`, as `jaxrl.scheduling.engine.Engine` would.
+  (counted by prefill, from 0) is sampled as `SampleKey(0, n, sample)`, as `jaxrl.scheduling.tokens.engine.Engine`
+  would.
 * A slot owns its blocks for good, so attention spans `max_length` in each step and `free_resource` has nothing to do.
   One step per call is what the interface asks for; the executor's chunks of steps are faster.
 * When a response is over is the driver's decision (`Tokenizer.stop_tokens` and its own limit on tokens); `valid` is 0
@@ -43,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, load_model
 from jaxrl.rollout import kv_cache
@@ -50,7 +52,6 @@ from jaxrl.rollout.programs import MAX_STOP_IDS, Programs, RowState, host_rows, 
 from jaxrl.rollout.sampling import request_key
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import pad_heads, to_rollout
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import SampleKey, SamplingParams
 
 try:

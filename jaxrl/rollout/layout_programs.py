@@ -23,7 +23,7 @@ from jaxrl.kernels.gathered import Tiles, num_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
-from jaxrl.scheduling.plan import Capacity
+from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 

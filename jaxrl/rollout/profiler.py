@@ -1,7 +1,7 @@
 """Measures what a latency profile holds, on an executor: decode steps, prefills, and changes of layout.
 
 Purpose: `Profiler` runs dummy batches through the executor's own programs, in the shapes in which the engine would run
-them. `jaxrl profile` (`jaxrl.profiling`) decides what is measured and keeps the table.
+them. `jaxrl profile` (`jaxrl.commands.profile`) decides what is measured and keeps the table.
 
 Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
 
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from statistics import median
 
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.kv_plan import LiveBlocks, plan_migration
-from jaxrl.scheduling.latency_profile import Measurement, ProfilePoint, SwitchCost
-from jaxrl.scheduling.plan import DecodeRow, Plan, Request, Seat
-from jaxrl.scheduling.relayout import Relayout, ResidentRow, SwitchTimes
+from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
+from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, SwitchCost
+from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchTimes
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, Request, Seat
 from jaxrl.types import SampleKey, SamplingParams
 
 POINT_S = 1.5

@@ -1,8 +1,8 @@
 """The simulated machine behind the loop: the real engine over simulated devices, and reward workers without work.
 
 Purpose: `jaxrl.loop.Backend` for `jaxrl simulate`. What becomes of a round's commands is the same as in
-`jaxrl.backend.RolloutBackend`; time is a `SimulatedClock`, and what is still to come lies in a heap of (time, sequence,
-verdict).
+`jaxrl.runtime.backend.RolloutBackend`; time is a `SimulatedClock`, and what is still to come lies in a heap of (time,
+sequence, verdict).
 
 Source: design §3 (round level, logical time). Rewards beside the rollout: RollPacker §4.3.
 
@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from jaxrl.scheduling.engine import Engine, Finished, resume
-from jaxrl.scheduling.events import (
+from jaxrl.scheduling.layouts.control import Layouts
+from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
     CancelScore,
@@ -41,11 +41,11 @@ from jaxrl.scheduling.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.layout_control import Layouts
-from jaxrl.scheduling.plan import Request
-from jaxrl.scheduling.progress import Counters
+from jaxrl.scheduling.tokens.engine import Engine, Finished, resume
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
-from jaxrl.sim.machine import Launched, SimulatedExecutor
+from jaxrl.sim.executor import Launched, SimulatedExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 
@@ -107,7 +107,7 @@ class SimulatedBackend:
       sync_s: seconds of a weight sync.
       on_sync: called when the rollout has new weights (`SimulatedTrainer.synced`).
       drawing: rows busy and scoring times are drawn there.
-      on_progress, interrupted, layouts: as in `jaxrl.backend.RolloutBackend`.
+      on_progress, interrupted, layouts: as in `jaxrl.runtime.backend.RolloutBackend`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl.timeline import Timeline
+from jaxrl.record.timeline import Timeline
 
 _NS = 1_000_000_000
 A = TypeVar("A")

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.layout_options import devices_problem
+from jaxrl.config.layout import devices_problem
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.scheduling.latency import CorrectionConfig, LatencyPredictor
-from jaxrl.scheduling.latency_profile import Profile
+from jaxrl.scheduling.layouts.latency import CorrectionConfig, LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sim.calibrate import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost
+from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
-from jaxrl.sim.machine import MachineSizes
 from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.published import MODELS
 from jaxrl.sim.recorded import RecordedWorkload
@@ -177,7 +177,7 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> MachineSizes:
-    """The simulated executor's sizes; the KV pool as `jaxrl.memory_plan.plan_num_blocks` sizes a real one.
+    """The simulated executor's sizes; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
 
     Args:
       model: for the training state that lies beside the pool; None: `cost` counts what else there is.
@@ -215,7 +215,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
 
 def layout_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
-    `jaxrl.memory_plan.layout_sizes` scales them."""
+    `jaxrl.runtime.memory.layout_sizes` scales them."""
     rollout, num_devices = config.rollout, rollout_devices_of(config)
     tp = rollout.tensor_model_parallel_size
     found: dict[int, MachineSizes] = {}

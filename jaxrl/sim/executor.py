@@ -1,182 +1,449 @@
-"""An executor that runs no model: it replays how long each response was, and charges time for it.
+"""The simulated devices under the engine: plans in, lengths replayed, time charged by a cost model.
 
-Purpose: `jaxrl simulate`, and tests of everything above the executor. Engine, batcher and block accounting are the real
-ones; so is the depth (one plan ahead) and the decode loop's rule for leaving early, step by step.
+Purpose: `SimulatedExecutor` is what `rollout.executor` is on a real mesh, for a machine of any size: dp groups of `tp`
+devices each, a KV pool and rows per group. It jumps from stop to stop instead of going token by token.
 
-Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; design §3.
+Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; the depth (one plan ahead) and the rule for
+leaving a plan early are design §3 and §6. `jaxrl.sim.replay.ReplayExecutor` does the same step by step and is what
+this one is tested against: rows, tokens, steps and stops are equal.
 
-Departures: lengths go by the sample's identity, not by order of arrival, so a schedule may change without changing what
-is generated. Tokens are fillers that depend on identity and position alone. A response that a stop string ended is
-replayed as one that the device ends, so a plan in which it ends may be left earlier than it was.
+Time. A plan starts when it has been submitted and the plan before it is over, so the host's work on the next plan
+overlaps with the device's on this one; `collect` waits for a plan's end. In each dp group a plan costs its prefill
+chunks in one pass, then each decode step with the rows still active; it takes as long as its slowest group.
+
+Departures: between two stops in a group the context grows linearly, and one evaluation in the middle stands for the
+steps between: exact wherever the cost is linear in the context there. A plan that prefills nothing and finds no row
+active takes no time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl.scheduling.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
-from jaxrl.scheduling.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.sim.clock import SimulatedClock, nanoseconds
+from jaxrl.sim.cost_model import CostModel, causal_pairs
+from jaxrl.sim.replay import VOCABULARY
+from jaxrl.sim.workload import Workload
 from jaxrl.types import SampleKey
 
-VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
-
-Cost = Callable[[Plan, int], float]
-"""(plan, decode steps really taken) -> seconds."""
+_SEQUENCE = (np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32)
+_ZEROS = np.zeros((1 << 16,), np.float32)
+_ZEROS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayTicket:
-    """A plan whose outcome is known already, and handed out when it is collected."""
+class MachineSizes:
+    """What the machine is made of; see `jaxrl.scheduling.tokens.plan.Executor`."""
 
-    index: int
+    num_devices: int
+    tp: int
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    max_prefill_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.num_devices < 1 or self.num_devices % self.tp:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size ({self.tp}) must divide the number of devices "
+                f"({self.num_devices}; simulate.num_devices)"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """dp groups."""
+        return self.num_devices // self.tp
+
+    @property
+    def capacity(self) -> Capacity:
+        """What a layout of these sizes offers."""
+        return Capacity(self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens)
+
+
+class Launched:
+    """What the workload says of the responses that have been launched, each as of the step of its first launch.
+
+    That is the step whose rollout the weights of its first token are for: version + 1, so that a response that is
+    resumed later keeps its length.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._steps: dict[SampleKey, int] = {}
+
+    def add(self, key: SampleKey, policy_version: int) -> None:
+        self._steps[key] = policy_version + 1
+
+    def remove(self, key: SampleKey) -> None:
+        del self._steps[key]
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def __contains__(self, key: SampleKey) -> bool:
+        return key in self._steps
+
+    def length(self, key: SampleKey) -> int:
+        """Response tokens."""
+        if key not in self._steps:
+            raise ValueError(f"no length is known for {key}: it runs and was not launched by the simulation")
+        return self._workload.length(key, self._steps[key])
+
+    def reward(self, key: SampleKey) -> float:
+        return self._workload.reward(key, self._steps[key])
+
+    def reward_s(self, key: SampleKey) -> float:
+        """Seconds of scoring."""
+        return self._workload.reward_s(key, self._steps[key])
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTicket:
+    """A submitted plan: its outcome, and when that will be known."""
+
+    result: PlanResult
+    end_ns: int
+
+    @property
+    def index(self) -> int:
+        return self.result.index
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan(Plan):
+    """A plan whose maker has the rows of `decode` in arrays too, each [rows] and int64, by ascending seat.
+
+    Attributes:
+      ids: request ids.
+      seats: dp group * num_slots + slot.
+    """
+
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
+    seats: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
+
+
+class Gains(Mapping[int, RowResult]):
+    """What the rows of a plan gained, by request id: counts, and tokens once somebody asks for them.
+
+    Args, each [rows that gained something] and in the order of seats:
+      ids: request ids, int64.
+      responses: each row's whole response, int32 [tokens].
+      first, last: the positions that the plan brought, `last` excluded.
+      stopped: who stopped, bool.
+    """
+
+    def __init__(
+        self, ids: np.ndarray, responses: np.ndarray, first: np.ndarray, last: np.ndarray, stopped: np.ndarray
+    ) -> None:
+        self._ids, self._responses, self._first, self._last, self._stopped = ids, responses, first, last, stopped
+        self._places: dict[int, int] | None = None  # made for who asks for all rows
+
+    def __getitem__(self, request_id: int) -> RowResult:
+        if self._places is None:
+            self._places = {each: place for place, each in enumerate(self._ids.tolist())}
+        return self._row(self._places[request_id])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids.tolist())
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows together."""
+        return int((self._last - self._first).sum())
+
+    def count(self, request_id: int) -> int:
+        """Tokens that a request gained."""
+        return int((self._last - self._first)[self._ids == request_id].sum())
+
+    def stopped(self) -> list[tuple[int, RowResult]]:
+        """The rows that stopped, with their request ids."""
+        return [(int(self._ids[place]), self._row(place)) for place in np.flatnonzero(self._stopped).tolist()]
+
+    def tokens(self, request_id: int, first: int, last: int) -> RowResult:
+        """Positions [first, last) of the response of a row, whichever plans brought them."""
+        return _row_result(self._responses[np.flatnonzero(self._ids == request_id)[0]][first:last], False)
+
+    def _row(self, place: int) -> RowResult:
+        tokens = self._responses[place][self._first[place] : self._last[place]]
+        return _row_result(tokens, bool(self._stopped[place]))
+
+
+class _Rows:
+    """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot."""
+
+    def __init__(self, num_seats: int) -> None:
+        self.ids = np.full(num_seats, -1, np.int64)
+        self.responses = np.empty(num_seats, object)  # int32 [tokens] each, from the first token to the last
+        self.context = np.zeros(num_seats, np.int64)  # prompt and response tokens so far
+        self.generated = np.zeros(num_seats, np.int64)
+        self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
+
+    def take(self, seat: int, other: _Rows, other_seat: int) -> None:
+        """Gives a seat the row of another machine's."""
+        for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
+            mine[seat] = theirs[other_seat]
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.ids, self.responses, self.context, self.generated, self.left
+
+    def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
+        if len(seats):
+            self.context[seats] += count
+            self.generated[seats] += count
+            self.left[seats] -= count
+
+    def gains(self, filled: np.ndarray, seats: np.ndarray, steps: np.ndarray) -> Gains:
+        """What the plan just run brought: a token to each of `filled`, and `steps` to `seats`."""
+        if len(filled):
+            gained = np.zeros(len(self.ids), np.int64)
+            gained[filled] = 1
+            gained[seats] += steps
+            seats = np.flatnonzero(gained)
+            steps = gained[seats]
+        last = self.generated[seats]
+        return Gains(self.ids[seats], self.responses[seats], last - steps, last, self.left[seats] == 0)
 
 
 @dataclass(slots=True)
-class _Slot:
-    """The row state that the device would hold."""
+class _Prefill:
+    """What a plan's chunks ask of one dp group."""
 
-    request: Request
-    length: int  # of the whole response
-    num_generated: int
-
-    @property
-    def is_active(self) -> bool:
-        return self.num_generated < self.length
+    tokens: int = 0
+    pairs: float = 0.0
 
 
-class ReplayExecutor:
-    """Replays response lengths.
+class SimulatedExecutor:
+    """Implements `jaxrl.scheduling.tokens.plan.Executor`, and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with
+    `layouts`.
 
     Args:
-      lengths: tokens of each response, kept ones included; cut at its request's max_tokens.
-      num_groups, num_slots, num_blocks, block_size, max_prefill_tokens: see `plan.Executor`.
-      cost: seconds that a plan takes; nothing by default.
-      layouts: by degree, what the layouts offer that it can change to; `tp`: the one in use.
-      switch_cost: seconds that a change of layout takes; nothing by default.
+      length_of: tokens of a response, kept ones included; cut at its request's max_tokens. Asked when its prefill ends,
+        so a response that is aborted before it runs needs none.
+      on_plan: called with (plan, its result, start, end in nanoseconds) when a plan is submitted.
+      host_s: seconds that the host works on each plan before it submits it.
+      layouts: sizes by TP degree, of the layouts that it can change to.
 
-    `policy_version` may be set between plans, as a weight sync would.
+    Attributes:
+      num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
+      policy_version: of the weights; set by whoever syncs them.
     """
 
     def __init__(
         self,
-        lengths: Mapping[SampleKey, int],
-        num_groups: int,
-        num_slots: int,
-        num_blocks: int,
-        block_size: int,
-        max_prefill_tokens: int,
-        cost: Cost | None = None,
-        *,
-        tp: int = 1,
-        layouts: Mapping[int, Capacity] | None = None,
-        switch_cost: Callable[[Relayout], SwitchTimes] | None = None,
+        sizes: MachineSizes,
+        length_of: Callable[[SampleKey], int],
+        cost: CostModel,
+        clock: SimulatedClock,
+        host_s: float = 0.0,
+        on_plan: Callable[[Plan, PlanResult, int, int], None] = lambda *_: None,
+        layouts: Mapping[int, MachineSizes] | None = None,
     ) -> None:
-        self.num_groups = num_groups
-        self.num_slots = num_slots
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.max_prefill_tokens = max_prefill_tokens
+        self._take_sizes(sizes)
         self.policy_version = 0
-        self.tp = tp
-        self._layouts = layouts or {}
-        self._switch_cost = switch_cost
-        self._lengths = lengths
+        self.num_tokens = self.num_prefill_tokens = 0
+        self._length_of = length_of
         self._cost = cost
-        self._slots: dict[tuple[int, int], _Slot] = {}
-        self._results: deque[PlanResult] = deque()  # submitted and not yet collected
+        self._clock = clock
+        self._host_s = host_s
+        self._on_plan = on_plan
+        self._layouts = layouts or {}
+        self._tickets: deque[SimulatedTicket] = deque()
+        self._free_ns = 0  # when the devices are done with everything submitted
 
     def check(self, request: Request) -> None:
-        """Takes everything: a request without a recorded length may still be aborted before it runs."""
+        """Takes everything: a request without a length may still be aborted before it runs."""
 
-    def submit(self, plan: Plan) -> ReplayTicket:
-        """Runs a plan on the replayed rows; its outcome is seen when it is collected."""
-        gained: dict[int, list[int]] = {row.request_id: [] for row in plan.decode}
-        stopped: set[int] = set()
-        for chunk in plan.prefill:
-            if chunk.is_last:
-                request_id = chunk.request.request_id  # where it was preempted, a switch would find it twice
-                self._slots = {at: s for at, s in self._slots.items() if s.request.request_id != request_id}
-                slot = self._slots[chunk.dp_group, chunk.slot] = self._activate(chunk)
-                self._advance(slot, gained.setdefault(chunk.request.request_id, []), stopped)
-        rows = [self._slots[row.dp_group, row.slot] for row in plan.decode]
-        assert all(s.request.request_id == r.request_id for s, r in zip(rows, plan.decode, strict=True)), plan
-        num_steps = 0
-        while num_steps < plan.num_steps and len(stopped) < plan.leave_after and any(row.is_active for row in rows):
-            for slot in rows:
-                if slot.is_active:
-                    self._advance(slot, gained[slot.request.request_id], stopped)
-            num_steps += 1
-        result = PlanResult(
-            index=plan.index,
-            rows={request_id: _row_result(tokens, request_id in stopped) for request_id, tokens in gained.items()},
-            num_steps=num_steps,
-            policy_version=self.policy_version,
-            duration_s=self._cost(plan, num_steps) if self._cost is not None else 0.0,
-        )
-        self._results.append(result)
-        return ReplayTicket(plan.index)
+    def submit(self, plan: Plan) -> SimulatedTicket:
+        """Runs a plan; its outcome is seen when it is collected."""
+        self._clock.advance(self._host_s)
+        rows = self._rows
+        prefill, filled = self._prefill(plan)
+        rows.advance(filled, 1)
+        seats = self._active(plan)
+        left = rows.left[seats]
+        num_steps = _num_steps(plan, int((rows.left[filled] == 0).sum()), left)
+        seconds = self._seconds(prefill, seats, left, num_steps)
+        steps = np.minimum(left, num_steps)
+        rows.advance(seats, steps)
+        gains = rows.gains(filled, seats, steps)
+        self.num_tokens += gains.num_tokens
+        start_ns = max(self._clock.now_ns, self._free_ns)
+        self._free_ns = start_ns + nanoseconds(seconds)
+        result = PlanResult(plan.index, gains, num_steps, self.policy_version, seconds)
+        self._on_plan(plan, result, start_ns, self._free_ns)
+        ticket = SimulatedTicket(result, self._free_ns)
+        self._tickets.append(ticket)
+        return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:
-        """The outcome of the oldest plan not yet collected."""
-        result = self._results.popleft()
-        assert ticket.index == result.index, f"plan {result.index} is due, not plan {ticket.index}"
-        return result
+        """Waits for the oldest plan not yet collected."""
+        due = self._tickets.popleft()
+        assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
+        self._clock.reach(due.end_ns)
+        return due.result
+
+    # Layouts
+
+    @property
+    def tp(self) -> int:
+        """The degree in use."""
+        return self.sizes.tp
 
     def capacity(self, tp: int) -> Capacity:
         """What a layout offers. Raises ValueError for one that was not given."""
         if tp not in self._layouts:
-            raise ValueError(f"replay: no layout with tp {tp}, only {sorted(self._layouts)}")
-        return self._layouts[tp]
+            raise ValueError(f"simulated devices: no layout with tp {tp}, only {sorted(self._layouts)}")
+        return self._layouts[tp].capacity
+
+    def start_in(self, tp: int) -> None:
+        """Chooses the layout of a rollout phase while no row is live: its weights come from training anyway."""
+        assert not self._tickets, "a layout is chosen while plans are in flight"
+        if tp != self.tp:
+            self._take_sizes(self._layouts[tp])
 
     def switch(self, move: Relayout) -> SwitchTimes:
-        """Takes the rows to their new slots."""
-        assert not self._results, "a layout changes while plans are in flight"
-        slots = {slot.request.request_id: slot for slot in self._slots.values() if slot.is_active}
-        self._slots = {(row.dp_group, row.slot): slots[row.request.request_id] for row in move.rows}
-        capacity = move.capacity
-        self.num_groups, self.num_slots, self.num_blocks = (
-            capacity.num_groups,
-            capacity.num_slots,
-            capacity.num_blocks,
-        )
-        self.tp = move.to_tp
-        return SwitchTimes() if self._switch_cost is None else self._switch_cost(move)
+        """Takes the rows to their new seats, in the time that the cost model gives.
 
-    def _activate(self, chunk: PrefillChunk) -> _Slot:
-        request = chunk.request
-        if request.key not in self._lengths:
-            raise ValueError(f"no length is recorded for {request.key}: the replay launches what the recording did not")
-        length = min(self._lengths[request.key], request.params.max_tokens)
-        if length <= chunk.num_generated:
-            raise ValueError(
-                f"{request.key}: the recorded length ({length}) must exceed the tokens kept ({chunk.num_generated})"
-            )
-        return _Slot(request, length, chunk.num_generated)
+        KV that is computed again costs nothing here: the plans that prefill it are charged.
+        """
+        assert not self._tickets, "a layout changes while plans are in flight"
+        old, groups = self._rows, dict[int, list[int]]()
+        seat_of = {request_id: seat for seat, request_id in enumerate(old.ids.tolist()) if request_id >= 0}
+        for row in move.rows:
+            seat = seat_of[row.request.request_id]
+            groups.setdefault(seat // self.num_slots, []).append(int(old.context[seat]))
+        fullest = max(groups.values(), key=sum, default=[])
+        pairs = sum(causal_pairs(context) for context in fullest)
+        cost = self._cost.layout_switch(self.tp, move.to_tp, float(sum(fullest)), pairs)
+        times = SwitchTimes(cost.weights_s, cost.move_s if fullest else 0.0, cost.fixed_s)
+        self._take_sizes(self._layouts[move.to_tp])
+        for row in move.rows:
+            self._rows.take(row.dp_group * self.num_slots + row.slot, old, seat_of[row.request.request_id])
+        self._clock.advance(times.total_s)
+        return times
 
-    def _advance(self, slot: _Slot, tokens: list[int], stopped: set[int]) -> None:
-        """Samples one token of an active row."""
-        tokens.append(filler(slot.request, slot.num_generated, slot.length))
-        slot.num_generated += 1
-        if not slot.is_active:
-            stopped.add(slot.request.request_id)
+    def _take_sizes(self, sizes: MachineSizes) -> None:
+        """Goes on with blank rows."""
+        self.sizes = sizes
+        self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
+        self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
+        self._rows = _Rows(sizes.num_groups * sizes.num_slots)
+
+    # Inside
+
+    def _prefill(self, plan: Plan) -> tuple[dict[int, _Prefill], np.ndarray]:
+        """Counts the chunks of each dp group, and activates the rows whose prefill ends: their seats."""
+        work: dict[int, _Prefill] = {}
+        filled: list[int] = []
+        for chunk in plan.prefill:
+            group = work.setdefault(chunk.dp_group, _Prefill())
+            group.tokens += len(chunk.tokens)
+            group.pairs += causal_pairs(len(chunk.tokens), chunk.start)
+            self.num_prefill_tokens += len(chunk.tokens)
+            if chunk.is_last:
+                filled.append(self._activate(chunk))
+        return work, np.asarray(filled, np.int64)
+
+    def _activate(self, chunk: PrefillChunk) -> int:
+        """Writes a row's state; its seat."""
+        request, kept = chunk.request, chunk.num_generated
+        length = min(self._length_of(request.key), request.params.max_tokens)
+        if length <= kept:
+            raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
+        seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
+        rows.ids[rows.ids == request.request_id] = -1  # where it was preempted: a switch looks rows up by id
+        rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
+        rows.context[seat] = len(request.prompt_ids) + kept
+        rows.generated[seat], rows.left[seat] = kept, length - kept
+        return seat
+
+    def _active(self, plan: Plan) -> np.ndarray:
+        """Seats of the plan's rows that have not stopped, ascending."""
+        if isinstance(plan, LanePlan):
+            ids, seats = plan.ids, plan.seats
+        else:
+            ids = np.array([row.request_id for row in plan.decode], np.int64)
+            seats = np.array([row.dp_group * self.num_slots + row.slot for row in plan.decode], np.int64)
+            order = np.argsort(seats)
+            ids, seats = ids[order], seats[order]
+        assert (self._rows.ids[seats] == ids).all(), plan
+        return seats[self._rows.left[seats] > 0]
+
+    def _seconds(self, prefill: dict[int, _Prefill], seats: np.ndarray, left: np.ndarray, num_steps: int) -> float:
+        """Seconds of a plan: of its slowest dp group."""
+        seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
+        for group, work in prefill.items():
+            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
+        return float(seconds_G.max())
+
+    def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
+        """Seconds of the decode steps, [dp groups]. Where nobody stops on the way, one evaluation says it all."""
+        tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.context[seats]
+        batch_G = np.bincount(of_group, minlength=self.num_groups)
+        context_G = np.bincount(of_group, context, minlength=self.num_groups)
+        splits_G = np.bincount(of_group[left < num_steps], minlength=self.num_groups) > 0
+        seconds_G = np.zeros(self.num_groups)
+        whole = np.flatnonzero((batch_G > 0) & ~splits_G)
+        middle = context_G[whole] + batch_G[whole] * (num_steps - 1) / 2
+        seconds_G[whole] = num_steps * self._cost.decode_steps_s(tp, batch_G[whole], middle)
+        ends_G = np.cumsum(batch_G)
+        for group in np.flatnonzero(splits_G).tolist():
+            own = slice(ends_G[group] - batch_G[group], ends_G[group])
+            rows = zip(left[own].tolist(), context[own].tolist(), strict=True)
+            seconds_G[group] = decode_s(self._cost, tp, rows, num_steps)
+        return seconds_G
 
 
-def filler(request: Request, position: int, length: int) -> int:
-    """Token `position` of a replayed response of `length` tokens: a stop token exactly where it ends early."""
-    params = request.params
-    if position == length - 1 and length < params.max_tokens and params.stop_token_ids:
-        return params.stop_token_ids[0]
-    key = request.key
-    token = (key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31 + position * 17) % VOCABULARY
-    while token in params.stop_token_ids:
-        token += 1
-    return token
+def decode_s(cost: CostModel, tp: int, rows: Iterable[tuple[int, int]], num_steps: int) -> float:
+    """Seconds of up to `num_steps` decode steps of a dp group; `rows` are (tokens left, context in the first step)."""
+    rows = sorted(rows)
+    batch, context = len(rows), sum(context for _, context in rows)
+    seconds, done = 0.0, 0
+    for left, first_context in rows:
+        steps = min(left, num_steps) - done
+        if steps:
+            seconds += steps * cost.decode_step_s(tp, batch, context + batch * (steps - 1) / 2)
+            done += steps
+            context += batch * steps
+        if done == num_steps:
+            break
+        batch -= 1
+        context -= first_context + left
+    return seconds
 
 
-def _row_result(tokens: list[int], stopped: bool) -> RowResult:
-    zeros = np.zeros((len(tokens),), np.float32)
-    return RowResult(np.asarray(tokens, np.int32), zeros, zeros, stopped)
+def _num_steps(plan: Plan, num_stopped: int, left: np.ndarray) -> int:
+    """Decode steps until the plan is left; `num_stopped` rows have stopped in its prefill."""
+    wanted = plan.leave_after - num_stopped  # more stops
+    if not len(left) or wanted <= 0:
+        return 0
+    if wanted > len(left):
+        return min(plan.num_steps, int(left.max()))
+    return min(plan.num_steps, int(np.partition(left, wanted - 1)[wanted - 1]))
+
+
+def _row_result(tokens: np.ndarray, stopped: bool) -> RowResult:
+    zeros = _ZEROS[: len(tokens)] if len(tokens) <= len(_ZEROS) else np.zeros(len(tokens), np.float32)
+    return RowResult(tokens, zeros, zeros, stopped)
+
+
+def fillers(request: Request, length: int) -> np.ndarray:
+    """The tokens of a response, int32 [length]: `jaxrl.sim.replay.filler` of every position at once."""
+    key, stops = request.key, request.params.stop_token_ids
+    first = key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31
+    entry = first * pow(17, -1, VOCABULARY) % VOCABULARY  # where the sequence 0, 17, 34, ... is at `first`
+    tokens = np.tile(_SEQUENCE, -(-(entry + length) // VOCABULARY))[entry : entry + length].copy()
+    for stop in sorted(stops):
+        tokens[tokens == stop] += 1
+    if stops and length < request.params.max_tokens:
+        tokens[-1] = stops[0]
+    return tokens

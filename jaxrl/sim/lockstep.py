@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl.scheduling.batcher import UNLIMITED, Batcher, BatcherConfig, Named
-from jaxrl.scheduling.blocks import BlockManager
-from jaxrl.scheduling.plan import Capacity, DecodeRow, Plan, PlanResult, Request, Seat
-from jaxrl.scheduling.progress import Completed, Ended, Progress, StopCheck, TraceEvent, finish_reason
-from jaxrl.sim.machine import Gains, LanePlan
+from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig, Named
+from jaxrl.scheduling.tokens.blocks import BlockManager
+from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, Request, Seat
+from jaxrl.scheduling.tokens.progress import Completed, Ended, Progress, StopCheck, TraceEvent, finish_reason
+from jaxrl.sim.executor import Gains, LanePlan
 
 
 @dataclass(slots=True)

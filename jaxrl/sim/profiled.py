@@ -3,15 +3,16 @@
 Purpose: `modelled_profile`, so that a simulated run decides about its layouts from a table of points, as a real one
 does, and not from the cost model that charges it.
 
-Source: PAT §4.2 (offline profiler); points as `jaxrl.scheduling.latency_profile` chooses them. Departure: nothing is
-noisy, so a point is asked for once. Switches are asked for at half of a dp group's share of the token budget.
+Source: PAT §4.2 (offline profiler); points as `jaxrl.scheduling.layouts.latency_profile` chooses them. Departure:
+nothing is noisy, so a point is asked for once. Switches are asked for at half of a dp group's share of the token
+budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.scheduling.latency_profile import (
+from jaxrl.scheduling.layouts.latency_profile import (
     Measurement,
     Profile,
     ProfileIdentity,

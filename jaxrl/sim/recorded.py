@@ -4,8 +4,8 @@ Purpose: a simulation whose lengths come from a run instead of a formula.
 
 Source: bootstrap resampling (Efron 1979), by prompt so that a long prompt is long again (RollPacker §3, RhymeRL §6.1).
 
-Departures: `samples.jsonl` (`jaxrl.samples`) holds a few samples of each step and no prompt index, so a recorded prompt
-is known by its text. Responses that reached the run's own token limit would have been longer: they are played as
+Departures: `samples.jsonl` (`jaxrl.record.samples`) holds a few samples of each step and no prompt index, so a recorded
+prompt is known by its text. Responses that reached the run's own token limit would have been longer: they are played as
 recorded, and `num_truncated` says how many there are.
 """
 
@@ -100,7 +100,8 @@ class RecordedWorkload:
           count_tokens: tokens of a prompt's text; by default its characters over the characters per token of the
             recorded responses.
 
-        Raises ValueError if the file is missing, holds no finished response, or a line is not one of `jaxrl.samples`.
+        Raises ValueError if the file is missing, holds no finished response, or a line is not one of
+        `jaxrl.record.samples`.
         """
         path = Path(run_dir) / "samples.jsonl"
         rows = [row for row in _read_lines(path) if row["finish_reason"] in ("stop", "length") and row["length"] > 0]
@@ -192,6 +193,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         fields = row if isinstance(row, dict) else {}
         wrong = [name for name, kind in _FIELDS.items() if not isinstance(fields.get(name, ...), kind)]
         if wrong:
-            raise ValueError(f"{path}, line {number}: {', '.join(wrong)} must be as `jaxrl.samples` writes them")
+            raise ValueError(f"{path}, line {number}: {', '.join(wrong)} must be as `jaxrl.record.samples` writes them")
         rows.append(row)
     return rows

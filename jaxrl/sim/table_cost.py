@@ -18,7 +18,8 @@ from jaxrl.sim.cost_model import CostModel, SwitchTimes, TrainLoad
 
 
 class TimePredictor(Protocol):
-    """What is asked of a measured table (`jaxrl.scheduling.latency.LatencyPredictor`), one dp group at a time."""
+    """What is asked of a measured table (`jaxrl.scheduling.layouts.latency.LatencyPredictor`), one dp group at a
+    time."""
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         """Seconds of one decode step of `batch` rows with `context` tokens together."""
@@ -34,7 +35,7 @@ class TimePredictor(Protocol):
 
 
 class MeasuredSwitch(Protocol):
-    """Measured costs of a layout switch (`jaxrl.scheduling.latency.SwitchCost`)."""
+    """Measured costs of a layout switch (`jaxrl.scheduling.layouts.latency.SwitchCost`)."""
 
     @property
     def weights_s(self) -> float: ...

@@ -82,7 +82,7 @@ class Trainer:
 
         Args:
           config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `actor.remat: auto` is
-            `dots` here; whoever knows the memory replaces it (`jaxrl.memory_plan.plan_remat`).
+            `dots` here; whoever knows the memory replaces it (`jaxrl.runtime.memory.plan_remat`).
           model_config: of the decoder.
           params: training form, numpy or jax arrays of any floating dtype. They stay the caller's.
           mesh: rows and weights are split over all of its axes.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from accuracy.runs import RULES, Result
-from jaxrl.charts import Chart, Curve, card
-from jaxrl.report import document
+from jaxrl.report.charts import Chart, Curve, card
+from jaxrl.report.page import document
 
 MAX_ERRORS = 2.0  # standard errors of the difference that a rule may lie below plain batches
 SMOOTHED = 5  # steps

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from accuracy import task
-from jaxrl.metrics import read_metrics
+from jaxrl.record.metrics import read_metrics
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "plain": (),

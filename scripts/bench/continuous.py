@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.plan import Executor, Plan, PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Executor, Plan, PlanResult, Request, Ticket
 
 from .decode_cases import Setting, build_executor, requests
 from .measure import Summary, Values, say

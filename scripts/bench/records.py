@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl import run_dir
 from jaxrl.models.config import ModelConfig
+from jaxrl.record import run_dir
 
 from .measure import num_cores
 

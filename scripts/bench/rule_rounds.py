@@ -16,27 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.backend import RolloutBackend
-from jaxrl.journal import Journal
+from jaxrl.record.journal import Journal
+from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.batches import BatchRule, FreshBatches, RoundTime
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.events import Verdict
-from jaxrl.scheduling.latency import LatencyPredictor
-from jaxrl.scheduling.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
-from jaxrl.scheduling.partial_rollout import PartialRollout, PartialRolloutConfig
-from jaxrl.scheduling.plan import Executor, Request
-from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
+from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout, PartialRolloutConfig
+from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Executor, Request
 from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, ModelSizes, RooflineCost
+from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
-from jaxrl.sim.machine import Launched, MachineSizes, SimulatedExecutor
 from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind, Workload
-from jaxrl.timeline import Timeline
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PREFILL_BUDGET = 2048
@@ -60,7 +60,7 @@ def modelled(seed: int, median: float, sigma: float, cap: int, correlation: floa
 
 
 class Prompts:
-    """Random tokens, a prompt for each index without end (`jaxrl.scheduling.batches.PromptStream`)."""
+    """Random tokens, a prompt for each index without end (`jaxrl.scheduling.rounds.batches.PromptStream`)."""
 
     def __init__(self, seed: int, length: int, vocab_size: int) -> None:
         self._seed, self._length, self._vocab_size, self._next = seed, length, vocab_size, 0
@@ -87,7 +87,7 @@ class ForcedLengths(Engine):
 
 
 class InstantScoring:
-    """Verdicts at once (`jaxrl.backend.Scoring`): the bench is about rollouts."""
+    """Verdicts at once (`jaxrl.runtime.backend.Scoring`): the bench is about rollouts."""
 
     def __init__(self) -> None:
         self._done: list[Verdict] = []

@@ -1,7 +1,7 @@
 """jaxrl's whole GRPO step in a process of its own, from the pieces that `jaxrl train` puts together.
 
-Backend, reward pool, Trainer and Loop are built as `jaxrl.assemble` builds them; what is left out is what a timed step
-shall not do (evaluation, checkpoints, the run directory). Responses have no stop token: all are of full length.
+Backend, reward pool, Trainer and Loop are built as `jaxrl.runtime.build` builds them; what is left out is what a timed
+step shall not do (evaluation, checkpoints, the run directory). Responses have no stop token: all are of full length.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_tokenizer(model: Model, folder: Path) -> None:
 
 def write_inputs(folder: Path, tokenizer_path: str, count: int, prompt_tokens: int, seed: int) -> None:
     """train.jsonl with `count` distinct prompts of about `prompt_tokens` tokens (never more), and reward.py."""
-    from jaxrl.tokenizer import Tokenizer
+    from jaxrl.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_path(tokenizer_path)
     draw = random.Random(seed)
@@ -89,7 +89,7 @@ def write_inputs(folder: Path, tokenizer_path: str, count: int, prompt_tokens: i
 
 def export(spec: tuple[str, str], ask: Ask) -> None:
     """What `jaxrl export` does, in float32: spec is (model.path or random:folder, target folder)."""
-    from jaxrl.evaluate import export
+    from jaxrl.commands.export import export
 
     export(*spec, "float32")
     ask({})
@@ -98,21 +98,21 @@ def export(spec: tuple[str, str], ask: Ask) -> None:
 def run(spec: StepSpec, ask: Ask) -> None:
     """Trains step by step: per request one step, its metrics as the loop reports them, and the peak memory."""
     prepare_devices(spec.devices)
-    from jaxrl.assemble import (
+    from jaxrl.data.prompts import PromptSource, load_train
+    from jaxrl.loop import Hooks, Loop
+    from jaxrl.record.journal import Journal
+    from jaxrl.record.timeline import Timeline
+    from jaxrl.rewards.pool import build_pool
+    from jaxrl.rewards.scorers import build_scorer
+    from jaxrl.runtime.backend import RolloutBackend
+    from jaxrl.runtime.build import (
         build_engine,
         build_executor,
         load_tokenizer_and_model,
     )
-    from jaxrl.backend import RolloutBackend
-    from jaxrl.data import PromptSource, load_train
-    from jaxrl.journal import Journal
-    from jaxrl.loop import Hooks, Loop
-    from jaxrl.rewards.pool import build_pool
-    from jaxrl.rewards.scorers import build_scorer
-    from jaxrl.rules import batch_rule
+    from jaxrl.runtime.rules import batch_rule
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh
-    from jaxrl.timeline import Timeline
     from jaxrl.train.step import Trainer
 
     config = _config(spec)

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxrl import run_dir
+from jaxrl.record import run_dir
 from papers.runs import Steps
 from papers.setups import Case
 

@@ -1,7 +1,7 @@
 """Runs of `setups.Case` and what is measured of them.
 
-Purpose: `run` simulates a case with jaxrl's own loop, engine, batcher, block manager and rules (`jaxrl.simulate.build`)
-and keeps a few numbers of each step. Pure but for the wall clock it took.
+Purpose: `run` simulates a case with jaxrl's own loop, engine, batcher, block manager and rules
+(`jaxrl.commands.simulate.build`) and keeps a few numbers of each step. Pure but for the wall clock it took.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.loop import Hooks
+from jaxrl.runtime.simulation import build
 from jaxrl.sim.calibrate import Calibration
-from jaxrl.simulate import build
 from jaxrl.types import Group
 from papers.setups import Case, configuration, models
 

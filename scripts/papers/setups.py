@@ -1,7 +1,8 @@
 """Published set-ups as configurations of `jaxrl simulate`, with constants of a calibration file.
 
 Purpose: `Case` is one run: a set-up of `jaxrl.sim.published.SETUPS`, a rule with its factors, a seed. `configuration`
-and `models` turn it into what `jaxrl.simulate.build` takes. Nothing in here reads what the papers' own methods reached.
+and `models` turn it into what `jaxrl.commands.simulate.build` takes. Nothing in here reads what the papers' own methods
+reached.
 
 Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1.
 

@@ -12,13 +12,13 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 from gguf.quants import dequantize, quantize
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig, RopeScaling
 from jaxrl.models.gguf import load_gguf, unpermute
 from jaxrl.models.loading import load_model
 from jaxrl.models.safetensors import export_hf
 from jaxrl.models.weights import Weight, leaves
-from jaxrl.tokenizer import Tokenizer
 
 from .conftest import causal, lively, positions_of, tiny_config
 

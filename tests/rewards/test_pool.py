@@ -16,7 +16,7 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.rewards.pool import ProcessRewardPool, RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
-from jaxrl.scheduling.events import Verdict
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 SCORER = """

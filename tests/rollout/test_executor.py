@@ -23,13 +23,13 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, bucket, buckets
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine, resume
-from jaxrl.scheduling.plan import PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine, resume
+from jaxrl.scheduling.tokens.plan import PlanResult, Request, Ticket
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.sim.executor import ReplayExecutor
+from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("x64")

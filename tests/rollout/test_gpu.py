@@ -16,9 +16,9 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.plan import Request
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.types import SampleKey, SamplingParams

@@ -21,15 +21,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import RANDOM, load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.plan import Request
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import SampleKey, SamplingParams
 
 PROMPTS = ("a", "The rain in Spain", "2 + 2 = ", "stays mainly in the plain " * 2, "xyz")

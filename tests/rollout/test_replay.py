@@ -17,26 +17,35 @@ import numpy as np
 import pytest
 from sim_machine import Machine
 
-from jaxrl.backend import RolloutBackend
-from jaxrl.journal import Journal
 from jaxrl.models.loading import load_model
+from jaxrl.record.journal import Journal
+from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.batches import BatchRule, RoundTime
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.events import Command, Event, Launch, RoundStarted, SampleAborted, SampleFinished, Score, Verdict
-from jaxrl.scheduling.plan import Request
-from jaxrl.scheduling.progress import Admitted, Completed, Preempted, TraceEvent
-from jaxrl.scheduling.race import DynamicSampling
-from jaxrl.scheduling.round import Round
-from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.scheduling.rounds.events import (
+    Command,
+    Event,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sim.executor import ReplayExecutor
+from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.known import KnownSample, KnownWorkload
-from jaxrl.sim.machine import MachineSizes
-from jaxrl.timeline import Timeline
+from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 SIZES = ExecutorConfig(

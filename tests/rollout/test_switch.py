@@ -29,11 +29,11 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.handover import hand_over
-from jaxrl.scheduling.plan import Request
-from jaxrl.scheduling.relayout import SwitchFailed
+from jaxrl.scheduling.layouts.handover import hand_over
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh

@@ -23,12 +23,12 @@ from bench import decode_cases, records, step_case  # noqa: E402
 from bench.loops import bare_weights  # noqa: E402
 from bench.measure import Bench  # noqa: E402
 
+from jaxrl.data.tokenizer import Tokenizer  # noqa: E402
 from jaxrl.models.decoder import init  # noqa: E402
 from jaxrl.models.safetensors import export_hf  # noqa: E402
 from jaxrl.models.shapes import named_shape  # noqa: E402
 from jaxrl.sharding.layout import Layout  # noqa: E402
 from jaxrl.sharding.mesh import make_mesh  # noqa: E402
-from jaxrl.tokenizer import Tokenizer  # noqa: E402
 
 HEAD = {"schema", "bench", "date", "command", "commit", "dirty", "device", "versions", "model", "devices"}
 HEAD |= {"ceilings", "kept", "dropped", "results"}

@@ -18,7 +18,7 @@ import bench_accuracy  # noqa: E402
 from accuracy import figures, task  # noqa: E402
 from accuracy.runs import RULES, Result  # noqa: E402
 
-from jaxrl.tokenizer import Tokenizer  # noqa: E402
+from jaxrl.data.tokenizer import Tokenizer  # noqa: E402
 
 
 def test_responses_are_what_the_task_says_and_lengths_have_a_tail():

@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 
 from jaxrl.rollout import kv_cache
-from jaxrl.scheduling.blocks import BlockManager
-from jaxrl.scheduling.kv_plan import LiveBlocks, plan_migration
-from jaxrl.scheduling.situation import LiveRow, regroup
+from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
+from jaxrl.scheduling.layouts.situation import LiveRow, regroup
+from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.sharding import kv_migration
 from jaxrl.sharding.kv_migration import lane_capacity, migrate, migrate_across
 from jaxrl.sharding.layout import Layout

@@ -12,24 +12,26 @@ import pytest
 import yaml
 from sim_machine import STOP, ConstantCost, sizes
 
+from jaxrl.commands.simulate import simulate
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.layout_log import read_layouts
 from jaxrl.loop import Hooks
-from jaxrl.scheduling.batcher import Batcher, BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.latency import LatencyPredictor
-from jaxrl.scheduling.plan import Request
+from jaxrl.record.layouts import read_layouts
+from jaxrl.record.state import dump_state, load_state
+from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.configured import layout_predictor, layout_sizes
 from jaxrl.sim.cost_model import RooflineCost, SwitchTimes
-from jaxrl.sim.executor import ReplayExecutor
+from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.machine import SimulatedExecutor
 from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.published import MODELS
+from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind
-from jaxrl.simulate import Simulation, build, dump_state, load_state, simulate
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 LAYOUTS = {

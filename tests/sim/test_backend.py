@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
-from jaxrl.backend import RolloutBackend
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.batches import BatchRule, FreshBatches, RoundTime
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.events import (
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
+from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
     CancelScore,
@@ -25,13 +23,15 @@ from jaxrl.scheduling.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.partial_rollout import PartialRollout, PartialRolloutConfig
-from jaxrl.scheduling.race import DynamicSampling
-from jaxrl.scheduling.round import Round
-from jaxrl.scheduling.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout, PartialRolloutConfig
+from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sim.backend import SimulatedBackend
-from jaxrl.sim.executor import ReplayExecutor
 from jaxrl.sim.prompts import SimulatedPrompts
+from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
@@ -266,7 +266,7 @@ class NoJournal:
 @pytest.fixture
 def real_backend(tmp_path: Path) -> Iterator[Any]:
     """Makes real backends over a replay of a workload's lengths, on two dp groups of three rows."""
-    from jaxrl.timeline import Timeline
+    from jaxrl.record.timeline import Timeline
 
     with Timeline(tmp_path / "t.json") as timeline:
 

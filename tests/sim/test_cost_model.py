@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.scheduling.latency import LatencyPredictor
-from jaxrl.scheduling.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sim.cost_model import (
     CostModel,
     Efficiency,

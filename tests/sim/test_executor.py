@@ -1,111 +1,205 @@
-"""Replayed plans: the decode loop's rule for leaving, step by step, and the fillers."""
+"""The simulated devices, trainer, prompts and clock, each against something that computes the same in another way."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import random
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, sizes
 
-from jaxrl.scheduling.batcher import BatcherConfig
-from jaxrl.scheduling.engine import Engine
-from jaxrl.scheduling.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request
-from jaxrl.sim.executor import ReplayExecutor, filler
-from jaxrl.types import SampleKey, SamplingParams
+from jaxrl.scheduling.rounds.events import Launch
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request
+from jaxrl.scheduling.tokens.progress import Preempted
+from jaxrl.sim.baselines import drain
+from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.cost_model import RooflineCost, TrainLoad
+from jaxrl.sim.executor import SimulatedExecutor, decode_s
+from jaxrl.sim.hardware import H100
+from jaxrl.sim.known import KnownSample, KnownWorkload
+from jaxrl.sim.prompts import SimulatedPrompts
+from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.sim.trainer import SimulatedTrainer
+from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind
+from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch
 
-STOP = 2
-
-
-def make_request(i: int, max_tokens: int = 50, stop: tuple[int, ...] = (STOP,)) -> Request:
-    return Request(i, SampleKey(0, i, 0), (1, 2, 3), SamplingParams(max_tokens=max_tokens, stop_token_ids=stop))
-
-
-def make_executor(lengths: list[int], **more) -> ReplayExecutor:
-    return ReplayExecutor(
-        {SampleKey(0, i, 0): n for i, n in enumerate(lengths)},
-        num_groups=1,
-        num_slots=8,
-        num_blocks=99,
-        block_size=4,
-        max_prefill_tokens=64,
-        **more,
-    )
-
-
-def run(executor: ReplayExecutor, index: int, new: list[Request], old: list[int], **more) -> PlanResult:
-    """Submits a plan that starts `new` requests and advances `old` ones; the slot is the request's id."""
-    chunks = [PrefillChunk(r, 0, r.request_id, r.prompt_ids, 0, (1,), True, len(r.generated)) for r in new]
-    rows = [DecodeRow(i, 0, i, (1, 2)) for i in [*old, *(r.request_id for r in new)]]
-    return executor.collect(executor.submit(Plan(index, tuple(chunks), tuple(rows), **more)))
+# ---------------------------------------------------------------- oracles
 
 
-def gained(result: PlanResult) -> dict[int, tuple[int, bool]]:
-    return {i: (len(row.token_ids), row.stopped) for i, row in result.rows.items()}
+class Recording:
+    """An executor's results, plan by plan."""
+
+    def __init__(self, executor: Any) -> None:
+        self.results: list[tuple] = []
+        submit = executor.submit
+
+        def recorded(plan: Plan) -> Any:
+            ticket = submit(plan)
+            result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
+            rows = {i: (row.token_ids.tolist(), row.stopped) for i, row in result.rows.items() if len(row.token_ids)}
+            self.results.append((result.index, result.num_steps, result.policy_version, rows))
+            return ticket
+
+        executor.submit = recorded
 
 
-@pytest.mark.parametrize(
-    ("lengths", "num_steps", "leave_after", "steps", "expected"),
-    [
-        ([9, 9], 4, 99, 4, {0: (5, False), 1: (5, False)}),
-        ([3, 9], 4, 99, 4, {0: (3, True), 1: (5, False)}),
-        ([3, 9], 4, 1, 2, {0: (3, True), 1: (3, False)}),
-        ([3, 3, 9], 4, 1, 2, {0: (3, True), 1: (3, True), 2: (3, False)}),  # both stop in the step
-        ([2, 4, 9], 8, 2, 3, {0: (2, True), 1: (4, True), 2: (4, False)}),
-        ([1, 9], 4, 1, 0, {0: (1, True), 1: (1, False)}),  # the first token may end a row, and counts
-        ([2, 3], 9, 99, 2, {0: (2, True), 1: (3, True)}),  # nobody is active any more
-        ([9, 9], 0, 99, 0, {0: (1, False), 1: (1, False)}),
-    ],
-)
-def test_leaving_early(
-    lengths: list[int], num_steps: int, leave_after: int, steps: int, expected: dict[int, tuple[int, bool]]
-):
-    executor = make_executor(lengths)
-    requests = [make_request(i) for i in range(len(lengths))]
-    result = run(executor, 0, requests, [], num_steps=num_steps, leave_after=leave_after)
-    assert (result.num_steps, gained(result)) == (steps, expected)
+def requests(seed: int, count: int) -> list[Request]:
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        stops = (STOP, 17 * rng.randint(0, 20), 17 * 7919 % 30_011)
+        params = SamplingParams(max_tokens=rng.randint(3, 40), stop_token_ids=stops)
+        of = SampleKey(0, i // 3, i % 3, attempt=i % 2)
+        tokens = (0,) * (1 + 7 * (i // 3) % 23)
+        made.append(Request(i, of, tokens, params, share=(0, i // 3)))
+    return made
 
 
-def test_a_row_that_has_stopped_gains_nothing_and_does_not_count_as_stopping_again():
-    executor = make_executor([2, 9])
-    run(executor, 0, [make_request(0), make_request(1)], [], num_steps=2)
-    result = run(executor, 1, [], [0, 1], num_steps=3, leave_after=1)
-    assert (result.num_steps, gained(result)) == (3, {0: (0, False), 1: (3, False)})
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("leave_after", [1, 3])
+def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
+    """Rows, tokens, steps and stops of every plan are those of `ReplayExecutor`, preemptions included."""
+    wanted = requests(seed, 30)
+    rng = random.Random(100 + seed)
+    lengths = {request.key: rng.randint(1, 45) for request in wanted}
+    shape = sizes(num_devices=4, tp=2, num_slots=5, num_blocks=21, max_prefill_tokens=24)
+    jumping = SimulatedExecutor(shape, lengths.__getitem__, ConstantCost(), SimulatedClock())
+    stepping = ReplayExecutor(lengths, 2, 5, 21, 4, 24)
+    outcomes = []
+    for executor in (jumping, stepping):
+        recording, trace = Recording(executor), []
+        engine = Engine(executor, BatcherConfig(decode_steps=4, leave_after=leave_after), trace=trace.append)
+        samples = engine.generate(wanted)
+        outcomes.append((recording.results, trace, [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]))
+    assert outcomes[0] == outcomes[1]
+    if leave_after == 1:
+        assert any(isinstance(event, Preempted) for event in outcomes[0][1]), "pools were to run dry"
 
 
-def test_tokens_depend_on_identity_and_position_alone():
-    request = make_request(0, stop=(STOP, 17))
-    whole = run(make_executor([6]), 0, [request], [], num_steps=20).rows[0].token_ids.tolist()
-    assert whole == [filler(request, i, 6) for i in range(6)]
-    assert whole[-1] == STOP
-    assert not {STOP, 17} & set(whole[:-1])
-    kept = Request(0, request.key, request.prompt_ids, request.params, None, tuple(whole[:4]))
-    assert run(make_executor([6]), 0, [kept], [], num_steps=20).rows[0].token_ids.tolist() == whole[4:]
+@given(rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 500)), max_size=12), num_steps=st.integers(0, 50))
+def test_decode_is_charged_step_by_step(rows: list[tuple[int, int]], num_steps: int):
+    cost = RooflineCost(SMALL, H100)
+    expected = 0.0
+    for step in range(num_steps):
+        active = [context + step for left, context in rows if left > step]
+        expected += cost.decode_step_s(2, len(active), sum(active))
+    assert decode_s(cost, 2, rows, num_steps) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-def test_lengths_are_cut_at_max_tokens_without_a_stop_token():
-    row = run(make_executor([6]), 0, [make_request(0, max_tokens=5)], [], num_steps=20).rows[0]
-    assert len(row.token_ids) == 5
-    assert row.stopped
-    assert STOP not in row.token_ids
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_rollout_without_a_queue_drains_as_the_closed_form_says(copies: int):
+    """The first token comes with the prefill, and the rest one by one, each prompt one token longer by then. Equal dp
+    groups end together."""
+    rng = random.Random(5)
+    prompts = [rng.randint(20, 60) for _ in range(12)]
+    lengths = [rng.randint(2, 300) for _ in range(12)]
+    cost = RooflineCost(SMALL, H100)
+    expected = drain(cost, 2, [n + 1 for n in prompts], [n - 1 for n in lengths])
+    pairs = [sum(n * (n + 1) / 2 for n in each) for each in (prompts, [n + 1 for n in prompts])]
+    shift = cost.prefill_s(2, sum(prompts), pairs[0]) - cost.prefill_s(2, sum(prompts) + 12, pairs[1])
+
+    workload = KnownWorkload({key(i): KnownSample(lengths[i // copies]) for i in range(12 * copies)}, {})
+    shape = sizes(num_devices=2 * copies, tp=2, num_slots=16, num_blocks=2000, max_prefill_tokens=1000)
+    machine = Machine(workload, shape, cost, decode_steps=1)
+    backend = machine.begin(max_tokens=400)
+    for i in range(12 * copies):  # neighbours go to different groups
+        backend.apply(Launch(prompt(i, prompts[i // copies]), (key(i),)))
+    ends = [backend.wait() for _ in range(12 * copies)]
+    assert [e.time_s for e in ends][::copies] == pytest.approx([end + shift for end in expected], rel=1e-6)
+    assert machine.engine.counters.preemptions == 0
 
 
-def test_time_is_charged_by_plan_and_steps():
-    executor = make_executor([6], cost=lambda plan, steps: 10.0 * len(plan.prefill) + steps)
-    engine = Engine(executor, BatcherConfig(decode_steps=3))
-    engine.generate([make_request(0)])
-    assert engine.duration_s == 10.0 + 5, "a plan for a row that had stopped costs no step"
+def test_what_is_charged_is_what_the_samples_hold():
+    workload = ModelledWorkload(3, (TaskKind("t", LengthDistribution(20, 1.0, 60)),))
+    machine = Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=40), decode_steps=4)
+    machine.backend.enter_rollout(0)
+    machine.backend.begin(1, SamplingParams(max_tokens=60, stop_token_ids=(STOP,)))
+    round = Round([prompt(i, 6) for i in range(8)], 4)
+    play(round, machine.backend)
+    measured = machine.backend.end()
+    samples = [sample for group in round.groups() for sample in group.samples]
+    assert {s.key: len(s) for s in samples} == {s.key: workload.length(s.key, 1) for s in samples}
+    assert machine.engine.counters.dropped_tokens == 0
+    assert machine.executor.num_tokens == sum(len(sample) for sample in samples)
+    assert machine.executor.num_prefill_tokens == measured["rollout/prefill_tokens"]
+    assert {s.key: s.reward for s in samples} == {s.key: workload.reward(s.key, 1) for s in samples}
 
 
-def test_lengths_that_do_not_fit_are_refused():
-    executor = make_executor([2])
-    with pytest.raises(ValueError, match="no length is recorded"):
-        run(executor, 0, [make_request(1)], [])
-    kept = Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(), None, (5, 6))
-    with pytest.raises(ValueError, match="must exceed the tokens kept"):
-        run(executor, 0, [kept], [])
+# ---------------------------------------------------------------- trainer, prompts, clock
 
 
-def test_jax_is_not_imported():
-    modules = "jaxrl.sim.executor, jaxrl.scheduling.engine, jaxrl.scheduling.round"
-    code = f"import sys, {modules}; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def batch(lengths: list[int]) -> TrainBatch:
+    samples = []
+    for i, length in enumerate(lengths):
+        sample = Sample.empty(key(i))
+        sample.token_ids = np.zeros(length, np.int32)
+        samples.append(sample)
+    return TrainBatch([prompt(i, 10) for i in range(len(lengths))], samples, [np.zeros(n, np.float32) for n in lengths])
+
+
+def test_a_training_step_is_charged_once_however_it_is_cut():
+    cost = RooflineCost(SMALL, H100)
+    spent = []
+    for cuts in ([[30, 50, 70, 90]], [[30, 50], [70, 90]]):
+        clock = SimulatedClock()
+        trainer = SimulatedTrainer(cost, 8, clock)
+        for lengths in cuts:
+            trainer.accumulate(batch(lengths))
+        assert trainer.apply() == {}
+        spent.append(clock.now_ns)
+        trainer.synced()
+        trainer.accumulate(batch([30, 50, 70, 90]))
+        trainer.apply()
+        assert clock.now_ns == 2 * spent[-1], "the next step costs as much again"
+    assert spent[0] == spent[1]
+    load = TrainLoad(280, sum(n * (n + 1) / 2 for n in (40, 60, 80, 100)))
+    assert spent[0] == round(cost.train_step_s(load, 8) * 1e9)
+
+
+def test_further_updates_cost_what_they_add():
+    cost, clock = RooflineCost(SMALL, H100), SimulatedClock()
+    trainer = SimulatedTrainer(cost, 8, clock)
+    for lengths in ([30, 50], [70, 90]):
+        trainer.accumulate(batch(lengths))
+        trainer.apply()
+    load = TrainLoad(280, sum(n * (n + 1) / 2 for n in (40, 60, 80, 100)), updates=2)
+    assert clock.now_s == pytest.approx(cost.train_step_s(load, 8), abs=3e-9)
+    before = clock.now_s
+    assert [len(values) for values in trainer.token_logprobs(batch([3, 5]), "ref")] == [3, 5]
+    assert clock.now_s - before == pytest.approx(cost.forward_s(28, 13 * 7 + 15 * 8, 8), abs=2e-9)
+
+
+def test_prompts_come_once_per_epoch_and_resume():
+    workload = ModelledWorkload(0, (TaskKind("t", LengthDistribution(8, 0.5, 50)),))
+    prompts = SimulatedPrompts(workload, 7, 100, seed=4)
+    taken = prompts.next(10)
+    state = prompts.state()
+    rest = prompts.next(11)
+    keys = [each.key for each in taken + rest]
+    assert [epoch for epoch, _ in keys] == [0] * 7 + [1] * 7 + [2] * 7
+    assert all({i for e, i in keys if e == epoch} == set(range(7)) for epoch in range(3))
+    assert [i for e, i in keys if e == 0] != [i for e, i in keys if e == 1]
+    assert len(taken[0].token_ids) == min(workload.prompt_length(taken[0].index), 100)
+    again = SimulatedPrompts(workload, 7, 100, seed=4)
+    again.load_state(state)
+    assert again.next(11) == rest
+    assert prompts.get(*taken[3].key) == taken[3]
+    assert not {each.index for each in prompts.held_out(5)} & set(range(7))
+    with pytest.raises(ValueError, match=r"simulate\.num_prompts, data\.seed"):
+        SimulatedPrompts(workload, 8, 100, seed=4).load_state(state)
+
+
+def test_time_cannot_run_backwards():
+    clock = SimulatedClock()
+    clock.advance(1.5)
+    clock.reach(1_000_000_000)
+    assert (clock.now_ns, clock.now_s) == (1_500_000_000, 1.5)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="must be >= 0 and finite"):
+            clock.advance(wrong)

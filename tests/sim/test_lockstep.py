@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from sim_machine import STOP, ConstantCost, sizes
 
-from jaxrl.scheduling.batcher import Batcher, BatcherConfig
-from jaxrl.scheduling.engine import Engine, Finished, resume
-from jaxrl.scheduling.plan import Plan, Request
-from jaxrl.scheduling.progress import Preempted
+from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine, Finished, resume
+from jaxrl.scheduling.tokens.plan import Plan, Request
+from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.executor import LanePlan, SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.machine import LanePlan, SimulatedExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 POOLS = {"scarce blocks": 14, "enough blocks": 60}

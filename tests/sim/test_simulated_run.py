@@ -9,11 +9,12 @@ from sim_machine import SMALL, TINY, ConstantCost, key
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks
+from jaxrl.record.state import dump_state, load_state
+from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.known import KnownWorkload
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
-from jaxrl.simulate import Simulation, build, dump_state, load_state
 from jaxrl.types import Group
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.samples import SampleLog
+from jaxrl.record.samples import SampleLog
 from jaxrl.sim.recorded import RecordedPrompt, RecordedWorkload, Response
 from jaxrl.sim.workload import (
     LengthDistribution,

@@ -1,0 +1,125 @@
+"""`jaxrl eval` and `jaxrl export`: a model or a run's last checkpoint, scored on held-out prompts or written for
+others.
+
+pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1) from n
+samples of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent extracted answer of
+the first k samples (ties: the one that came first). A sample counts as right when its reward is at least 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.data.prompts import validation_prompts
+from jaxrl.data.stops import stop_ids
+from jaxrl.record.journal import Journal
+from jaxrl.record.timeline import Timeline
+from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.scorers import build_scorer
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.build import abstract, build_engine, build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.train.checkpoint import restore_params_only
+from jaxrl.types import Group, Sample, SamplingParams
+
+RIGHT = 1.0
+"""The reward from which on a sample counts as right."""
+
+
+def evaluate(config: Config, checkpoint: str | None = None, out: str | None = None) -> dict[str, float]:
+    """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name."""
+    config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
+    mesh = make_mesh(prepare_jax(config))
+    tokenizer, model, params = load_tokenizer_and_model(config, mesh)
+    if checkpoint:
+        params = restore_params_only(checkpoint, abstract(params))
+    prompts = validation_prompts(config, tokenizer)
+    if not prompts:
+        raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
+    executor = build_executor(config, model, Layout(mesh, config.rollout.tensor_model_parallel_size))
+    val = config.rollout.val_kwargs
+    sampling = SamplingParams(
+        temperature=val.temperature,
+        top_k=max(val.top_k, 0),
+        top_p=val.top_p,
+        max_tokens=config.data.max_response_length,
+        stop_token_ids=stop_ids(tokenizer, model.eos_token_ids),
+        stop_strings=tuple(config.rollout.stop),
+    )
+    pool = build_pool(config, build_scorer(config))
+    with tempfile.TemporaryDirectory() as scratch, Timeline(Path(scratch) / "timeline.json") as timeline:
+        journal = Journal(Path(scratch) / "journal.jsonl", -1)
+        engine = build_engine(config, executor, tokenizer)
+        backend = RolloutBackend(engine, executor, pool, tokenizer, journal, timeline, lambda: params)
+        try:
+            pool.warm()
+            backend.enter_rollout(0)
+            current = Round(prompts, val.n)
+            backend.begin(0, sampling)
+            while not current.done:
+                for command in current.handle(backend.wait()):
+                    backend.apply(command)
+        finally:
+            pool.close()
+            journal.close()
+    groups = current.groups()
+    if out:
+        _write_samples(Path(out), groups)
+    return figures(groups)
+
+
+def figures(groups: Sequence[Group]) -> dict[str, float]:
+    """num_prompts, avg@n, pass@k and maj@k for k = 1, 2, 4, ... n, mean_length (tokens) and clip_ratio."""
+    n = len(groups[0].samples)
+    right = np.array([[(s.reward or 0.0) >= RIGHT for s in g.samples] for g in groups])
+    samples = [sample for group in groups for sample in group.samples]
+    result = {"num_prompts": float(len(groups)), f"avg@{n}": float(right.mean())}
+    ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
+    result |= {f"pass@{k}": float(np.mean([pass_at_k(n, int(c), k) for c in right.sum(axis=1)])) for k in ks}
+    result |= {f"maj@{k}": float(np.mean([_majority_right(g.samples[:k]) for g in groups])) for k in ks}
+    result["mean_reward"] = float(np.mean([s.reward or 0.0 for s in samples]))
+    result["mean_length"] = float(np.mean([len(s) for s in samples]))
+    result["clip_ratio"] = float(np.mean([s.finish_reason == "length" for s in samples]))
+    return result
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The chance that k of n samples, drawn without replacement, hold a right one when `correct` of n are right."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def _majority_right(samples: Sequence[Sample]) -> float:
+    """Whether the most frequent answer is right. Samples without an extracted answer vote for nothing."""
+    answers = [sample.reward_info.get("extracted") for sample in samples]
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    winner = max(votes, key=lambda answer: votes[answer])  # of equals, the first that was seen
+    return float((samples[answers.index(winner)].reward or 0.0) >= RIGHT)
+
+
+def _write_samples(path: Path, groups: Sequence[Group]) -> None:
+    with open(path, "w") as file:
+        for group in groups:
+            for sample in group.samples:
+                line = {
+                    "prompt": group.prompt.text,
+                    "answer": group.prompt.answer,
+                    "response": sample.text,
+                    "reward": sample.reward,
+                    "info": dict(sample.reward_info),
+                    "length": len(sample),
+                    "finish_reason": sample.finish_reason,
+                }
+                file.write(json.dumps(line, default=str) + "\n")

@@ -1,0 +1,269 @@
+"""What a configuration amounts to, before anything is allocated: counts, steps, and the memory of both phases.
+
+Purpose: `jaxrl explain-config`.
+
+Source: design §5 and §6; the bytes are `jaxrl.runtime.memory`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxrl.config import Config
+from jaxrl.config.layout import devices_problem
+from jaxrl.config.options import total_steps
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.runtime.build import device_bytes, prepare_jax
+from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, row_tokens
+from jaxrl.runtime.rules import batch_rule
+from jaxrl.scheduling.rounds.batches import provisioned
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sizes of a step, each in the unit that its name ends with; `max_` where it depends on the lengths drawn."""
+
+    step_prompts: int
+    step_samples: int
+    launched_prompts: int  # under way at once in a round, as far as rows allow; rules that speculate launch more
+    launched_samples: int
+    step_max_response_tokens: int
+    step_max_tokens: int
+    update_prompts: int  # one optimizer update, that is, one minibatch
+    update_samples: int
+    update_max_tokens: int
+    updates_per_step: int
+    microbatch_device_tokens: int
+    microbatch_device_rows: int  # rows of the longest length; each holds one sample or several short ones
+    microbatch_rows: int  # over all devices
+    update_max_microbatches: int
+    rollout_rows: int  # samples that decode at once, over all dp groups
+    evaluation_samples: int
+    epoch_prompts: int | None  # None: not known before the files are read
+    epoch_steps: float | None
+    total_steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A configuration, worked out. `str()` of it is what `jaxrl explain-config` prints."""
+
+    num_params: int
+    num_devices: int
+    dp: int
+    tp: int
+    counts: Counts
+    memory: MemoryPlan
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -> Explanation:
+    """Derived sizes and the memory of both phases, without loading weights or data."""
+    batch_rule(config)  # its settings may be refused
+    devices = [] if num_devices else prepare_jax(config)
+    model = config_of(resolve_path(config.model.path))
+    memory = memory_bytes or (device_bytes(devices) if devices else None)
+    platform = devices[0].platform if devices else "gpu"
+    return explain(config, model, num_devices or len(devices), memory, platform=platform)
+
+
+def explain(
+    config: Config,
+    model_config: ModelConfig,
+    num_devices: int,
+    device_bytes: int | None = None,
+    num_prompts: int | None = None,
+    platform: str = "gpu",
+) -> Explanation:
+    """Works a configuration out.
+
+    Args:
+      device_bytes: memory of one device; None where it is not known (then nothing is compared with it).
+      num_prompts: prompts of the training set; default: `data.task_size` where the problems come from a task.
+      platform: of the devices; it decides how long rows must be for attention in tiles.
+    """
+    dp, tp = _layout(config, num_devices)
+    memory = memory_plan(config, model_config, num_devices, device_bytes, platform)
+    counts = _counts(config, num_devices, num_prompts)
+    return Explanation(
+        num_params=model_config.num_params(),
+        num_devices=num_devices,
+        dp=dp,
+        tp=tp,
+        counts=counts,
+        memory=memory,
+        warnings=tuple(_warnings(config, counts, memory)),
+    )
+
+
+def _layout(config: Config, num_devices: int) -> tuple[int, int]:
+    """(dp, tp) of the rollout on all of `num_devices` or on its own."""
+    rollout = config.rollout
+    tp, own = rollout.tensor_model_parallel_size, rollout.num_devices
+    if num_devices < 1:
+        raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
+    problem = devices_problem(own, num_devices, tp, "the number of devices")
+    if problem is not None:
+        raise ValueError(problem)
+    return (own or num_devices) // tp, tp
+
+
+def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts:
+    data, n = config.data, config.rollout.n
+    prompts, mini = data.train_batch_size, config.mini_batch_prompts
+    if num_prompts is None and data.task:
+        num_prompts = data.task_size
+    device_rows = max(config.actor.ppo_max_token_len_per_gpu // row_tokens(config), 1)
+    evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
+    dp, _ = _layout(config, num_devices)
+    training = num_devices - config.rollout.num_devices
+    launched_prompts, launched_samples = _launched(config)
+    return Counts(
+        step_prompts=prompts,
+        step_samples=prompts * n,
+        launched_prompts=launched_prompts,
+        launched_samples=launched_samples,
+        step_max_response_tokens=prompts * n * data.max_response_length,
+        step_max_tokens=prompts * n * config.max_model_length,
+        update_prompts=mini,
+        update_samples=mini * n,
+        update_max_tokens=mini * n * config.max_model_length,
+        updates_per_step=prompts // mini * config.actor.ppo_epochs,
+        microbatch_device_tokens=config.actor.ppo_max_token_len_per_gpu,
+        microbatch_device_rows=device_rows,
+        microbatch_rows=device_rows * training,
+        update_max_microbatches=-(-mini * n // (device_rows * training)),
+        rollout_rows=config.rollout.max_num_seqs * dp,
+        evaluation_samples=evaluated * config.rollout.val_kwargs.n,
+        epoch_prompts=num_prompts,
+        epoch_steps=None if num_prompts is None else num_prompts / prompts,
+        total_steps=total_steps(config, num_prompts),
+    )
+
+
+def _launched(config: Config) -> tuple[int, int]:
+    """The most prompts and samples that a round of the configured rule has under way."""
+    rollout, prompts, samples = config.rollout, config.data.train_batch_size, config.rollout.n
+    if rollout.partial_rollout.enable:
+        prompts = provisioned("rollout.partial_rollout.over_provision", rollout.partial_rollout.over_provision, prompts)
+    for name in ("tail_batching", "over_provisioning"):
+        section = getattr(rollout, name)
+        if section.enable:
+            prompts = provisioned(f"rollout.{name}.prompt_factor", section.prompt_factor, prompts)
+            samples = provisioned(f"rollout.{name}.response_factor", section.response_factor, samples)
+    return prompts, min(prompts * samples, rollout.max_active_requests or prompts * samples)
+
+
+def _warnings(config: Config, counts: Counts, memory: MemoryPlan) -> Iterator[str]:
+    rows = config.rollout.max_num_seqs
+    if memory.pool_requests < rows:
+        yield (
+            f"the KV pool holds {memory.pool_requests} requests of the longest length, rollout.max_num_seqs is {rows}: "
+            "requests will be preempted if many grow long"
+        )
+    if counts.rollout_rows > counts.launched_samples:
+        yield (
+            f"rollout.max_num_seqs ({rows} per dp group, {counts.rollout_rows} in all) exceeds the samples of a round "
+            f"({counts.launched_samples}): rows stay empty"
+        )
+    if memory.device_bytes is None:
+        return
+    for phase, needed in (("rollout", memory.rollout_bytes), ("update", memory.update_bytes)):
+        if needed > memory.device_bytes:
+            option = {
+                "rollout": "rollout.num_blocks",
+                "update": "actor.ppo_max_token_len_per_gpu, actor.logprob_chunk_tokens or actor.remat",
+            }[phase]
+            yield (
+                f"the {phase} phase needs about {in_bytes(needed)} of the device's {in_bytes(memory.device_bytes)}: "
+                f"lower {option}"
+            )
+
+
+# ---------------------------------------------------------------- text
+
+
+def render(e: Explanation) -> str:
+    """The explanation as text of at most 100 columns or so."""
+    c, m = e.counts, e.memory
+    devices = f"{e.num_devices} {_plural(e.num_devices, 'device')}"
+    rolling = "rollout" if m.shared else f"rollout alone on {e.dp * e.tp}:"
+    lines = [
+        f"{_count(e.num_params)} parameters; {devices}, {rolling} dp {e.dp} × tp {e.tp}",
+        "",
+        *_table(
+            ("", "prompts", "samples", "tokens, at most"),
+            ("a step", f"{c.step_prompts:,}", f"{c.step_samples:,}", f"{c.step_max_tokens:,}"),
+            *(
+                [("a round has under way", f"{c.launched_prompts:,}", f"{c.launched_samples:,}", "")]
+                if c.launched_samples != c.step_samples
+                else []
+            ),
+            ("an optimizer update", f"{c.update_prompts:,}", f"{c.update_samples:,}", f"{c.update_max_tokens:,}"),
+            (
+                "a microbatch, per device",
+                "",
+                f"{c.microbatch_device_rows:,} or more",
+                f"{c.microbatch_device_tokens:,}",
+            ),
+            ("rows that decode at once", "", f"{c.rollout_rows:,}", ""),
+        ),
+        "",
+        f"{c.updates_per_step} {_plural(c.updates_per_step, 'update')} per step, at most "
+        f"{c.update_max_microbatches} {_plural(c.update_max_microbatches, 'microbatch')} per update"
+        + (f"; {c.evaluation_samples:,} samples per evaluation" if c.evaluation_samples else ""),
+        _steps_line(c),
+        "",
+        "memory per device",
+        *_memory_table(m),
+        "",
+        f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
+        f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
+        *(f"note: {text}" for text in e.warnings),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _steps_line(c: Counts) -> str:
+    total = (
+        "number of steps not known before the files are read" if c.total_steps is None else f"{c.total_steps:,} steps"
+    )
+    if c.epoch_steps is None:
+        return total
+    return f"{total}; an epoch of {c.epoch_prompts:,} prompts takes {c.epoch_steps:,.1f}"
+
+
+def _memory_table(m: MemoryPlan) -> list[str]:
+    rows = [("", "rollout", "update")]
+    rows += [(name, in_bytes(size) if m.shared else "", in_bytes(size)) for name, size in m.resident.items()]
+    rows += [(name, in_bytes(size), "") for name, size in m.rollout.items()]
+    rows += [(name, "", in_bytes(size)) for name, size in m.update.items()]
+    rows.append(("total", in_bytes(m.rollout_bytes), in_bytes(m.update_bytes)))
+    if m.device_bytes is not None:
+        rows.append(("of", in_bytes(m.device_bytes), in_bytes(m.device_bytes)))
+    return _table(*rows)
+
+
+def _table(*rows: tuple[str, ...]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _plural(count: int, noun: str) -> str:
+    return noun if count == 1 else noun + ("es" if noun.endswith("ch") else "s")
+
+
+def _count(value: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return str(value)

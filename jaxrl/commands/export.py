@@ -1,0 +1,61 @@
+"""`jaxrl export`: a run's last checkpoint, or any model that loads, as a folder that others read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import yaml
+
+from jaxrl.config import from_mapping
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models import decoder
+from jaxrl.models.loading import config_of, load_model, resolve_path
+from jaxrl.models.safetensors import export_hf
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.rules import train_shardings
+from jaxrl.train.checkpoint import restore_params_only
+
+
+def export(source: str, folder: str, dtype: str) -> list[Path]:
+    """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
+
+    The folder is written whole under another name first: an export that fails leaves nothing half done.
+    """
+    target = Path(folder)
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} must be empty or absent: an export never overwrites")
+    mesh = make_mesh()
+    run_config = Path(source) / "config.yaml"
+    if run_config.exists():
+        config = from_mapping(yaml.safe_load(run_config.read_text()))
+        path = resolve_path(config.model.path)
+        model = config_of(path)
+        shapes = _abstract_params(model, mesh, config.actor.param_dtype)
+        params: Any = restore_params_only(source, shapes)
+    else:
+        path = resolve_path(source)
+        model, params = load_model(path, mesh)
+    tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
+    draft = target.with_name(target.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    export_hf(params, model, draft, dtype=jnp.dtype(dtype))
+    tokenizer.save(draft)
+    if target.exists():
+        target.rmdir()
+    draft.rename(target)
+    return sorted(target.iterdir())
+
+
+def _abstract_params(model: Any, mesh: Any, dtype: str) -> Any:
+
+    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        train_shardings(model, mesh),
+    )

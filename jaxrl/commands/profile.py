@@ -1,0 +1,178 @@
+"""`jaxrl profile`: measures a model's latencies on this machine and keeps them in a table that a run can use.
+
+The table (JSON, versioned, of one model, machine, jax version and dtype) is written after every measurement, so a run
+that was interrupted goes on where it stopped. A table of something else at that place is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.profiler import Profiler, pairs
+from jaxrl.runtime.build import build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.runtime.memory import layout_degrees
+from jaxrl.runtime.profile import identity_of, load_profile
+from jaxrl.scheduling.layouts.latency_profile import (
+    Profile,
+    ProfilePoint,
+    RowSizes,
+    missing_points,
+    prefill_points,
+    profile_points,
+)
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+
+Progress = Callable[[int, int, str], None]
+"""(measurements done, of how many, what comes next)"""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What to measure.
+
+    Attributes:
+      max_batch: the most live rows of all dp groups together; 0: as many as the layouts have rows.
+      token_budget: the most live tokens of all dp groups together; 0: as many as the smallest pools hold.
+      max_context: tokens of a row; 0: the longest sequence of the configuration.
+      repeats: measurements of a fast point, of which the median counts.
+    """
+
+    max_batch: int = 0
+    token_budget: int = 0
+    max_context: int = 0
+    repeats: int = 3
+
+
+def profile(config: Config, out: str | Path, options: ProfileOptions, progress: Progress | None = None) -> Profile:
+    """Measures what `out` lacks, and writes it there. Raises ValueError for a table of something else."""
+    config = adaptive(config)
+    devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
+    config = replace(config, rollout=replace(config.rollout, num_devices=0))
+    mesh = make_mesh(devices)
+    degrees = layout_degrees(config, mesh.size)
+    _, model, params = load_tokenizer_and_model(config, mesh)
+    layout = Layout(mesh, config.rollout.tensor_model_parallel_size)
+    executor = build_executor(config, model, layout, lambda: params)
+    path = Path(out).expanduser()
+    table = Profile(identity_of(config, model, mesh))
+    if path.exists():
+        earlier = load_profile(path)
+        try:
+            earlier.check(table.identity)
+        except ValueError as error:
+            raise ConfigError(f"{path} is there, and {error}; or name another file with --out") from None
+        if earlier.source != table.source:
+            raise ConfigError(f"{path} was made up (source: {earlier.source}): name another file with --out")
+        table = earlier
+    row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}
+    rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
+    if table.row_sizes not in ((), rows):
+        raise ConfigError(
+            f"{path} was measured with programs for other numbers of rows (rollout.max_num_seqs): {table.row_sizes} "
+            f"there, {rows} here: name another file with --out"
+        )
+    table = replace(table, row_sizes=rows)
+    points = _points(config, executor, row_sizes, options)
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress)
+
+
+def adaptive(config: Config) -> Config:
+    """With layouts to choose from, whether or not the configuration has them."""
+    layout = replace(config.rollout.layout, planner=True, switch=False)
+    return replace(config, rollout=replace(config.rollout, layout=layout))
+
+
+def _points(
+    config: Config, executor: MeshExecutor, row_sizes: dict[int, tuple[int, ...]], options: ProfileOptions
+) -> tuple[ProfilePoint, ...]:
+    degrees = tuple(row_sizes)
+    capacities = [executor.capacity(tp) for tp in degrees]
+    rows = min(c.num_groups * c.num_slots for c in capacities)
+    tokens = min(c.num_groups * (c.num_blocks - 1) * c.block_size for c in capacities)
+    longest = config.max_model_length
+    asked = (options.max_batch or rows, options.token_budget or tokens, options.max_context or longest)
+    for name, value, most in zip(
+        ("max-batch", "token-budget", "max-context"), asked, (rows, tokens, longest), strict=True
+    ):
+        if not 0 < value <= most:
+            raise ConfigError(
+                f"--{name} ({value}) must be at least 1 and at most {most}, for which the rollout is built"
+            )
+    num_devices = capacities[0].num_groups * degrees[0]
+    return profile_points(asked[0], asked[1], degrees, num_devices, asked[2], row_sizes=row_sizes)
+
+
+def _measure(
+    table: Profile,
+    profiler: Profiler,
+    points: tuple[ProfilePoint, ...],
+    degrees: tuple[int, ...],
+    path: Path,
+    progress: Progress | None,
+) -> Profile:
+    decode, prefill = missing_points(table.decode, points), missing_points(table.prefill, prefill_points(points))
+    known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
+    changes = [pair for pair in pairs(degrees) if pair not in known]
+    total = len(points) + len(prefill_points(points)) + len(pairs(degrees))
+    done = total - len(decode) - len(prefill) - len(changes)
+
+    def steps() -> Iterator[tuple[str, Callable[[Profile], Profile]]]:
+        for tp in degrees:  # one layout after another
+            for point in (p for p in decode if p.tp == tp):
+                text = f"decode, tp {tp}, {point.batch} rows of {point.context}"
+                yield text, lambda t, p=point: replace(t, decode=(*t.decode, profiler.decode(p)))
+            for point in (p for p in prefill if p.tp == tp):
+                text = f"prefill, tp {tp}, {point.batch} rows of {point.context}"
+                yield text, lambda t, p=point: replace(t, prefill=(*t.prefill, profiler.prefill(p)))
+        for one, other in changes:
+            text = f"switch, tp {one} and {other}"
+            yield text, lambda t, a=one, b=other: replace(t, switches=(*t.switches, *profiler.switches(a, b)))
+
+    for text, measure in steps():
+        if progress is not None:
+            progress(done, total, text)
+        table = measure(table)
+        _write(table, path)
+        done += 1
+    if progress is not None:
+        progress(done, total, "done")
+    return table
+
+
+def _write(table: Profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(table.to_json(), indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def run(config: Config, out: str | Path, options: ProfileOptions) -> Profile:
+    """`profile` with a bar on the terminal, or a line now and then where there is none."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console()
+    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    last_s = 0.0
+    with Bar(*counts, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading the model")
+
+        def show(done: int, total: int, text: str) -> None:
+            nonlocal last_s
+            bar.update(task, completed=done, total=total, description=text)
+            if not console.is_terminal and (done == total or time.monotonic() - last_s > 10):
+                last_s = time.monotonic()
+                print(f"{done}/{total} {text}", flush=True)
+
+        return profile(config, out, options, show)

@@ -1,0 +1,1 @@
+"""Problems, prompts, the tokenizer, and where responses stop."""

@@ -1,0 +1,54 @@
+"""Where a response stops: token ids that end it, and stop strings in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+from jaxrl.types import SamplingParams
+
+
+class TextDecoder(Protocol):
+    """What turns token ids into text (`jaxrl.data.tokenizer.Tokenizer` has it)."""
+
+    def decode(self, ids: Any, /) -> str: ...
+
+
+class TokenizerStops(Protocol):
+    """A tokenizer that knows which ids end a response."""
+
+    @property
+    def stop_token_ids(self) -> Collection[int]: ...
+
+
+class Asked(Protocol):
+    """A request, as far as its stop strings go (`jaxrl.scheduling.tokens.plan.Request`)."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+
+def stop_ids(tokenizer: TokenizerStops, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's and the model's."""
+    return tuple(sorted({*tokenizer.stop_token_ids, *eos_token_ids}))
+
+
+def stop_string_check(tokenizer: TextDecoder) -> Callable[[Asked, Any], int | None]:
+    """The engine's `stop_check`: how many response tokens to keep once their text holds a stop string."""
+
+    def check(request: Asked, token_ids: Any) -> int | None:
+        ids = list(token_ids)
+
+        def holds(count: int) -> bool:
+            text = tokenizer.decode(ids[:count])
+            return any(stop in text for stop in request.params.stop_strings)
+
+        if not holds(len(ids)):
+            return None
+        low, high = 1, len(ids)  # the first prefix that holds one: text only grows with tokens
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds(middle) else (middle + 1, high)
+        return low
+
+    return check

@@ -1,0 +1,71 @@
+"""A run's host state as text and as arrays: nested values of JSON with numpy arrays among them.
+
+A checkpoint of a real run keeps the two apart (`split_arrays`); a simulated run keeps all in one JSON file
+(`dump_state`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_STATE_SCHEMA = 1
+
+
+def split_arrays(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Nested state as JSON values, and its numpy arrays by dotted name."""
+    values: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            values[key], inner = split_arrays(value, f"{prefix}{key}.")
+            arrays |= inner
+        elif isinstance(value, np.ndarray):
+            arrays[prefix + key] = value
+        else:
+            values[key] = value
+    return values, arrays
+
+
+def join_arrays(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The reverse of `split_arrays`."""
+    state = copy.deepcopy(dict(values))
+    for name, array in arrays.items():
+        *path, last = name.split(".")
+        node = state
+        for key in path:
+            node = node[key]
+        node[last] = array
+    return state
+
+
+def dump_state(state: Mapping[str, Any]) -> str:
+    """`Loop.host_state` as JSON, arrays included."""
+
+    def array(value: Any) -> dict[str, Any]:
+        if isinstance(value, np.ndarray):
+            return {"array": value.dtype.str, "shape": value.shape, "values": value.ravel().tolist()}
+        raise TypeError(f"host state: {type(value).__name__} is neither a JSON value nor an array")
+
+    return json.dumps({"simulation": _STATE_SCHEMA, "state": state}, default=array)
+
+
+def load_state(text: str, where: str) -> dict[str, Any]:
+    """What `dump_state` wrote. Raises ValueError for anything else."""
+
+    def array(value: dict[str, Any]) -> Any:
+        if value.keys() == {"array", "shape", "values"}:
+            return np.asarray(value["values"], np.dtype(value["array"])).reshape(value["shape"])
+        return value
+
+    try:
+        found = json.loads(text, object_hook=array)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not a simulation's state ({error})") from None
+    if not isinstance(found, dict) or found.get("simulation") != _STATE_SCHEMA:
+        raise ValueError(f"{where}: not a simulation's state of schema {_STATE_SCHEMA}; remove it to start again")
+    return found["state"]

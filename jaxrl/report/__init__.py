@@ -1,0 +1,1 @@
+"""A run's page: one self-contained HTML file."""

@@ -1,0 +1,138 @@
+"""The layout over time, for a run's page: live requests of a round with the tp degree under them, and its switches.
+
+Purpose: `layouts_section` turns what `jaxrl.record.layouts` holds into HTML with inline SVG, in the report's style: the
+first, the middle and the last of the rounds that switched, and a table of their switches, predicted and real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jaxrl.record.layouts import read_layouts
+
+_WIDTH, _LEFT, _RIGHT = 360, 46, 12
+_LIVE_TOP, _LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM, _HEIGHT = 10, 128, 146, 186, 210
+_SHOWN = 3
+
+COLUMNS = (
+    "Step",
+    "tp",
+    "KV",
+    "Live rows",
+    "Tokens moved",
+    "Cost, predicted",
+    "Cost, real",
+    "Next step, predicted",
+    "Steps after, real",
+)
+
+
+def layouts_section(folder: str | Path) -> str:
+    """HTML of a run's folder; empty for a run whose layout does not adapt."""
+    rounds = read_layouts(folder)
+    if not rounds:
+        return ""
+    switched = [each for each in rounds if each["switches"]]
+    count = sum(len(each["switches"]) for each in switched)
+    text = f"{count} switch{'es' if count != 1 else ''} in {len(switched)} of {len(rounds)} rounds."
+    if any(each["source"] == "synthetic" for each in rounds):
+        text += " The latency profile behind them is synthetic: it was made up to try switches out, not measured."
+    shown = _spread(switched or rounds[-1:])
+    figures = "".join(_figure(each) for each in shown)
+    return (
+        f"<h2>Layout</h2><p class=sub>{escape(text)}</p><section class=charts>{figures}</section>"
+        f"{_table(shown) if switched else ''}"
+    )
+
+
+def _spread(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first, the middle and the last."""
+    last = len(rounds) - 1
+    return [rounds[i] for i in sorted({0, last // 2, last})][:_SHOWN]
+
+
+def _figure(one: Mapping[str, Any]) -> str:
+    title = f"Step {one['step']}" + (f", {one['kind']}" if one["kind"] not in ("all", "plain") else "")
+    points = [(float(at), int(live), int(tp)) for at, live, tp in one["points"]]
+    head = f"<figure><h3>{escape(title)} <small>live requests, and tp under them</small></h3>"
+    if not points:
+        return f"{head}<p class=none>no plan was run</p></figure>"
+    return f"{head}{_svg(points)}</figure>"
+
+
+def _svg(points: Sequence[tuple[float, int, int]]) -> str:
+    end = max(points[-1][0], 1e-9)
+    most = max(max(live for _, live, _ in points), 1)
+    degrees = sorted({tp for _, _, tp in points})
+
+    def x(at: float) -> float:
+        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * at / end, 1)
+
+    def y_live(live: int) -> float:
+        return round(_LIVE_BOTTOM - (_LIVE_BOTTOM - _LIVE_TOP) * live / most, 1)
+
+    def y_tp(tp: int) -> float:
+        share = degrees.index(tp) / max(len(degrees) - 1, 1)
+        return round(_TP_BOTTOM - (_TP_BOTTOM - _TP_TOP) * share, 1)
+
+    live = " ".join(f"{x(at)},{y_live(value)}" for at, value, _ in points)
+    steps: list[str] = []
+    for i, (at, _, tp) in enumerate(points):
+        if i and tp != points[i - 1][2]:
+            steps.append(f"{x(at)},{y_tp(points[i - 1][2])}")
+        steps.append(f"{x(at)},{y_tp(tp)}")
+    marks = "".join(
+        f"<line class=grid x1={x(at)} x2={x(at)} y1={_LIVE_TOP} y2={_TP_BOTTOM} />"
+        for i, (at, _, tp) in enumerate(points)
+        if i and tp != points[i - 1][2]
+    )
+    labels = "".join(
+        f"<text x={_LEFT - 6} y={y + 4} text-anchor=end>{text}</text>"
+        for y, text in [
+            (y_live(0), "0"),
+            (y_live(most), str(most)),
+            *((y_tp(tp), f"tp {tp}") for tp in degrees),
+        ]
+    )
+    axis = "".join(
+        f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />" for y in (y_live(0), y_live(most))
+    )
+    times = (
+        f"<text x={_LEFT} y={_HEIGHT - 6}>0 s</text>"
+        f"<text x={_WIDTH - _RIGHT} y={_HEIGHT - 6} text-anchor=end>{end:.3g} s</text>"
+    )
+    return (
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='live requests and tp over time'>"
+        f"{axis}{marks}<polyline class='line c1' points='{live}' />"
+        f"<polyline class='line c2' points='{' '.join(steps)}' />{labels}{times}</svg>"
+    )
+
+
+def _table(rounds: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for one in rounds:
+        for each in one["switches"]:
+            cells = (
+                str(one["step"]),
+                f"{each['from_tp']} to {each['to_tp']}",
+                "failed, recomputed" if each["failed"] else f"{each['how']}d",
+                str(each["num_live"]),
+                f"{each['num_moved']:,}",
+                _seconds(each["predicted_cost_s"]),
+                _seconds(each["cost_s"]),
+                _seconds(each["predicted_step_s"]),
+                _seconds(each["step_s"]),
+            )
+            rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<div style='overflow-x:auto'>{table}</div>"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"

@@ -1,0 +1,108 @@
+"""The parts of a real run from its configuration: devices, model, executor, engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.layout import devices_problem
+from jaxrl.data.stops import stop_string_check
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.runtime.memory import layout_sizes, plan_remat
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.sharding.layout import Layout
+
+_log = logging.getLogger(__name__)
+
+
+def prepare_jax(config: Config) -> list[Any]:
+    """Sets what must be set before the first computation; returns the devices of the run."""
+    wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
+    if wide:
+        jax.config.update("jax_enable_x64", True)
+    if config.trainer.compilation_cache_dir:
+        folder = Path(config.trainer.compilation_cache_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    devices = jax.devices()
+    wanted = config.trainer.num_devices or len(devices)
+    if wanted > len(devices):
+        raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
+    tp, own = config.rollout.tensor_model_parallel_size, config.rollout.num_devices
+    problem = devices_problem(own, wanted, tp, "the number of devices")
+    if problem is not None:
+        raise ConfigError(problem)
+    return devices[:wanted]
+
+
+def device_bytes(devices: Sequence[Any]) -> int | None:
+    """Memory of one device; None where the backend does not say (a CPU's memory is the host's)."""
+    stats = devices[0].memory_stats()
+    return None if not stats else stats.get("bytes_limit")
+
+
+def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
+    """`config` with `actor.remat: auto` replaced by what the devices' memory allows."""
+    remat = plan_remat(config, model, len(devices), device_bytes(devices), devices[0].platform)
+    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
+
+
+def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
+    """What `model.path` names, the weights placed as training has them."""
+    path = resolve_path(config.model.path)
+    seed = config.trainer.seed if config.model.random_init else None
+    model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
+    return Tokenizer.from_path(path.removeprefix("random:")), model, params
+
+
+def build_executor(
+    config: Config, model: ModelConfig, layout: Layout, weights: Callable[[], Any] | None = None
+) -> MeshExecutor:
+    """The executor of `config.rollout`, its pools sized by `layout_sizes`; `weights` as `MeshExecutor` takes them."""
+    rollout, val = config.rollout, config.rollout.val_kwargs
+    memory = device_bytes(layout.mesh.devices.ravel().tolist())
+    sizes = layout_sizes(config, model, layout.mesh.size, memory)
+    truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
+    return MeshExecutor(
+        model,
+        layout,
+        ExecutorConfig(
+            num_slots=sizes[layout.tp][0],
+            num_blocks=sizes[layout.tp][1],
+            block_size=rollout.block_size,
+            max_length=config.max_model_length,
+            max_prefill_tokens=rollout.max_num_batched_tokens,
+            decode_steps=rollout.decode_steps,
+            attention=rollout.attention,
+            dtype=rollout.dtype,
+            seed=config.trainer.seed,
+            truncate=any(truncates),
+            max_tp=max(sizes),
+            layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
+        ),
+        weights,
+    )
+
+
+def build_engine(config: Config, executor: MeshExecutor, tokenizer: Tokenizer) -> Engine:
+    """The engine of `config.rollout` over an executor."""
+    batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
+    return Engine(executor, batcher, stop_check=stop_string_check(tokenizer))
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes, dtypes and shardings of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -1,0 +1,268 @@
+"""The memory of a run, per device, before anything is allocated: what lives when, and what follows from it.
+
+Purpose: `plan_num_blocks` and `layout_sizes`, the one place where the size of the KV pool is decided; `plan_remat`,
+where it is decided what the update recomputes; `memory_plan` for `jaxrl explain-config`.
+
+Source: design §5 (which weight is split how) and §6 (memory has phases). The bytes of weights, optimizer, gradients and
+KV follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the backward pass
+keeps of each layer, and one layer's working set. Against the temporaries that XLA reports for the gradient of
+SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles):
+  full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
+
+What lives when, per device. All the time: master weights, the optimizer's moments (unless `actor.offload_optimizer`),
+and the frozen reference (where there is a KL term). In rollout also: the rollout weights and the KV pool. In the update
+also: gradients and activations; the KV pool and the rollout weights are released. `rollout.memory_fraction` bounds the
+rollout phase as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrl.config import Config
+from jaxrl.config.layout import prime_factors
+from jaxrl.kernels import packed
+from jaxrl.models.config import ModelConfig
+from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_RESERVED_BLOCKS = 1  # block 0 of each pool belongs to nobody
+# float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
+_SCORE_COPIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes per device: what is there all the time, and what each phase adds; and the KV pool that results."""
+
+    resident: dict[str, int]
+    rollout: dict[str, int]
+    update: dict[str, int]
+    num_blocks: int  # per dp group, the reserved one included
+    pool_tokens: int  # per dp group
+    pool_requests: int  # of the longest length, per dp group
+    device_bytes: int | None
+    shared: bool = True  # both phases have the same devices
+
+    @property
+    def rollout_bytes(self) -> int:
+        return (sum(self.resident.values()) if self.shared else 0) + sum(self.rollout.values())
+
+    @property
+    def update_bytes(self) -> int:
+        return sum(self.resident.values()) + sum(self.update.values())
+
+
+def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, memory_bytes: int | None) -> int:
+    """KV blocks per dp group, the reserved one included.
+
+    `rollout.num_blocks` where it is set. Otherwise what `rollout.memory_fraction` of a device leaves, at most what
+    `max_num_seqs` requests of the longest length can use; that most where the memory is not known (`memory_bytes`
+    None).
+
+    Raises:
+      ValueError: not even one request of the longest length fits.
+    """
+    rollout = config.rollout
+    if rollout.num_blocks:
+        return rollout.num_blocks
+    per_request = -(-config.max_model_length // rollout.block_size)
+    useful = rollout.max_num_seqs * per_request + _RESERVED_BLOCKS
+    if memory_bytes is None:
+        return useful
+    resident = {} if rollout.num_devices else _resident(config, model_config, devices)
+    taken = sum(resident.values()) + _rollout_weights(config, model_config, devices)
+    left = int(memory_bytes * rollout.memory_fraction) - taken
+    block = _block_bytes(config, model_config, devices)
+    fitting = max(left, 0) // block
+    if fitting < per_request + _RESERVED_BLOCKS:
+        raise ValueError(
+            f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
+            f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state, but one "
+            "request of "
+            f"{config.max_model_length} tokens needs {in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower "
+            "data.max_response_length, raise rollout.tensor_model_parallel_size, or set actor.offload_optimizer"
+        )
+    return min(useful, fitting)
+
+
+def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
+    """The TP degrees that rounds of `config` may use (`LayoutSection.degrees_on`)."""
+    return config.rollout.layout.degrees_on(config.rollout.tensor_model_parallel_size, num_devices)
+
+
+def layout_sizes(
+    config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None
+) -> dict[int, tuple[int, int]]:
+    """By tp degree: rows and KV blocks per dp group, as `rollout.layout.scale_rows` has them and the memory allows."""
+    rollout, tp = config.rollout, config.rollout.tensor_model_parallel_size
+    degrees = layout_degrees(config, num_devices)
+    sizes: dict[int, tuple[int, int]] = {}
+    for degree in degrees:
+        rows, blocks = rollout.max_num_seqs, rollout.num_blocks
+        if rollout.layout.scale_rows:
+            rows = max(rows * degree // tp, 1)
+            blocks = max((blocks - _RESERVED_BLOCKS) * degree // tp, 1) + _RESERVED_BLOCKS if blocks else 0
+        scaled = dataclasses.replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
+        own = dataclasses.replace(config, rollout=scaled)
+        sizes[degree] = rows, plan_num_blocks(own, model_config, num_devices, memory_bytes)
+        needed = -(-config.max_model_length // rollout.block_size)
+        if sizes[degree][1] - _RESERVED_BLOCKS < needed:
+            raise ValueError(
+                f"rollout.layout: at tp {degree} a pool has {sizes[degree][1]} blocks, one of them reserved, and one "
+                f"request of {config.max_model_length} tokens needs {needed}: raise rollout.num_blocks "
+                f"({rollout.num_blocks}), or leave tp {degree} out of rollout.layout.degrees"
+            )
+    return sizes
+
+
+def row_tokens(config: Config) -> int:
+    """Tokens of a packed row of the longest length (`jaxrl.train.packing` rounds up to 16)."""
+    return -(-config.max_model_length // 16) * 16
+
+
+def _weights(tree: Mapping[str, Any]) -> Iterator[Any]:
+    for value in tree.values():
+        if isinstance(value, Mapping):
+            yield from _weights(value)
+        else:
+            yield value
+
+
+def _splits(size: int, degree: int) -> int:
+    """Into how many shards a dim of `size` goes: over the longest prefix of the degree's axes that divides it."""
+    shards = 1
+    for factor in prime_factors(degree):
+        if size % (shards * factor):
+            break
+        shards *= factor
+    return shards
+
+
+def _device_numbers(model_config: ModelConfig, degree: int) -> int:
+    """How many of a model's numbers one device holds when tensor dims are split over `degree` devices."""
+    total = 0
+    for weight in _weights(model_config.weights()):
+        shards = [
+            _splits(size, degree) for dim, size in zip(weight.dims, weight.shape, strict=True) if dim in TENSOR_DIMS
+        ]
+        total += math.prod(weight.shape) // math.prod(shards)
+    return total
+
+
+def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) -> int:
+    """One KV block on one device: all layers, keys and values, this device's share of the heads."""
+    tp = config.rollout.tensor_model_parallel_size
+    kv_heads = padded_config(model_config, layout_degrees(config, num_devices)[-1]).num_kv_heads
+    heads = kv_heads // _splits(kv_heads, tp)
+    positions = config.rollout.block_size * model_config.num_layers * model_config.head_dim
+    return 2 * positions * heads * _BYTES[config.rollout.dtype]
+
+
+def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:
+    padded = padded_config(model_config, layout_degrees(config, num_devices)[-1])
+    return _device_numbers(padded, config.rollout.tensor_model_parallel_size) * _BYTES[config.rollout.dtype]
+
+
+def _resident(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
+    numbers, size = _device_numbers(model_config, num_devices), _BYTES[config.actor.param_dtype]
+    parts = {"master weights": numbers * size}
+    if not config.actor.offload_optimizer:
+        parts["optimizer (adam m, v)"] = 2 * numbers * size
+    if config.needs_ref:
+        parts["reference weights"] = numbers * size
+    return parts
+
+
+def plan_remat(
+    config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str
+) -> Literal["none", "dots", "full"]:
+    """`actor.remat`; in place of `auto`, `dots` where the update fits into a device's memory with it, else `full`.
+
+    Where the memory is not known (`memory_bytes` None), `dots`.
+    """
+    chosen = config.actor.remat
+    if chosen != "auto":
+        return chosen
+    parts = _resident(config, model_config, num_devices) | _update(config, model_config, num_devices, platform, "dots")
+    # what XLA allocates beside the plan, and fragments: as far as the estimate has been off, and some more
+    return "dots" if memory_bytes is None or sum(parts.values()) <= 0.8 * memory_bytes else "full"
+
+
+def _update(config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str) -> dict[str, int]:
+    m, actor = model_config, config.actor
+    numbers, size, wide = _device_numbers(m, num_devices), _BYTES[actor.param_dtype], _BYTES[actor.dtype]
+    row = row_tokens(config)
+    rows = max(actor.ppo_max_token_len_per_gpu // row, 1)
+    tokens = rows * row
+    products = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size  # q k v out, gate up act
+    # numbers per token: what a layer keeps for the backward pass, and what one layer needs while it is computed
+    working = 2 * products + 6 * m.hidden_size
+    match remat:
+        case "full":
+            kept = m.hidden_size
+        case "dots":
+            kept = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 2 * m.intermediate_size + 2 * m.hidden_size
+        case _:
+            kept = working
+    in_tiles = row > packed.tiling(platform).longest_plain
+    scores = 0 if in_tiles else rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES
+    score_layers = m.num_layers if remat == "none" else 1
+    head = m.vocab_size * m.hidden_size
+    chunk = min(actor.logprob_chunk_tokens, tokens) * m.vocab_size * max(wide, 4)
+    parts = {
+        "gradients": numbers * size,
+        f"activations kept (remat {remat}, estimate)": m.num_layers * tokens * kept * wide,
+        "one layer at work (estimate)": tokens * working * wide,
+        "attention scores (rows too short for tiles)": scores * score_layers,
+        "logits of a chunk and their gradient": 2 * chunk,
+        "vocabulary head, gathered, and its gradient": head * (wide + size),
+    }
+    if actor.offload_optimizer:
+        parts["optimizer (adam m, v), from the host"] = 2 * numbers * size
+    return {name: count for name, count in parts.items() if count}
+
+
+def memory_plan(
+    config: Config, model_config: ModelConfig, num_devices: int, device_bytes: int | None, platform: str
+) -> MemoryPlan:
+    """The bytes of both phases.
+
+    Args:
+      device_bytes: memory of one device; None where it is not known.
+      platform: of the devices (`cpu`, `gpu`, `tpu`).
+
+    Raises:
+      ValueError: as `plan_num_blocks`.
+    """
+    own = config.rollout.num_devices
+    rolling, training = own or num_devices, num_devices - own
+    num_blocks = plan_num_blocks(config, model_config, rolling, device_bytes)
+    remat = plan_remat(config, model_config, training, device_bytes, platform)
+    block_size = config.rollout.block_size
+    usable = num_blocks - _RESERVED_BLOCKS
+    return MemoryPlan(
+        resident=_resident(config, model_config, training),
+        rollout={
+            "rollout weights": _rollout_weights(config, model_config, rolling),
+            "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
+        },
+        update=_update(config, model_config, training, platform, remat),
+        num_blocks=num_blocks,
+        pool_tokens=usable * block_size,
+        pool_requests=usable // -(-config.max_model_length // block_size),
+        device_bytes=device_bytes,
+        shared=not own,
+    )
+
+
+def in_bytes(value: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value} B"

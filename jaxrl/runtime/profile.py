@@ -1,0 +1,94 @@
+"""Adaptive layouts of a real run: the profile, checked to be of this machine, and the session that rests on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.models.config import ModelConfig
+from jaxrl.record.journal import Journal
+from jaxrl.record.layouts import LayoutLog
+from jaxrl.record.timeline import Timeline
+from jaxrl.runtime.layout_session import LayoutSession
+from jaxrl.runtime.memory import layout_degrees
+from jaxrl.runtime.rules import layout_control
+from jaxrl.scheduling.layouts.latency import CorrectionConfig, LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
+from jaxrl.scheduling.tokens.engine import Engine
+
+
+def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
+    """What a profile of this run's rollout is a profile of."""
+    shapes = {name: (weight.shape, weight.dims) for name, weight in _named(model.weights())}
+    device = mesh.devices.ravel()[0]
+    cores = f" ({os.cpu_count()} cores)" if device.platform == "cpu" else ""
+    return ProfileIdentity(
+        model=Path(config.model.path.partition(":")[2] or config.model.path).name,
+        fingerprint=hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16],
+        device_kind=device.device_kind + cores,
+        device_count=mesh.size,
+        jax_version=jax.__version__,
+        dtype=config.rollout.dtype,
+    )
+
+
+def _named(weights: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in weights.items():
+        found += _named(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(prefix + name, value)]
+    return found
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads a table. Raises ConfigError for a file that is none, or of another version."""
+    try:
+        return Profile.from_json(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"rollout.layout.profile: {path} does not exist: make it with `jaxrl profile`") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"rollout.layout.profile: {path} cannot be used: {error}") from None
+
+
+def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
+    """`rollout.layout.profile`, refused with the reason where it is of another model or machine, or made up."""
+    path = config.rollout.layout.profile
+    profile = load_profile(path)
+    if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:
+        raise ConfigError(
+            f"rollout.layout.profile: {path} was made up (source: synthetic): decisions that rest on it say nothing of "
+            "this machine; rollout.layout.allow_synthetic=true takes it all the same"
+        )
+    try:
+        profile.check(identity_of(config, model, mesh))
+    except ValueError as error:
+        raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
+    return profile
+
+
+def build_layouts(
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    engine: Engine,
+    row_sizes: Mapping[int, Sequence[int]],
+    journal: Journal,
+    timeline: Timeline,
+    log: LayoutLog,
+) -> LayoutSession:
+    """The session of a run whose `rollout.layout` adapts. Raises ConfigError for a profile that cannot be used."""
+    options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
+    predictor = None
+    if options.switch:
+        correction = CorrectionConfig(options.correction_weight, options.correction_max_factor)
+        predictor = LatencyPredictor(checked_profile(config, model, mesh), correction, row_sizes)
+    control = layout_control(config, engine, degrees, predictor)
+    return LayoutSession(control, time.perf_counter, timeline, log, journal, predictor)

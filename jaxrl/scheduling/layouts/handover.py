@@ -1,0 +1,122 @@
+"""Requests that leave one worker in the middle of a batch and go on in another.
+
+Purpose: `hand_over` moves live requests, with their KV, between engines on disjoint devices (design §3: a worker is one
+engine on one submesh). Scale-down and ranking groups rest on it. Both workers must have the same weights, or the tokens
+will be of two versions (each token's is recorded).
+
+What does not fit into the other worker's free rows and blocks waits there and is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
+from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, empty_pools, live_blocks, resident_row, rows_of
+from jaxrl.scheduling.layouts.situation import regroup
+from jaxrl.scheduling.tokens.batcher import Batcher
+from jaxrl.scheduling.tokens.engine import Engine, resume
+from jaxrl.scheduling.tokens.plan import Executor, Seat
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What a handover came to: requests, those that go on without a prefill, and the tokens whose KV was copied."""
+
+    num_requests: int
+    num_seated: int
+    num_moved: int
+
+
+@runtime_checkable
+class TakingExecutor(Executor, Protocol):
+    """An executor that can take KV over from another one on other devices."""
+
+    def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """Copies blocks as planned into its pool, and has `rows`, which are all of its rows, decode.
+
+        Raises `SwitchFailed` if it fails after its own pool was touched; anything else it raises before.
+        """
+        ...
+
+
+def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> HandedOver:
+    """Lets live requests of `source` go on in `target`, beside its own.
+
+    Plans in flight of both are collected first; who ended in them is told by the engines' next `step` or `drain`, and
+    of the ids that did, none is moved.
+
+    Raises:
+      ValueError: before anything moves: an id that `source` does not have or `target` has already, pools of different
+        block sizes, a request that can never run in `target`.
+      SwitchFailed: the copy failed; the requests are still in `source`, and `target` recomputes its own.
+    """
+    taker = target.executor
+    if not isinstance(taker, TakingExecutor):
+        raise ValueError(f"hand_over: {type(taker).__name__} cannot take requests over")
+    asked = list(request_ids)
+    unknown, doubled = set(asked) - set(source.unfinished()), set(asked) & set(target.unfinished())
+    if unknown or doubled or len(set(asked)) < len(asked):
+        raise ValueError(
+            f"hand_over: every request must be live in the source (not: {sorted(unknown)}), unknown to the target "
+            f"(not: {sorted(doubled)}), and named once"
+        )
+    if source.batcher.capacity.block_size != target.batcher.capacity.block_size:
+        raise ValueError("hand_over: rollout.block_size must be the same in both workers")
+    source.settle()
+    target.settle()
+    leaving = [i for i in source.unfinished() if i in set(asked)]
+    requests = {i: source.batcher.progress(i).request for i in leaving}
+    for request in requests.values():
+        taker.check(request)
+        target.batcher.check(request)
+    kv, seats = _plan(source.batcher, target.batcher, leaving)
+    own = [(p, Seat(p.group, p.slot, p.num_written, True)) for p in target.batcher.running() if p.is_resident]
+    new = [(source.batcher.progress(i), seat) for i, seat in seats.items() if seat.decodes]
+    rows = [resident_row(progress, seat) for progress, seat in own + new]
+    try:
+        taker.take_over(source.executor, kv, rows)
+    except SwitchFailed:
+        target.batcher.reseat(target.batcher.capacity, empty_pools(target.batcher.capacity), {})
+        raise
+    except BaseException:
+        for request_id in seats:
+            target.batcher.blocks.free(request_id)
+        raise
+    for request_id, sample in zip(leaving, source.abort(leaving), strict=True):
+        target.add(resume(requests[request_id], sample) if len(sample) else requests[request_id])
+    target.batcher.seat(seats)
+    return HandedOver(len(leaving), len(seats), len(kv.copies) * source.batcher.capacity.block_size)
+
+
+def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvPlan, dict[int, Seat]]:
+    """Blocks of the target for those of the leaving that fit, and where they will sit."""
+    running = {p.request.request_id: p for p in source.running() if p.request.request_id in set(leaving)}
+    groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source)]
+    live: dict[int, LiveBlocks] = {i: live_blocks(source, progress) for i, progress in running.items()}
+    fitting: list[list[int]] = []
+    for group, rows in enumerate(regroup(groups, target.capacity.num_groups)):
+        kept = sorted((row.request_id for row in rows), key=lambda i: running[i].arrival)
+        free = target.free_slots(group)
+        while kept and (
+            len(kept) > len(free)
+            or blocks_needed([live[i] for i in kept], target.capacity.block_size) > target.blocks.num_free(group)
+        ):
+            kept.pop()
+        fitting.append(kept)
+    kv = plan_migration(
+        [live[i] for ids in fitting for i in ids],
+        source.capacity.num_groups,
+        fitting,
+        target.capacity.num_blocks,
+        target.capacity.block_size,
+        into=target.blocks,
+    )
+    seats = {
+        request_id: Seat(group, slot, kv.placements[request_id].num_written, running[request_id].is_resident)
+        for group, ids in enumerate(fitting)
+        for request_id, slot in zip(ids, target.free_slots(group), strict=False)
+    }
+    return kv, seats

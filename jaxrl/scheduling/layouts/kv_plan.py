@@ -1,0 +1,225 @@
+"""Which KV blocks move where when requests change their dp groups: the accounting half of a layout switch.
+
+Purpose: `plan_migration` is told who is live, what each request holds, and who is to be with whom afterwards
+(`situation.regroup`); it fills the block pools of the new layout and lists the copies. What moves the bytes is
+`jaxrl.sharding.kv_migration`, which takes `KvPlan.lanes`.
+
+Source: design §5 (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per group when
+groups split, and joined again when they merge); PAT §4.3 for migrating at all.
+
+The new tables come from a `BlockManager`, by the calls with which the batcher itself would have made them, so the
+batcher goes on with that manager and nothing has to be told twice. Requests of one `share` find the prompt blocks of
+the first of them, which is the one that has written most of the prompt. A request whose prefill is not complete may so
+come by more of its prompt than it had: `Placement.num_written` says how much.
+
+A *lane* is one dp group of whichever layout has more of them: the way of blocks between a group before and a group
+after. Neighbouring groups merge and split (design §5), so a lane's two groups follow from its number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.scheduling.tokens.blocks import BlockManager
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBlocks:
+    """What a live request holds.
+
+    Attributes:
+      request_id: whose.
+      group: its dp group.
+      table: its blocks there, in the order of its positions.
+      num_written: its leading positions whose KV is in the pool.
+      num_tokens: positions that its new table must cover: those written, the whole of a prefill under way, and what
+        the caller wants in reserve.
+      share, prompt_len: as in `BlockManager.allocate`.
+    """
+
+    request_id: int
+    group: int
+    table: tuple[int, ...]
+    num_written: int
+    num_tokens: int
+    share: object | None = None
+    prompt_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request is afterwards: its dp group, its blocks there, and its leading positions whose KV is there."""
+
+    group: int
+    table: tuple[int, ...]
+    num_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One block's way, from one pool into another."""
+
+    source_group: int
+    source_block: int
+    target_group: int
+    target_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """A migration.
+
+    Attributes:
+      blocks: the pools of the new layout, filled: what the batcher goes on with.
+      placements: by request id.
+      copies: every block that is to be copied, each target once.
+      num_groups_before, num_groups: dp groups of the two layouts.
+    """
+
+    blocks: BlockManager
+    placements: Mapping[int, Placement]
+    copies: tuple[Copy, ...]
+    num_groups_before: int
+    num_groups: int
+
+    @property
+    def num_lanes(self) -> int:
+        return max(self.num_groups_before, self.num_groups)
+
+    def lanes(self) -> tuple[np.ndarray, np.ndarray]:
+        """(source blocks, target blocks), int32 [lanes, M], M copies of the fullest lane; unused places are -1."""
+        own: list[list[Copy]] = [[] for _ in range(self.num_lanes)]
+        for copy in self.copies:
+            lane = _lane(copy.source_group, self.num_groups_before, copy.target_group, self.num_groups)
+            assert lane is not None, "the plan was checked"
+            own[lane].append(copy)
+        most = max(map(len, own), default=0)
+        sources, targets = np.full((2, self.num_lanes, most), -1, np.int32)
+        for lane, copies in enumerate(own):
+            sources[lane, : len(copies)] = [copy.source_block for copy in copies]
+            targets[lane, : len(copies)] = [copy.target_block for copy in copies]
+        return sources, targets
+
+
+def plan_migration(
+    requests: Sequence[LiveBlocks],
+    num_groups_before: int,
+    groups: Sequence[Sequence[int]],
+    num_blocks: int,
+    block_size: int,
+    into: BlockManager | None = None,
+) -> KvPlan:
+    """Places every request in its new group.
+
+    Args:
+      requests: all that are live, whose plans have been collected.
+      num_groups_before: dp groups of the layout that they are in.
+      groups: request ids of each dp group of the new layout, as `situation.regroup` deals them.
+      num_blocks: blocks of a new pool, the reserved one included.
+      block_size: positions per block, the same before and after.
+      into: the pools of another worker that takes these requests in beside its own (their ids must differ); a refusal
+        leaves them as they were. Default: fresh pools.
+
+    Raises:
+      ValueError: a request is named never or twice, is in a group that it cannot get to, or holds too few blocks; or a
+        pool is too small for its group.
+    """
+    blocks = BlockManager(len(groups), num_blocks, block_size) if into is None else into
+    if (blocks.num_groups, blocks.num_blocks, blocks.block_size) != (len(groups), num_blocks, block_size):
+        raise ValueError(
+            f"migration: the pools to go into are {blocks.num_groups} of {blocks.num_blocks} blocks of "
+            f"{blocks.block_size} positions, and what is asked for is {len(groups)} of {num_blocks} of {block_size}"
+        )
+    by_id = {request.request_id: request for request in requests}
+    _check(by_id, len(requests), num_groups_before, groups, block_size)
+    placements: dict[int, Placement] = {}
+    copies: list[Copy] = []
+    for group, ids in enumerate(groups):
+        # Whoever has most of a prompt publishes it; sorting is stable, so otherwise the order is the caller's.
+        for request in sorted((by_id[i] for i in ids), key=lambda r: -min(r.num_written, r.prompt_len)):
+            shared = blocks.allocate(request.request_id, group, request.num_tokens, request.share, request.prompt_len)
+            if shared is None:
+                for placed in placements:
+                    blocks.free(placed)
+                raise ValueError(_too_small(by_id, groups, blocks))
+            num_written = max(request.num_written, shared)
+            blocks.publish(request.request_id, min(num_written, request.prompt_len))
+            table = blocks.table(request.request_id)
+            placements[request.request_id] = Placement(group, table, num_written)
+            copies += [
+                Copy(request.group, request.table[i], group, table[i])
+                for i in range(shared // block_size, blocks.blocks_for(request.num_written))
+            ]
+    return KvPlan(blocks, placements, tuple(copies), num_groups_before, len(groups))
+
+
+def _lane(source: int, num_sources: int, target: int, num_targets: int) -> int | None:
+    """The lane between two groups; None if neighbours that merge or split do not connect them."""
+    lanes = max(num_sources, num_targets)
+    lane = source if num_sources == lanes else target
+    if lane // (lanes // num_sources) != source or lane // (lanes // num_targets) != target:
+        return None
+    return lane
+
+
+def _check(
+    by_id: Mapping[int, LiveBlocks], count: int, num_before: int, groups: Sequence[Sequence[int]], block_size: int
+) -> None:
+    num_after = len(groups)
+    if num_before < 1 or num_after < 1 or (num_before % num_after and num_after % num_before):
+        raise ValueError(
+            f"migration: {num_before} dp groups cannot become {num_after}: one number must divide the other, because "
+            "groups only merge or split"
+        )
+    named = Counter(i for ids in groups for i in ids)
+    wrong = sorted({i for i, times in named.items() if times != 1} | (named.keys() ^ by_id.keys()))
+    if wrong or count != len(by_id):
+        raise ValueError(
+            f"migration: every live request must be in exactly one new dp group: {wrong[:8]} are not "
+            f"({count} requests are live, {named.total()} are placed)"
+        )
+    for group, ids in enumerate(groups):
+        for request in (by_id[i] for i in ids):
+            who = f"migration: request {request.request_id}"
+            if _lane(request.group, num_before, group, num_after) is None:
+                raise ValueError(
+                    f"{who} is in dp group {request.group} of {num_before} and cannot get to group {group} of "
+                    f"{num_after}: neighbouring groups merge, and a group splits into neighbours"
+                )
+            if not max(request.num_written, request.prompt_len) <= request.num_tokens:
+                raise ValueError(
+                    f"{who}: num_tokens ({request.num_tokens}) must cover what is written ({request.num_written}) and "
+                    f"the prompt ({request.prompt_len})"
+                )
+            if -(-request.num_written // block_size) > len(request.table):
+                raise ValueError(
+                    f"{who}: its {len(request.table)} blocks of {block_size} positions cannot hold the "
+                    f"{request.num_written} that are written"
+                )
+
+
+def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]], blocks: BlockManager) -> str:
+    """What every group would take, in words."""
+    needs = [blocks_needed([by_id[i] for i in ids], blocks.block_size) for ids in groups]
+    group = max(range(len(groups)), key=lambda g: needs[g] - blocks.num_free(g))
+    return (
+        f"migration: dp group {group} of {len(groups)} needs {needs[group]} blocks for its {len(groups[group])} "
+        f"requests, and {blocks.num_free(group)} of its pool's {blocks.capacity} are free: preempt requests first, or "
+        f"raise rollout.num_blocks ({blocks.num_blocks})"
+    )
+
+
+def blocks_needed(requests: Sequence[LiveBlocks], block_size: int) -> int:
+    """Blocks that these requests take together in one empty pool: whom to preempt before a pool shrinks."""
+    alone = sum(-(-request.num_tokens // block_size) for request in requests)
+    pool = BlockManager(1, alone + 2, block_size)
+    for request in sorted(requests, key=lambda r: -min(r.num_written, r.prompt_len)):
+        given: Any = pool.allocate(request.request_id, 0, request.num_tokens, request.share, request.prompt_len)
+        assert given is not None, "a pool for all of them without sharing is large enough"
+        pool.publish(request.request_id, min(max(request.num_written, given), request.prompt_len))
+    return pool.capacity - pool.num_free(0)

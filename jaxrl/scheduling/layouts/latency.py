@@ -1,0 +1,279 @@
+"""How long decode steps, prefills and changes of layout take, as predicted from a profile.
+
+Purpose: `LatencyPredictor` answers from the table of `jaxrl.scheduling.layouts.latency_profile`, corrected by the step
+times that the engine really sees.
+
+Source: PAT §4.2 (online latency predictor) and §4.3 (equations 1-4).
+
+Departures:
+
+- The paper's T_move divides the bytes that a rank sends (equation 1) by a measured bandwidth (equation 2). The table
+  holds the measured seconds per token of the fullest source group, which is that quotient for one token; `kv_move_s`
+  has the equations themselves, for tables that are made up rather than measured. H is the width of keys (or values)
+  there: with grouped-query attention, key/value heads x head size.
+- Between two profiled batches the paper interpolates. Programs here are compiled for few numbers of rows, and a step
+  with rows in between takes as long as the next of those: a batch counts as that one where the table has them
+  (`RowSizes`). Only between padded batches that were not profiled times are interpolated.
+- The profile is corrected online (the paper's is not): machines are shared, and dummy batches are not real ones.
+
+Beyond the table predictions are never negative and never fall as the load grows:
+
+- decode, total context: below a batch's first point that point's time; above its last the slope of its last two
+  points, or 0 if that is negative, or in proportion if it has one point only;
+- decode, batch: below the smallest batch that batch's time; above the largest the mean growth per row between the
+  last two batches, or 0 if that is negative, or in proportion if there is one batch only;
+- prefill: below the first context (or batch) that one's time; above the last context with its square (attention
+  dominates there), above the largest batch in proportion.
+
+Legend: S decode steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost
+
+
+def kv_move_s(
+    lengths: Iterable[int], num_layers: int, kv_width: int, element_bytes: int, from_tp: int, bytes_per_s: float
+) -> float:
+    """T_move by equations 1 and 2: the bytes of KV that one rank sends, over its one-way bandwidth.
+
+    Args:
+      lengths: contexts of the rows, in tokens.
+      kv_width: entries of one token's keys in one layer (and as many of its values), over all ranks.
+      element_bytes: of one entry.
+      from_tp: degree that the cache is split by before the move.
+      bytes_per_s: one-way bandwidth of a rank under this pattern.
+    """
+    send_bytes = sum(2 * num_layers * length * (kv_width / from_tp) * element_bytes for length in lengths)
+    return send_bytes / bytes_per_s
+
+
+def rms_context(lengths: Sequence[int]) -> float:
+    """Equation 3: the context of as many equal rows that cost prefill's attention the same. Tokens."""
+    return math.sqrt(sum(length * length for length in lengths) / len(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionConfig:
+    """How the engine's own step times correct the predictions.
+
+    Attributes:
+      weight: of a new observation in the exponentially weighted mean; 0 switches the correction off.
+      max_factor: ratios count as at most this, and at least one over it: a step that waited for a compiler or for
+        another process says little.
+    """
+
+    weight: float = 0.1
+    max_factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight <= 1 or self.max_factor < 1:
+            raise ValueError(
+                f"latency correction: weight ({self.weight}) must be in [0, 1], max_factor ({self.max_factor}) >= 1"
+            )
+
+
+class _Curve:
+    """Step time of one batch over total context, piecewise linear."""
+
+    def __init__(self, points: Sequence[Measurement]) -> None:
+        points = sorted(points, key=lambda point: point.context)
+        self.tokens = np.array([point.batch * point.context for point in points], np.float64)
+        self.seconds = np.array([point.seconds for point in points], np.float64)
+        if len(points) > 1:
+            rise = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+            self.slope = max(float(rise), 0.0)
+        else:
+            self.slope = float(self.seconds[0] / self.tokens[0])
+
+    def at(self, tokens_S: np.ndarray) -> np.ndarray:
+        beyond_S = np.maximum(tokens_S - self.tokens[-1], 0.0)
+        return np.interp(tokens_S, self.tokens, self.seconds) + self.slope * beyond_S
+
+
+class _Surface:
+    """Step time of one degree over batch and total context."""
+
+    def __init__(self, points: Sequence[Measurement]) -> None:
+        batches = sorted({point.batch for point in points})
+        self.batches = np.array(batches, np.float64)
+        self.curves = [_Curve([point for point in points if point.batch == batch]) for batch in batches]
+        last = self.curves[-1]
+        # One growth for every context: taken at each context of its own, it could make time fall as context grows.
+        self.growth: float | None = None
+        if len(batches) > 1:
+            rise = float(np.mean(last.seconds - self.curves[-2].at(last.tokens)))
+            self.growth = max(rise / (batches[-1] - batches[-2]), 0.0)
+
+    def at(self, batch_S: np.ndarray, tokens_S: np.ndarray) -> np.ndarray:
+        below_S = np.clip(np.searchsorted(self.batches, batch_S, side="right") - 1, 0, len(self.batches) - 1)
+        seconds_S = np.empty(batch_S.shape, np.float64)
+        for i in np.unique(below_S):
+            here = below_S == i
+            batch, tokens, known = batch_S[here], tokens_S[here], self.batches[i]
+            lower = self.curves[i].at(tokens)
+            if i + 1 < len(self.batches):
+                part = np.clip((batch - known) / (self.batches[i + 1] - known), 0.0, 1.0)
+                seconds_S[here] = (1.0 - part) * lower + part * self.curves[i + 1].at(tokens)
+            elif self.growth is not None:
+                seconds_S[here] = lower + self.growth * np.maximum(batch - known, 0.0)
+            else:
+                seconds_S[here] = lower * np.maximum(batch / known, 1.0)
+        return seconds_S
+
+
+class LatencyPredictor:
+    """Answers from a profile, corrected by what the engine sees.
+
+    Args:
+      profile: checked by the caller (`Profile.check`).
+      correction: how fast, and how far, observations move the predictions.
+      row_sizes: of the programs that run now, by degree; None: of those that were profiled.
+
+    Example::
+
+        predictor = LatencyPredictor(profile)
+        predictor.decode_step_s(tp=2, batch=12, context=9_000)      # seconds
+        predictor.observe(tp=2, batch=12, context=9_000, step_s=0.021)
+    """
+
+    SCHEMA = 1
+
+    def __init__(
+        self,
+        profile: Profile,
+        correction: CorrectionConfig | None = None,
+        row_sizes: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        if not profile.decode:
+            raise ValueError(f"the latency profile has no decode points: {NEW_PROFILE}")
+        self.profile = profile
+        self.correction = CorrectionConfig() if correction is None else correction
+        self._surfaces = {tp: _Surface([p for p in profile.decode if p.tp == tp]) for tp in profile.degrees}
+        if row_sizes is None:
+            row_sizes = {rows.tp: rows.sizes for rows in profile.row_sizes}
+        self._row_sizes = {tp: np.array(sizes) for tp, sizes in row_sizes.items()}
+        self._prefill: dict[int, dict[int, list[Measurement]]] = {}
+        for point in sorted(profile.prefill, key=lambda entry: entry.point):
+            self._prefill.setdefault(point.tp, {}).setdefault(point.batch, []).append(point)
+        self._switches = {(cost.from_tp, cost.to_tp): cost for cost in profile.switches}
+        self._log_ratios: dict[int, float] = {}  # of the degrees that have been observed
+
+    @property
+    def num_devices(self) -> int:
+        return self.profile.identity.device_count
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees that decode steps can be predicted for, ascending."""
+        return self.profile.degrees
+
+    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        """Seconds of a decode step with `batch` rows of `context` tokens, all together, in the fullest dp group."""
+        return float(self.decode_steps_s(tp, np.array([batch]), np.array([context]))[0])
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        """`decode_step_s` of many steps at once: [S], [S] -> [S]. Raises ValueError if tp has not been profiled."""
+        return self._profiled_s(tp, batch_S, context_S) * self.ratio(tp)
+
+    def prefill_s(self, tp: int, batch: int, context: float) -> float:
+        """Seconds to build the caches of `batch` rows of `context` tokens each, in every dp group."""
+        curves = self._prefill.get(tp)
+        if curves is None:
+            raise ValueError(f"the latency profile has no prefill points for tp {tp}: {NEW_PROFILE}")
+
+        def at(known: int) -> float:
+            tokens = [point.context for point in curves[known]]
+            seconds = float(np.interp(context, tokens, [point.seconds for point in curves[known]]))
+            return seconds * max(context / tokens[-1], 1.0) ** 2
+
+        batches = list(curves)
+        lower = max((known for known in batches if known <= batch), default=batches[0])
+        upper = min((known for known in batches if known >= batch), default=lower)
+        if lower >= upper:
+            return at(lower) * max(batch / lower, 1.0)
+        part = (batch - lower) / (upper - lower)
+        return (1.0 - part) * at(lower) + part * at(upper)
+
+    def switch_cost(self, from_tp: int, to_tp: int) -> SwitchCost:
+        """The measured costs of a change. Raises ValueError if it has not been profiled."""
+        cost = self._switches.get((from_tp, to_tp))
+        if cost is None:
+            raise ValueError(
+                f"the latency profile has no costs for a switch from tp {from_tp} to {to_tp}: {NEW_PROFILE}"
+            )
+        return cost
+
+    def move_s(self, from_tp: int, to_tp: int, tokens: int) -> float:
+        """T_move: seconds to migrate KV when the fullest dp group has `tokens` live tokens before the switch."""
+        return tokens * self.switch_cost(from_tp, to_tp).kv_s_per_token
+
+    def recompute_s(self, to_tp: int, lengths: Sequence[int]) -> float:
+        """T_recomp by equations 3 and 4: a prefill of a dp group's rows, of these contexts, after the switch."""
+        return self.prefill_s(to_tp, len(lengths), rms_context(lengths)) if lengths else 0.0
+
+    # Correction
+
+    def ratio(self, tp: int) -> float:
+        """Real over profiled step time. A degree not seen yet has the (geometric) mean of those that were.
+
+        A machine that is slower than at profiling is so in every layout; if the layout in use alone were corrected,
+        every slow-down would look like a reason to leave it.
+        """
+        return math.exp(self._log_ratio(tp))
+
+    def observe(self, tp: int, batch: int, context: float, step_s: float) -> float:
+        """Takes in a measured step (seconds, mean of a plan); returns the ratio of this degree thereafter."""
+        if not 0 < step_s < math.inf:
+            raise ValueError(f"observed step time ({step_s}) at tp {tp} must be > 0 and finite")
+        predicted = float(self._profiled_s(tp, np.array([batch]), np.array([context]))[0])
+        limit = math.log(self.correction.max_factor)
+        seen = min(max(math.log(step_s / predicted), -limit), limit)
+        before = self._log_ratio(tp)
+        self._log_ratios[tp] = before + self.correction.weight * (seen - before)
+        return self.ratio(tp)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The correction: degrees [N] and logarithms of their ratios [N], and of which profile."""
+        degrees = sorted(self._log_ratios)
+        return {
+            "schema": self.SCHEMA,
+            "profile": self.profile.digest,
+            "tp": np.asarray(degrees, np.int64),
+            "log_ratio": np.asarray([self._log_ratios[tp] for tp in degrees], np.float64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a correction over. One of another profile means nothing here: the predictor then starts afresh."""
+        if state["schema"] != self.SCHEMA:
+            raise ValueError(f"latency correction of schema {state['schema']}: this version reads {self.SCHEMA}")
+        self._log_ratios = {}
+        if state["profile"] == self.profile.digest:
+            pairs = zip(state["tp"], state["log_ratio"], strict=True)
+            self._log_ratios = {int(tp): float(log_ratio) for tp, log_ratio in pairs}
+
+    def _log_ratio(self, tp: int) -> float:
+        if tp in self._log_ratios or not self._log_ratios:
+            return self._log_ratios.get(tp, 0.0)
+        return math.fsum(self._log_ratios.values()) / len(self._log_ratios)
+
+    def _profiled_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        surface = self._surfaces.get(tp)
+        if surface is None:
+            raise ValueError(
+                f"the latency profile has no decode points for tp {tp}, only {self.degrees}: {NEW_PROFILE}"
+            )
+        batch_S = np.asarray(batch_S, np.float64)
+        sizes = self._row_sizes.get(tp)
+        if sizes is not None:
+            padded_S = sizes[np.minimum(np.searchsorted(sizes, batch_S), len(sizes) - 1)]
+            batch_S = np.maximum(batch_S, padded_S)
+        return surface.at(batch_S, np.asarray(context_S, np.float64))

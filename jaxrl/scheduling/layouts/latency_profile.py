@@ -1,0 +1,304 @@
+"""The latency profile: the table that `jaxrl profile` measures once per model and hardware, and what it measures.
+
+Source: PAT §4.2 (offline profiler). What is predicted from it: `jaxrl.scheduling.layouts.latency`.
+
+A batch is that of one dp group, and every group has it: the dp groups of a layout run one program in lockstep (design
+§3), so the fullest group sets the pace. The paper counts the rows of the whole deployment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
+
+SCHEMA = 2
+NEW_PROFILE = "make a new one with `jaxrl profile`"
+
+Source = Literal["measured", "synthetic"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileIdentity:
+    """What a table was measured on; a table of anything else does not count.
+
+    Attributes:
+      model: its name, for people. fingerprint: of its shape (weights of the same shape take the same time).
+      device_kind, device_count: of the mesh that the worker has.
+      jax_version, dtype: of the programs.
+    """
+
+    model: str
+    fingerprint: str
+    device_kind: str
+    device_count: int
+    jax_version: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProfilePoint:
+    """A load to measure: `batch` rows of `context` tokens each in every dp group of the layout with degree `tp`."""
+
+    tp: int
+    batch: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a `ProfilePoint` takes: `seconds` for one decode step, or for the whole of a prefill."""
+
+    tp: int
+    batch: int
+    context: int
+    seconds: float
+
+    @property
+    def point(self) -> ProfilePoint:
+        """Where it stands in the table."""
+        return ProfilePoint(self.tp, self.batch, self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCost:
+    """What a change of layout costs.
+
+    Attributes:
+      from_tp, to_tp: the ordered pair of degrees.
+      weights_s: resharding the weights.
+      kv_s_per_token: migrating KV, per live token of the fullest dp group before the change.
+      fixed_s: everything else: draining, a new pool, the first dispatch of other programs.
+    """
+
+    from_tp: int
+    to_tp: int
+    weights_s: float
+    kv_s_per_token: float
+    fixed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """The numbers of rows, ascending, that a dp group's decode programs of a degree were compiled for.
+
+    A step with rows in between runs padded to the next, and takes as long.
+    """
+
+    tp: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The table of one model on one machine, whole or in the making. Raises ValueError for what cannot be.
+
+    Attributes:
+      identity: what it holds for.
+      decode, prefill: seconds per decode step, and of a whole prefill; each load once.
+      switches: costs, each ordered pair of degrees once.
+      row_sizes: of the programs that were measured, each degree once at most; none: no batch is padded.
+      source: "synthetic" for a table that was made up (to try switches out), which reports must say.
+    """
+
+    identity: ProfileIdentity
+    decode: tuple[Measurement, ...] = ()
+    prefill: tuple[Measurement, ...] = ()
+    switches: tuple[SwitchCost, ...] = ()
+    row_sizes: tuple[RowSizes, ...] = ()
+    source: Source = "measured"
+
+    def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise ValueError(f"profile: source {self.source!r} must be one of {', '.join(get_args(Source))}")
+        if self.identity.device_count < 1:
+            raise ValueError(f"profile: device_count ({self.identity.device_count}) must be >= 1")
+        for kind, entries in (("decode", self.decode), ("prefill", self.prefill)):
+            _refuse_repeated(kind, [entry.point for entry in entries])
+            for entry in entries:
+                self._refuse_degrees(kind, entry.tp)
+                if min(entry.batch, entry.context) < 1 or not 0 < entry.seconds < math.inf:
+                    raise ValueError(f"profile: {kind} {entry}: batch, context and seconds must be > 0, and finite")
+        _refuse_repeated("switch", [(cost.from_tp, cost.to_tp) for cost in self.switches])
+        for cost in self.switches:
+            self._refuse_degrees("switch", cost.from_tp, cost.to_tp)
+            seconds = (cost.weights_s, cost.kv_s_per_token, cost.fixed_s)
+            if cost.from_tp == cost.to_tp or not all(0 <= s < math.inf for s in seconds):
+                raise ValueError(f"profile: {cost}: two different degrees, and seconds >= 0 and finite")
+
+        _refuse_repeated("row_sizes", [rows.tp for rows in self.row_sizes])
+        for rows in self.row_sizes:
+            self._refuse_degrees("row_sizes", rows.tp)
+            if not rows.sizes or rows.sizes[0] < 1 or list(rows.sizes) != sorted(set(rows.sizes)):
+                raise ValueError(f"profile: {rows}: sizes must be >= 1 and ascend, at least one of them")
+
+    def _refuse_degrees(self, kind: str, *degrees: int) -> None:
+        for tp in degrees:
+            if tp < 1 or self.identity.device_count % tp:
+                raise ValueError(
+                    f"profile: {kind} entry with tp ({tp}): it must divide the number of devices "
+                    f"({self.identity.device_count})"
+                )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees with decode points, ascending."""
+        return tuple(sorted({point.tp for point in self.decode}))
+
+    @property
+    def digest(self) -> str:
+        """Of everything in the table, in hex."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def check(self, identity: ProfileIdentity) -> None:
+        """Raises ValueError, naming each field that differs, if the table is not of this model, machine and jax."""
+        mine, theirs = asdict(self.identity), asdict(identity)
+        differing = [
+            f"{name} is {mine[name]!r} there and {theirs[name]!r} here" for name in mine if mine[name] != theirs[name]
+        ]
+        if differing:
+            raise ValueError(f"the latency profile is of something else: {'; '.join(differing)}: {NEW_PROFILE}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain mappings and lists, for `json.dump`."""
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "identity": asdict(self.identity),
+            "decode": [asdict(point) for point in self.decode],
+            "prefill": [asdict(point) for point in self.prefill],
+            "switches": [asdict(cost) for cost in self.switches],
+            "row_sizes": [asdict(rows) | {"sizes": list(rows.sizes)} for rows in self.row_sizes],
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Profile:
+        """The table that `to_json` wrote. Raises ValueError for another schema, or for anything missing or unknown."""
+        if entry.get("schema") != SCHEMA:
+            raise ValueError(
+                f"latency profile of schema {entry.get('schema')!r}: this version reads {SCHEMA}: {NEW_PROFILE}"
+            )
+        names = {"schema", *(each.name for each in fields(cls))}
+        if set(entry) != names:
+            raise ValueError(f"latency profile: its keys must be {sorted(names)}, and are {sorted(entry)}")
+        return cls(
+            identity=_read(ProfileIdentity, entry["identity"], "identity"),
+            decode=tuple(_read(Measurement, each, "decode") for each in entry["decode"]),
+            prefill=tuple(_read(Measurement, each, "prefill") for each in entry["prefill"]),
+            switches=tuple(_read(SwitchCost, each, "switches") for each in entry["switches"]),
+            row_sizes=tuple(_read_row_sizes(each) for each in entry["row_sizes"]),
+            source=entry["source"],
+        )
+
+
+T = TypeVar("T", ProfileIdentity, Measurement, SwitchCost)
+_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+
+
+def _read(kind: type[T], entry: Any, where: str) -> T:
+    """One record of a table. Raises ValueError naming the field that is missing, unknown or of another type."""
+    wanted = {each.name: str(each.type) for each in fields(kind)}
+    if not isinstance(entry, Mapping) or set(entry) != set(wanted):
+        raise ValueError(f"latency profile, {where}: {entry!r} must have exactly the fields {sorted(wanted)}")
+    for name, type_name in wanted.items():
+        if isinstance(entry[name], bool) or not isinstance(entry[name], _TYPES[type_name]):
+            raise ValueError(f"latency profile, {where}: {name} ({entry[name]!r}) must be of type {type_name}")
+    return kind(**entry)
+
+
+def _read_row_sizes(entry: Any) -> RowSizes:
+    if not isinstance(entry, Mapping) or set(entry) != {"tp", "sizes"} or not isinstance(entry["sizes"], list):
+        raise ValueError(f"latency profile, row_sizes: {entry!r} must have exactly the fields ['sizes' (a list), 'tp']")
+    for value in (entry["tp"], *entry["sizes"]):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"latency profile, row_sizes: {value!r} must be of type int")
+    return RowSizes(entry["tp"], tuple(entry["sizes"]))
+
+
+def _refuse_repeated(kind: str, keys: Sequence[object]) -> None:
+    repeated = [str(key) for key, count in Counter(keys).items() if count > 1]
+    if repeated:
+        raise ValueError(f"profile: {kind} entries must differ, and these are there more than once: {repeated}")
+
+
+def profile_points(
+    max_batch: int,
+    token_budget: int,
+    degrees: Iterable[int],
+    device_count: int,
+    max_context: int,
+    min_context: int = 8,
+    dense_below: int = 512,
+    row_sizes: Mapping[int, Sequence[int]] | None = None,
+) -> tuple[ProfilePoint, ...]:
+    """The loads to measure, sorted: one layout after another, and in it one batch (one program) after another.
+
+    Batches double from 1, or are the row sizes of the programs, to which all others would be padded. Contexts double
+    below `dense_below`, where latency is least linear, and go on by factors of four. A degree's largest batch and
+    longest context are among them. As a batch with one point has no slope, batches of which two contexts do not fit are
+    left out.
+
+    Args:
+      max_batch: the most live rows of all dp groups together; a group's share of them is rounded up.
+      token_budget: the most live tokens of all dp groups together (the paper's T_cap): batch x context of a point stay
+        within a group's share of it.
+      degrees: the tp degrees.
+      device_count: tp x dp.
+      min_context, max_context: tokens of a row.
+      row_sizes: by degree, ascending (`RowSizes`).
+
+    Raises ValueError if a degree does not divide the devices, or if nothing fits the budget.
+    """
+    if not 1 <= min_context < max_context or max_batch < 1:
+        raise ValueError(
+            f"profile: contexts from {min_context} to {max_context} must be >= 1 and ascend, max_batch ({max_batch}) "
+            "must be >= 1"
+        )
+    contexts = [min_context]
+    while contexts[-1] < max_context:
+        factor = 2 if contexts[-1] < dense_below else 4
+        contexts.append(min(contexts[-1] * factor, max_context))
+    points: list[ProfilePoint] = []
+    for tp in sorted(set(degrees)):
+        if tp < 1 or device_count % tp:
+            raise ValueError(f"profile: tp ({tp}) must divide the number of devices ({device_count})")
+        dp = device_count // tp
+        largest, budget = -(-max_batch // dp), token_budget // dp
+        batches = [*(1 << i for i in range((largest - 1).bit_length())), largest]
+        if row_sizes is not None:
+            # up to the one that holds the largest batch
+            batches = [size for i, size in enumerate(row_sizes[tp]) if i == 0 or row_sizes[tp][i - 1] < largest]
+        for batch in batches:
+            fitting = [context for context in contexts if batch * context <= budget]
+            if len(fitting) > 1:
+                points.extend(ProfilePoint(tp, batch, context) for context in fitting)
+        if not points or points[-1].tp != tp:
+            raise ValueError(
+                f"profile: a token budget of {token_budget} leaves {budget} tokens per dp group at tp {tp}, and two "
+                f"contexts ({contexts[:2]}) of {batches[0]} rows must fit: raise the budget"
+            )
+    return tuple(points)
+
+
+def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
+    """Those of `points` at which prefills are measured: of each degree the smallest and the largest batch, and of their
+    contexts every second one and the longest. Prefills take long, and grow smoothly."""
+    chosen: list[ProfilePoint] = []
+    by_degree: dict[int, dict[int, list[ProfilePoint]]] = {}
+    for point in sorted(points):
+        by_degree.setdefault(point.tp, {}).setdefault(point.batch, []).append(point)
+    for batches in by_degree.values():
+        for batch in dict.fromkeys((min(batches), max(batches))):
+            own = batches[batch]
+            chosen += dict.fromkeys((*own[len(own) % 2 :: 2], own[-1]))
+    return tuple(sorted(chosen))
+
+
+def missing_points(measured: Iterable[Measurement], points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
+    """Those of `points`, in their order, that have not been measured: what a profiler still has to do."""
+    known = {entry.point for entry in measured}
+    return tuple(point for point in points if point not in known)

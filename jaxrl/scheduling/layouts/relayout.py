@@ -1,0 +1,255 @@
+"""What becomes of every live request when the layout changes in the middle of a batch.
+
+Purpose: `plan_relayout` says, from the batcher's books alone, who goes where, which blocks move, and who has to give up
+its row; the executor carries it out on the devices, and only then `apply` changes the books. So whatever fails before
+anything has moved leaves the engine as it was.
+
+Source: design §5 (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3 (migrate or
+recompute).
+
+Recomputing is preemption: every request waits with its tokens, and is admitted again like any other; its prompt's
+blocks are shared again with the samples beside it. So it prefills less than PAT's equation 4 charges for it.
+
+Requests that leave for another worker: `jaxrl.scheduling.layouts.handover`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
+from jaxrl.scheduling.layouts.situation import LiveRow, Rows, regroup
+from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.batcher import Batcher
+from jaxrl.scheduling.tokens.blocks import BlockManager
+from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat
+from jaxrl.scheduling.tokens.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRow:
+    """A row that decodes: what the device must know of it. `token` stands at `position` and has no KV yet."""
+
+    request: Request
+    dp_group: int
+    slot: int
+    token: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """A change of layout, worked out.
+
+    Attributes:
+      from_tp, to_tp, how: from where, to where, and the way of the KV.
+      capacity: what the new layout offers.
+      kv: the new pools and the copies; without any where everything is recomputed.
+      rows: those that decode in the new layout without a prefill.
+      seats: of everybody who keeps its KV, by request id.
+      evicted: who migrates not, for want of room: waits and is recomputed.
+      num_live, num_tokens: rows before the change, and their tokens whose KV was there.
+    """
+
+    from_tp: int
+    to_tp: int
+    how: How
+    capacity: Capacity
+    kv: KvPlan
+    rows: tuple[ResidentRow, ...]
+    seats: Mapping[int, Seat]
+    evicted: tuple[int, ...]
+    num_live: int
+    num_tokens: int
+
+    @property
+    def num_moved(self) -> int:
+        """Tokens whose KV is copied, a shared prompt's once per copy."""
+        return len(self.kv.copies) * self.capacity.block_size
+
+    def apply(self, batcher: Batcher) -> None:
+        """Lets the batcher go on in the new layout."""
+        batcher.counters.preemptions += len(self.evicted)
+        batcher.reseat(self.capacity, self.kv.blocks, self.seats)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTimes:
+    """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
+
+    weights_s: float = 0.0
+    state_s: float = 0.0
+    fixed_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.weights_s + self.state_s + self.fixed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A change of layout that has happened; fields as in `Relayout`. `num_moved`: tokens migrated."""
+
+    from_tp: int
+    to_tp: int
+    how: How
+    num_live: int
+    num_tokens: int
+    num_moved: int
+    num_evicted: int
+    times: SwitchTimes
+
+
+class SwitchFailed(RuntimeError):
+    """A change of layout failed after something had moved.
+
+    Attributes:
+      is_usable: whether the executor is back in the old layout, with weights taken anew and an empty pool; then the
+        engine goes on there and recomputes. Otherwise it has no weights, and nothing can run until it gets some.
+    """
+
+    def __init__(self, message: str, *, is_usable: bool) -> None:
+        super().__init__(message)
+        self.is_usable = is_usable
+
+
+@runtime_checkable
+class LayoutExecutor(Executor, Protocol):
+    """An executor that can change its layout."""
+
+    @property
+    def tp(self) -> int:
+        """The degree in use."""
+        ...
+
+    def capacity(self, tp: int) -> Capacity:
+        """What the layout of this degree offers. Raises ValueError if there is no such layout."""
+        ...
+
+    def switch(self, move: Relayout) -> SwitchTimes:
+        """Carries it out, with nothing in flight.
+
+        Raises `SwitchFailed` if it fails after something has moved; anything else that it raises, it raises before.
+        """
+        ...
+
+
+def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | None = None) -> tuple[Rows, ...]:
+    """The rows of each dp group, as the switch rule sees them: with what is known, which lags by the plans in flight.
+
+    `expected`: how many tokens history expects a request to gain still.
+    """
+    groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
+    for progress in batcher.running():
+        length = progress.num_prompt + progress.num_tokens
+        remaining = None if expected is None else expected(progress)
+        groups[progress.group].append(LiveRow(progress.request.request_id, length, progress.limit, remaining))
+    return tuple(map(tuple, groups))
+
+
+def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
+    """Works a change of layout out; nothing may be in flight.
+
+    Requests are regrouped as the switch rule has it (`situation.regroup`). In a group with more rows or blocks than
+    its pool offers, the youngest give up their rows.
+
+    Raises:
+      ValueError: a request, of those that wait as well, could never run in the new pools.
+    """
+    _refuse_too_long(batcher, to_tp, capacity)
+    by_id = {progress.request.request_id: progress for progress in batcher.running()}
+    groups: tuple[tuple[int, ...], ...] = ((),) * capacity.num_groups
+    if how == "migrate":
+        dealt = regroup(rows_of(batcher), capacity.num_groups)
+        groups = tuple(tuple(sorted((row.request_id for row in rows), key=_arrival(by_id))) for rows in dealt)
+    live = {i: live_blocks(batcher, progress) for i, progress in by_id.items()}
+    groups, evicted = _evict(groups, live, capacity)
+    kv = plan_migration(
+        [live[i] for ids in groups for i in ids],
+        batcher.capacity.num_groups,
+        groups,
+        capacity.num_blocks,
+        capacity.block_size,
+    )
+    seats = {
+        request_id: Seat(group, slot, kv.placements[request_id].num_written, by_id[request_id].is_resident)
+        for group, ids in enumerate(groups)
+        for slot, request_id in enumerate(ids)
+    }
+    return Relayout(
+        from_tp=from_tp,
+        to_tp=to_tp,
+        how=how,
+        capacity=capacity,
+        kv=kv,
+        rows=tuple(resident_row(by_id[i], seat) for i, seat in seats.items() if seat.decodes),
+        seats=seats,
+        evicted=evicted,
+        num_live=len(by_id),
+        num_tokens=sum(each.num_written for each in live.values()),
+    )
+
+
+def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
+    """What the device must know of a row that decodes, at its seat."""
+    token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
+    return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position)
+
+
+def _arrival(by_id: Mapping[int, Progress]) -> Callable[[int], int]:
+    return lambda request_id: by_id[request_id].arrival
+
+
+def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
+    """What a running request holds, and wants: the whole of its prefill, or the next plan's steps."""
+    assert not progress.pending, "a layout changes while plans are in flight"
+    request = progress.request
+    if progress.is_resident:
+        num_written = progress.num_written
+        num_tokens = min(num_written + batcher.config.decode_steps, progress.limit)
+    else:
+        num_written, num_tokens = progress.prefilled, len(progress.prefix)
+    return LiveBlocks(
+        request_id=request.request_id,
+        group=progress.group,
+        table=batcher.blocks.table(request.request_id),
+        num_written=num_written,
+        num_tokens=num_tokens,
+        share=request.share,
+        prompt_len=len(request.prompt_ids),
+    )
+
+
+def _evict(
+    groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """(groups that fit into their pools, who had to leave): the last of a group, which is its youngest, first."""
+    fitting: list[tuple[int, ...]] = []
+    evicted: list[int] = []
+    for ids in groups:
+        kept = list(ids)
+        while len(kept) > capacity.num_slots or (
+            kept and blocks_needed([live[i] for i in kept], capacity.block_size) > capacity.num_blocks - 1
+        ):
+            evicted.append(kept.pop())
+        fitting.append(tuple(kept))
+    return tuple(fitting), tuple(evicted)
+
+
+def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
+    for request_id in batcher.live():
+        progress = batcher.progress(request_id)
+        need = -(-progress.limit // capacity.block_size)
+        if need > capacity.num_blocks - 1:
+            raise ValueError(
+                f"layout with tp {tp}: request {request_id} ({progress.request.key}) may grow to {progress.limit} "
+                f"tokens, which take {need} blocks of {capacity.block_size}, and a pool of this layout has "
+                f"{capacity.num_blocks - 1} (rollout.num_blocks)"
+            )
+
+
+def empty_pools(capacity: Capacity) -> BlockManager:
+    """Pools of these sizes with nobody in them."""
+    return BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)

@@ -1,0 +1,157 @@
+"""The tensor-parallel degree that a rollout round starts with, from how often requests were preempted before.
+
+Purpose: `TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more
+memory for KV) and halves it after quiet rounds (a smaller one communicates less). How that goes together with switches
+inside a round: `jaxrl.scheduling.layouts.round_layouts`.
+
+Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
+groups stay inside one host, and the degree to begin with is the best one by the profile.
+
+Departures:
+
+- The paper does not say what a rise is measured against. Here it is the round before of the same kind, at whatever
+  degree that had. Short rounds have up to 1.79 times the preemptions of long ones (§4.2): across kinds, every short
+  round after a long one would be a rise. A planner that is told of one kind only is the paper's.
+- So each kind has a degree, a count and a quiet streak of its own: the best degrees of short and long rounds differ,
+  which is the paper's reason for having a planner.
+- The first round of a kind has nothing to rise above. From none to some is a rise.
+- "Doubling" and "halving" are steps to the next allowed degree, which is the same for powers of two.
+
+Preemptions are logical, not measured by a clock: decisions follow from the state in the checkpoint and need no journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.scheduling.layouts.situation import LiveRow
+from jaxrl.scheduling.layouts.switch_rule import LatencyModel, remaining_s
+
+
+@dataclass(frozen=True, slots=True)
+class TpPlannerConfig:
+    """Options of the planner.
+
+    Attributes:
+      degrees: tp degrees that may be used, ascending.
+      initial: the one that every kind of round begins with (`profiled_degree` finds one).
+      max_degree: devices of one host: tp does not go beyond.
+      rise: more than this times the preemptions of the round before double tp.
+      quiet_rounds: this many rounds in a row without preemption halve it.
+    """
+
+    degrees: tuple[int, ...]
+    initial: int
+    max_degree: int
+    rise: float = 1.05
+    quiet_rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.degrees or self.degrees[0] < 1 or list(self.degrees) != sorted(set(self.degrees)):
+            raise ValueError(f"tp planner: degrees {self.degrees} must ascend from >= 1")
+        if self.initial not in self.allowed:
+            raise ValueError(
+                f"tp planner: the initial degree ({self.initial}) must be one of {self.degrees} and at most max_degree "
+                f"({self.max_degree}), the devices of one host"
+            )
+        if self.rise < 1 or self.quiet_rounds < 1:
+            raise ValueError(f"tp planner: rise ({self.rise}) and quiet_rounds ({self.quiet_rounds}) must be >= 1")
+
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        """The degrees that stay inside one host."""
+        return tuple(degree for degree in self.degrees if degree <= self.max_degree)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of one kind of round."""
+
+    degree: int
+    last: int = -1  # preemptions of the round before; -1: there was none
+    quiet: int = 0  # rounds without preemption in a row, since the degree last changed
+
+
+class TpPlanner:
+    """Chooses a degree per kind of round, from the preemptions of those before.
+
+    Example::
+
+        planner = TpPlanner(TpPlannerConfig(degrees=(1, 2, 4, 8), initial=2, max_degree=8))
+        planner.degree("short")         # 2
+        planner.observe(10, "short")    # 2: nothing to compare with
+        planner.observe(11, "short")    # 4: 11 > 1.05 x 10
+    """
+
+    SCHEMA = 1
+
+    def __init__(self, config: TpPlannerConfig) -> None:
+        self.config = config
+        self._kinds: dict[str, _Kind] = {}
+
+    def degree(self, kind: str = "all") -> int:
+        """The degree that the next round of this kind starts with."""
+        known = self._kinds.get(kind)
+        return self.config.initial if known is None else known.degree
+
+    def observe(self, preemptions: int, kind: str = "all") -> int:
+        """Takes in how often a whole round preempted; returns the degree of the next round of this kind."""
+        if preemptions < 0:
+            raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")
+        state = self._kinds.setdefault(kind, _Kind(self.config.initial))
+        state.quiet = 0 if preemptions else state.quiet + 1
+        if state.last >= 0 and preemptions > self.config.rise * state.last:
+            self._move(state, +1)
+        elif state.quiet >= self.config.quiet_rounds:
+            self._move(state, -1)
+        state.last = preemptions
+        return state.degree
+
+    def _move(self, state: _Kind, steps: int) -> None:
+        """To the next degree, or nowhere at the end of them; either way the quiet rounds count anew."""
+        allowed = self.config.allowed
+        at = min(max(allowed.index(state.degree) + steps, 0), len(allowed) - 1)
+        state.degree, state.quiet = allowed[at], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint: kinds, and flat integers [N, 3] (degree, last count or -1, quiet rounds)."""
+        rows = [(state.degree, state.last, state.quiet) for state in self._kinds.values()]
+        return {
+            "schema": self.SCHEMA,
+            "kinds": list(self._kinds),
+            "state": np.asarray(rows, np.int64).reshape(-1, 3),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another planner was. On fewer devices a degree becomes the largest allowed below it."""
+        if state["schema"] != self.SCHEMA:
+            raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {self.SCHEMA}")
+        kinds: dict[str, _Kind] = {}
+        for kind, (degree, last, quiet) in zip(state["kinds"], state["state"], strict=True):
+            fitting = max((d for d in self.config.allowed if d <= degree), default=self.config.allowed[0])
+            kinds[str(kind)] = _Kind(fitting, int(last), int(quiet))
+        self._kinds = kinds
+
+
+def profiled_degree(
+    model: LatencyModel, degrees: tuple[int, ...], num_rows: int, prompt_tokens: int, response_tokens: int
+) -> int:
+    """The degree under which a round of equal rows is predicted to decode fastest; the smallest of equals.
+
+    Args:
+      model: what step times are taken from.
+      degrees: to choose from; only those whose pools can hold the rows.
+      num_rows: responses of the round, dealt evenly to the dp groups; all have a row.
+      prompt_tokens, response_tokens: of each.
+    """
+
+    def decode_s(tp: int) -> float:
+        fullest = -(-num_rows // (model.num_devices // tp))
+        rows = tuple(LiveRow(i, prompt_tokens, prompt_tokens + response_tokens) for i in range(fullest))
+        return remaining_s(model, tp, (rows,))
+
+    return min(sorted(degrees), key=decode_s)

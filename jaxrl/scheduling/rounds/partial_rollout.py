@@ -1,0 +1,336 @@
+"""Active partial rollout: stop when enough groups are complete, and go on with the others in the next round.
+
+Purpose: the rule across rounds, and pure helpers for training on responses that several versions of the weights wrote.
+A round has N' > N groups under way: first the complete ones that the last round had to spare, then the unfinished ones
+from the buffer, oldest first, then new prompts. It stops at the N-th complete group. What is unfinished stays in the
+buffer with its tokens, both log-probabilities of each and the version that wrote it, and goes on under its own key
+(same attempt) from its token ids.
+
+Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
+all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
+
+Departures:
+
+- `max_staleness` caps, in versions, how much older than the policy in training a trained token may be. Before each
+  round, a buffered response whose oldest token is over the cap by now loses its tokens and starts again with the next
+  attempt; its siblings keep theirs. Alone that could drop a long response for ever, so a group whose response has
+  started again `max_restarts` times and would be over the cap once more is *due*: the round waits for it, and it is in
+  the batch (at most N groups are due in one round, the oldest). With `max_restarts` 0 resumed responses are waited for
+  rather than dropped.
+- Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
+  they are the first of the next round.
+- `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
+
+A sample is carried without its verdict and scored when its group is complete: whether a verdict had come in by the
+end of a round would be the clock's decision.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jaxrl.scheduling.rounds.batches import (
+    AtEnd,
+    OpenRound,
+    PromptStream,
+    RoundResult,
+    RoundTime,
+    as_carried,
+    check_schema,
+    close_round,
+    new_group,
+    open_round,
+    pack_samples,
+    provisioned,
+    spread_of_ages,
+    unpack_samples,
+)
+from jaxrl.scheduling.rounds.race import DynamicSampling, PlannedGroup, Race, RaceLimits
+from jaxrl.scheduling.rounds.round import PromptKey, Round
+from jaxrl.types import Sample
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRolloutConfig:
+    """Options of active partial rollout.
+
+    Attributes:
+      num_groups: prompts per batch, N (`data.train_batch_size`).
+      group_size: samples per prompt (`rollout.n`).
+      over_provision: N' / N, >= 1; N' is rounded up.
+      max_staleness: versions; None: no cap. 0: nothing that an earlier version wrote is trained on.
+      max_restarts: how often a response may lose its tokens to the cap before a round waits for it.
+      version_lag: how many versions the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
+      at_end: what becomes of the buffer when training ends.
+      dynamic_sampling: leave out groups whose rewards are all equal, and draw others.
+      max_active_requests: the most samples under way; 0: no limit.
+    """
+
+    num_groups: int
+    group_size: int
+    over_provision: float = 2.0
+    max_staleness: int | None = None
+    max_restarts: int = 1
+    version_lag: int = 0
+    at_end: AtEnd = "flush"
+    dynamic_sampling: DynamicSampling | None = None
+    max_active_requests: int = 0
+
+    def __post_init__(self) -> None:
+        self.limits(self.num_spare)
+        if self.at_end not in ("flush", "leave"):
+            raise ValueError(f"rollout.partial_rollout.at_end ({self.at_end!r}) must be 'flush' or 'leave'")
+        if self.max_restarts < 0:
+            raise ValueError(f"rollout.partial_rollout.max_restarts ({self.max_restarts}) must be >= 0")
+        assert self.version_lag >= 0
+        if self.max_staleness is not None and self.max_staleness < self.version_lag:
+            raise ValueError(
+                f"rollout.partial_rollout.max_staleness ({self.max_staleness} versions) must be >= {self.version_lag}, "
+                "the versions by which training is ahead of the rollout"
+            )
+
+    @property
+    def num_spare(self) -> int:
+        """N' - N."""
+        option = "rollout.partial_rollout.over_provision"
+        return provisioned(option, self.over_provision, self.num_groups) - self.num_groups
+
+    def limits(self, num_spare: int) -> RaceLimits:
+        return RaceLimits(
+            num_groups=self.num_groups,
+            group_size=self.group_size,
+            num_responses=self.group_size,
+            num_spare=num_spare,
+            keep_unfinished=True,
+            score_when="group",
+            dynamic_sampling=self.dynamic_sampling,
+            max_active=self.max_active_requests,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedGroup:
+    """A prompt that was launched and has not left.
+
+    Attributes:
+      key: its (epoch, index).
+      first_step, first_round: when it was first launched.
+      samples: all `group_size` of them, as far as they are; those without tokens included.
+    """
+
+    key: PromptKey
+    first_step: int
+    first_round: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(has_ended(sample) for sample in self.samples)
+
+
+class PartialRollout:
+    """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`)."""
+
+    def __init__(self, config: PartialRolloutConfig) -> None:
+        self.config = config
+        self.buffer: deque[BufferedGroup] = deque()  # by first launch
+        self.num_rounds = 0
+        self._open: OpenRound | None = None
+        self._restarted = 0
+        self._dropped_tokens = 0
+        self._resumed_tokens = 0
+
+    @property
+    def name(self) -> str:
+        return "partial rollout"
+
+    @property
+    def num_carried(self) -> int:
+        return len(self.buffer)
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
+        assert self._open is None, "a round is planned before the one before it is settled"
+        config = self.config
+        self.num_rounds += 1
+        self._restarted = self._dropped_tokens = self._resumed_tokens = 0
+        waiting = [self._restart_stale(group, time.policy_version) for group in self.buffer]
+        late = [group.key for group in waiting if self._is_due(group, time.policy_version)]
+        due = set(late[: config.num_groups])
+        # stable: oldest first among the due, the complete and the others
+        self.buffer = deque(sorted(waiting, key=lambda group: (group.key not in due, not group.is_complete)))
+        num_spare = config.num_spare
+        if config.at_end == "flush" and time.steps_left is not None:
+            num_spare = min(num_spare, config.num_groups * (time.steps_left - 1))
+
+        def supply() -> PlannedGroup:
+            if self.buffer:
+                return self._resume(prompts)
+            return new_group(prompts, config.group_size, time.step, self.num_rounds)
+
+        race = Race(config.limits(num_spare), supply, due)
+        self._open = open_round(race, "partial", time)
+        return self._open.round
+
+    def _restart_stale(self, group: BufferedGroup, policy_version: int) -> BufferedGroup:
+        """The group, with empty samples of the next attempt for those over the cap."""
+        samples = list(group.samples)
+        for place, sample in enumerate(samples):
+            if len(sample) and self._is_over_cap(int(sample.versions.min()), policy_version):
+                self._restarted += 1
+                self._dropped_tokens += len(sample)
+                samples[place] = Sample.empty(replace(sample.key, attempt=sample.key.attempt + 1))
+        return replace(group, samples=tuple(samples))
+
+    def _is_over_cap(self, oldest: int, policy_version: int) -> bool:
+        """Whether a token of version `oldest`, trained on after a round of `policy_version`, is too stale."""
+        config = self.config
+        return config.max_staleness is not None and policy_version + config.version_lag - oldest > config.max_staleness
+
+    def _is_due(self, group: BufferedGroup, policy_version: int) -> bool:
+        """Whether a sample that has started again often enough would be over the cap in the next round."""
+        for sample in group.samples:
+            oldest = int(sample.versions.min()) if len(sample) else policy_version
+            if sample.key.attempt >= self.config.max_restarts and self._is_over_cap(oldest, policy_version + 1):
+                return True
+        return False
+
+    def _resume(self, prompts: PromptStream) -> PlannedGroup:
+        group = self.buffer.popleft()
+        live = [sample for sample in group.samples if not has_ended(sample)]
+        resumed = tuple(sample for sample in live if len(sample))
+        self._resumed_tokens += sum(map(len, resumed))
+        return PlannedGroup(
+            prompt=prompts.get(*group.key),
+            keys=tuple(sample.key for sample in live),
+            resumed=resumed,
+            finished=tuple(sample for sample in group.samples if has_ended(sample)),
+            first_step=group.first_step,
+            first_round=group.first_round,
+        )
+
+    # -- settling ----------------------------------------------------------------------------------------------------
+
+    def settle(self, current: Round) -> RoundResult:
+        opened, self._open = close_round(self._open, current), None
+        race, ledger, step = opened.race, opened.ledger, opened.time.step
+        gone = {*race.batch, *race.filtered}
+        kept: list[BufferedGroup] = []
+        for prompt_key, group in race.groups.items():
+            if prompt_key not in gone:
+                begun = [ledger.aborted[key] for key in group.planned.keys if key in ledger.aborted]
+                samples = sorted((*map(as_carried, group.kept.values()), *begun), key=lambda sample: sample.key)
+                assert len(samples) == self.config.group_size, f"{prompt_key}: a response is missing"
+                planned = group.planned
+                kept.append(BufferedGroup(prompt_key, planned.first_step, planned.first_round, tuple(samples)))
+        self.buffer = deque(sorted((*kept, *self.buffer), key=lambda entry: entry.first_round))  # stable
+        groups = current.groups()
+        carried = {sample.key for entry in kept for sample in entry.samples}
+        metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens)
+        metrics["rollout/queue_length"] = float(len(self.buffer))
+        metrics |= spread_of_ages("rollout/queue_age_steps", [step - entry.first_step for entry in self.buffer])
+        ages = [self.num_rounds - entry.first_round for entry in self.buffer]
+        metrics |= spread_of_ages("rollout/queue_age_rounds", ages)
+        metrics |= self._partial_metrics(opened)
+        return RoundResult(current.kind, groups, dict(race.filtered), metrics)
+
+    def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
+        spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]
+        return {
+            "rollout/surplus_prompts": float(sum(entry.is_complete for entry in self.buffer)),
+            "rollout/buffered_tokens": float(sum(len(s) for entry in self.buffer for s in entry.samples)),
+            "rollout/resumed_tokens": float(self._resumed_tokens),
+            "rollout/restarted_samples": float(self._restarted),
+            "training/off_policy/spans/mean": float(np.mean(spans)),
+            "training/off_policy/spans/max": float(max(spans)),
+        }
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups as int64 [N, 5] (epoch, index, first step, first round, samples), in the buffer's order."""
+        assert self._open is None, "state between rounds only"
+        rows = [(*entry.key, entry.first_step, entry.first_round, len(entry.samples)) for entry in self.buffer]
+        return {
+            "schema": SCHEMA,
+            "num_rounds": self.num_rounds,
+            "groups": np.asarray(rows, np.int64).reshape(-1, 5),
+            "samples": pack_samples([sample for entry in self.buffer for sample in entry.samples]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state of another schema, another `rollout.n`, or one that does not fit together."""
+        check_schema("partial rollout", state, SCHEMA)
+        samples = deque(unpack_samples(state["samples"]))
+        rows = [tuple(int(value) for value in row) for row in state["groups"]]
+        if any(row[4] != self.config.group_size for row in rows):
+            raise ValueError(
+                f"partial rollout: the buffer holds groups of {sorted({row[4] for row in rows})} samples, and "
+                f"rollout.n is {self.config.group_size}: a resumed run must keep rollout.n"
+            )
+        if sum(row[4] for row in rows) != len(samples):
+            raise ValueError(
+                f"partial rollout: {len(samples)} samples for {len(rows)} groups of {self.config.group_size}"
+            )
+        buffer: deque[BufferedGroup] = deque()
+        for epoch, index, first_step, first_round, count in rows:
+            members = tuple(samples.popleft() for _ in range(count))
+            buffer.append(BufferedGroup((epoch, index), first_step, first_round, members))
+        self.buffer, self.num_rounds = buffer, int(state["num_rounds"])
+
+
+# -- training on responses of several versions -------------------------------------------------------------------------
+
+
+def has_ended(sample: Sample) -> bool:
+    """Whether a response ended by itself."""
+    return sample.finish_reason in ("stop", "length")
+
+
+def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
+    """Which tokens `policy_version` (the rollout's newest) wrote: bool [T], for training that masks the others."""
+    return np.asarray(versions) >= policy_version
+
+
+def old_logprobs_by_version(
+    recorded: Sequence[np.ndarray], current: Sequence[np.ndarray], samples: Iterable[Sample], policy_version: int
+) -> list[np.ndarray]:
+    """The denominators of the ratios: what was recorded at sampling for tokens of earlier versions, what the policy
+    says now for the others.
+
+    Args:
+      recorded: per sample float [T], `rollout_logprobs`.
+      current: per sample float [T], recomputed under the policy before the update.
+      samples: whose versions decide.
+      policy_version: the rollout's newest.
+
+    Returns:
+      Per sample float32 [T].
+    """
+    return [
+        np.where(on_policy_mask(sample.versions, policy_version), now, then).astype(np.float32)
+        for then, now, sample in zip(recorded, current, samples, strict=True)
+    ]
+
+
+def version_spans(versions: np.ndarray) -> list[tuple[int, int, int]]:
+    """Runs of tokens of one version, as (version, start, stop) in tokens of the response."""
+    versions = np.asarray(versions)
+    if not len(versions):
+        return []
+    bounds = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), len(versions)]
+    return [(int(versions[start]), start, stop) for start, stop in pairwise(bounds)]
+
+
+def num_spans(versions: np.ndarray) -> int:
+    """How many versions' stretches a response consists of."""
+    return len(version_spans(versions))

@@ -1,0 +1,362 @@
+"""Inside a round: launch more than is needed, keep what finishes first, end the rest.
+
+Purpose: `Race` is the `RoundRule` under every batch rule of `jaxrl.scheduling.rounds.batches`. Its limits say how many
+groups are wanted, how many are under way beyond that, how many responses each may have to spare, and whether those that
+lose keep their tokens. With nothing to spare it is the synchronous round.
+
+Source: RollPacker §3 (the first R0 responses of a prompt and the first P0 prompts; the others end at once), §7 (dynamic
+sampling with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-th group whose samples are all there);
+DAPO (Yu et al. 2025, §3.2: prompts whose rewards are all equal are left out and replaced).
+
+Departures:
+
+- Dynamic sampling brings in a new prompt for each one that leaves as filtered, so a round in which none does is the
+  plain short round. (RollPacker §7 keeps the active requests at the cap until the end; prompts would then be deferred
+  for having come late.)
+- What a verdict decides (which groups are left out, who comes in instead) takes effect at a logical time: a completed
+  group's verdicts are asked for when `max_unscored_groups` others wait behind it, or when they could end the round, and
+  then generation waits for them (`AwaitVerdict`). Nothing depends on how long scoring takes: neither which groups are
+  in the batch, nor which plan a replacement enters (and so which rows decode beside which).
+- A group whose scorings all failed and that dynamic sampling would filter leaves as `failed`.
+
+Order is that of completion: (dispatch, dp group, slot), as the engine tells it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
+from jaxrl.scheduling.rounds.round import Outcome, PromptKey, RoundLedger
+from jaxrl.types import Prompt, Sample, SampleKey
+
+ScoreWhen = Literal["sample", "group", "rollout"]
+"""When samples go to the reward pool: each when it ends, a group's when it is complete, or all when nothing decodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSampling:
+    """Leave out groups whose rewards are all equal, and bring in other prompts for them.
+
+    Attributes:
+      max_unscored_groups: completed groups whose verdicts may be due while generation goes on.
+      max_num_gen_batches: a round that has launched this many times the groups it started with gives up with an error.
+    """
+
+    max_unscored_groups: int = 8
+    max_num_gen_batches: int = 10
+
+    def __post_init__(self) -> None:
+        if self.max_unscored_groups < 0:
+            raise ValueError(f"algorithm.filter_groups.max_unscored_groups ({self.max_unscored_groups}) must be >= 0")
+        if self.max_num_gen_batches < 1:
+            raise ValueError(f"algorithm.filter_groups.max_num_gen_batches ({self.max_num_gen_batches}) must be >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """A prompt as it enters a round.
+
+    Attributes:
+      prompt: whose.
+      keys: responses to start or to go on with.
+      resumed: what those of `keys` that were begun earlier have.
+      finished: responses that ended in an earlier round.
+      attempt: of the responses that start anew.
+      first_step, first_round: when the prompt was first launched.
+    """
+
+    prompt: Prompt
+    keys: tuple[SampleKey, ...]
+    resumed: tuple[Sample, ...] = ()
+    finished: tuple[Sample, ...] = ()
+    attempt: int = 0
+    first_step: int = 0
+    first_round: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RaceLimits:
+    """What a round needs and may spend.
+
+    Attributes:
+      num_groups: groups that the round yields (P0 prompts).
+      group_size: samples per group (R0).
+      num_responses: responses started per new prompt, `group_size` or more; the most that a prompt may have under way.
+      num_spare: groups under way beyond those still needed.
+      keep_unfinished: whether the tokens of those that lose are asked for.
+      score_when: see `ScoreWhen`.
+      dynamic_sampling: None: every complete group is good.
+      max_active: the most responses under way; 0: no limit.
+    """
+
+    num_groups: int
+    group_size: int
+    num_responses: int
+    num_spare: int = 0
+    keep_unfinished: bool = False
+    score_when: ScoreWhen = "sample"
+    dynamic_sampling: DynamicSampling | None = None
+    max_active: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_groups < 1 or self.group_size < 1:
+            raise ValueError(
+                f"a round needs prompts and responses: data.train_batch_size ({self.num_groups} prompts) and "
+                f"rollout.n ({self.group_size} samples per prompt) must be >= 1"
+            )
+        assert self.num_responses >= self.group_size
+        assert self.num_spare >= 0
+        assert not (self.keep_unfinished and self.num_responses > self.group_size), "a response too many has no place"
+        if self.max_active and self.max_active < self.num_responses:
+            raise ValueError(
+                f"rollout.max_active_requests ({self.max_active} samples) must hold one prompt's responses "
+                f"({self.num_responses} samples), or be 0 for no limit"
+            )
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                f"dynamic sampling needs groups of at least 2 samples, and rollout.n is {self.group_size}: the rewards "
+                "of a group of one are all equal, so every prompt would be left out"
+            )
+        if self.dynamic_sampling and self.is_race and self.score_when == "rollout":
+            raise ValueError(
+                "reward.score_when (rollout) must be 'sample' or 'group' where dynamic sampling meets "
+                "over-provisioning: which groups end the round follows from their rewards"
+            )
+
+    @property
+    def is_race(self) -> bool:
+        """Whether it matters who finishes first."""
+        return self.num_spare > 0 or self.num_responses > self.group_size
+
+
+@dataclass(slots=True, eq=False)
+class RacingGroup:
+    """A prompt under way: responses decoding (`live`), and those that count, in the order in which they ended."""
+
+    planned: PlannedGroup
+    live: dict[SampleKey, None]
+    kept: dict[SampleKey, Sample]
+
+
+class Race:
+    """The rule of one round.
+
+    Args:
+      limits: see there.
+      supply: the next group to launch; called only when there is room for it.
+      due: prompts whose groups must be in the batch: the round goes on until all of them are complete. They are the
+        first that `supply` gives, and at most `num_groups`.
+
+    Attributes, for whoever settles the round when it is over:
+      groups: all that were launched, in that order.
+      accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
+      filtered: groups left out by dynamic sampling, and how they leave.
+    """
+
+    def __init__(
+        self, limits: RaceLimits, supply: Callable[[], PlannedGroup], due: Collection[PromptKey] = frozenset()
+    ) -> None:
+        assert len(due) <= limits.num_groups
+        self.limits = limits
+        self.groups: dict[PromptKey, RacingGroup] = {}
+        self.accepted: list[PromptKey] = []
+        self.filtered: dict[PromptKey, Outcome] = {}
+        self.batch: list[PromptKey] = []
+        self._supply = supply
+        self._due = frozenset(due)
+        self._due_left = set(due)
+        self._unresolved: deque[PromptKey] = deque()  # complete, not judged yet
+        self._backlog: deque[Sample] = deque()  # ended, and to be dealt with when the awaited verdict is there
+        self._awaited: SampleKey | None = None
+        self._sent: dict[SampleKey, None] = {}  # for scoring, in that order
+        self._num_active = 0
+        self._stopped = False
+
+    @property
+    def unfinished(self) -> list[RacingGroup]:
+        """Groups that were launched, and are neither accepted nor filtered."""
+        gone = {*self.accepted, *self.filtered}
+        return [group for key, group in self.groups.items() if key not in gone]
+
+    # -- the rule ----------------------------------------------------------------------------------------------------
+
+    def start(self, ledger: RoundLedger) -> list[Command]:
+        return self._go_on(ledger)
+
+    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        if self._stopped:
+            self._keep_late(sample)
+            return []
+        self._backlog.append(sample)
+        return self._go_on(ledger)
+
+    def after_abort(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        return []
+
+    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
+        if self._stopped:
+            return []
+        if self._awaited == verdict.key:
+            self._awaited = None
+        return self._go_on(ledger)
+
+    def is_done(self, ledger: RoundLedger) -> bool:
+        return self._stopped and not ledger.aborting and not ledger.scoring
+
+    def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
+        return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, ledger: RoundLedger) -> list[Command]:
+        """Everything that follows now; one thing at a time, because each may end the round."""
+        commands: list[Command] = []
+        while not self._stopped and self._awaited is None:
+            if self._judge_next(ledger, commands):
+                continue
+            if self._awaited is not None:
+                break
+            if len(self.accepted) >= self.limits.num_groups and not self._due_left:
+                self._stop(ledger, commands)
+            elif self._has_room():
+                self._launch(commands)
+            elif self._backlog:
+                self._take(ledger, self._backlog.popleft(), commands)
+            elif not self._score_after_rollout(commands):
+                break
+        return commands
+
+    def _judge_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
+        """Accepts or filters the group that has been complete for longest, if it is time; False if nothing is."""
+        if not self._unresolved:
+            return False
+        group = self.groups[self._unresolved[0]]
+        if self.limits.dynamic_sampling is None:
+            self._accept(self._unresolved.popleft())
+            return True
+        if not self._must_judge(self.limits.dynamic_sampling) or not all(key in self._sent for key in group.kept):
+            return False
+        if not all(key in ledger.verdicts for key in group.kept):
+            # verdicts come in the order in which samples were sent
+            self._awaited = next(key for key in reversed(self._sent) if key in group.kept)
+            commands.append(AwaitVerdict(self._awaited))
+            return False
+        prompt_key = self._unresolved.popleft()
+        if len({ledger.verdicts[key].reward for key in group.kept}) > 1:
+            self._accept(prompt_key)
+        else:
+            failed = all(ledger.verdicts[key].status != "ok" for key in group.kept)
+            self.filtered[prompt_key] = "failed" if failed else "filtered"
+            self._due_left.discard(prompt_key)
+        return True
+
+    def _must_judge(self, sampling: DynamicSampling) -> bool:
+        could_end = len(self.accepted) + len(self._unresolved) >= self.limits.num_groups
+        return could_end or len(self._unresolved) > sampling.max_unscored_groups
+
+    def _accept(self, prompt_key: PromptKey) -> None:
+        self.accepted.append(prompt_key)
+        self._due_left.discard(prompt_key)
+
+    def _has_room(self) -> bool:
+        limits = self.limits
+        if len(self.groups) - len(self.filtered) >= limits.num_groups + limits.num_spare:
+            return False
+        return not limits.max_active or self._num_active + limits.num_responses <= limits.max_active
+
+    def _launch(self, commands: list[Command]) -> None:
+        self._refuse_endless()
+        planned = self._supply()
+        prompt_key = planned.prompt.key
+        assert prompt_key not in self.groups, f"{prompt_key} is in the round already"
+        assert len(planned.keys) <= self.limits.num_responses
+        finished = {sample.key: sample for sample in planned.finished}
+        self.groups[prompt_key] = RacingGroup(planned, dict.fromkeys(planned.keys), finished)
+        self._num_active += len(planned.keys)
+        commands.append(Launch(planned.prompt, planned.keys, planned.resumed, planned.finished))
+        if self.limits.score_when == "sample":
+            self._score(self.groups[prompt_key], commands)
+        self._end_group_if_complete(prompt_key, commands)
+
+    def _refuse_endless(self) -> None:
+        limits, sampling = self.limits, self.limits.dynamic_sampling
+        if sampling and len(self.groups) >= sampling.max_num_gen_batches * (limits.num_groups + limits.num_spare):
+            raise ValueError(
+                f"dynamic sampling: {len(self.groups)} prompts launched in one round, {len(self.filtered)} of them "
+                f"with rewards that are all equal, and {len(self.accepted)} of {limits.num_groups} groups found: the "
+                "problems are too easy or too hard for the model; algorithm.filter_groups.max_num_gen_batches "
+                f"({sampling.max_num_gen_batches}) is the limit"
+            )
+
+    def _take(self, ledger: RoundLedger, sample: Sample, commands: list[Command]) -> None:
+        """A response has ended."""
+        prompt_key = ledger.launched[sample.key].key
+        group = self.groups[prompt_key]
+        if sample.key not in group.live:
+            return  # it ended while a verdict was awaited, and its group was complete without it
+        del group.live[sample.key]
+        self._num_active -= 1
+        group.kept[sample.key] = sample
+        if self.limits.score_when == "sample":
+            self._score(group, commands)
+        if len(group.kept) == self.limits.group_size:
+            others = tuple(key for key in group.live if key not in ledger.finished)
+            self._num_active -= len(group.live)
+            group.live.clear()
+            if others:
+                commands.append(Abort(others))
+        self._end_group_if_complete(prompt_key, commands)
+
+    def _end_group_if_complete(self, prompt_key: PromptKey, commands: list[Command]) -> None:
+        group = self.groups[prompt_key]
+        if len(group.kept) < self.limits.group_size:
+            return
+        self._unresolved.append(prompt_key)
+        if self.limits.score_when == "group":
+            self._score(group, commands)
+
+    def _score(self, group: RacingGroup, commands: list[Command]) -> None:
+        """Sends what counts in a group, and has not been sent, for scoring."""
+        for key, sample in group.kept.items():
+            if key not in self._sent:
+                self._sent[key] = None
+                commands.append(Score(group.planned.prompt, sample))
+
+    def _score_after_rollout(self, commands: list[Command]) -> bool:
+        """Sends what waits for the end of the rollout, if that is now; whether there was anything."""
+        num_sent = len(self._sent)
+        if self.limits.score_when == "rollout" and not self._num_active:
+            for prompt_key in self._unresolved:
+                self._score(self.groups[prompt_key], commands)
+        return len(self._sent) > num_sent
+
+    def _stop(self, ledger: RoundLedger, commands: list[Command]) -> None:
+        """Enough groups are there: chooses the batch and ends everything else."""
+        self._stopped = True
+        ordered = sorted(self.accepted, key=lambda prompt_key: prompt_key not in self._due)  # stable
+        self.batch = ordered[: self.limits.num_groups]
+        live = tuple(key for group in self.groups.values() for key in group.live if key not in ledger.finished)
+        if live:
+            commands.append(Abort(live, keep=self.limits.keep_unfinished))
+        for sample in self._backlog:
+            self._keep_late(sample)
+        for prompt_key in self.batch:
+            self._score(self.groups[prompt_key], commands)
+        wanted = {key for prompt_key in self.batch for key in self.groups[prompt_key].kept}
+        unwanted = tuple(key for key in self._sent if key not in ledger.verdicts and key not in wanted)
+        if unwanted:
+            commands.append(CancelScore(unwanted))
+
+    def _keep_late(self, sample: Sample) -> None:
+        """A response ended after the round was decided. Without `keep_unfinished` it counts as aborted: whether it is
+        told as ended at all may depend on when a verdict came."""
+        if not self.limits.keep_unfinished:
+            return
+        group = self.groups[sample.key.epoch, sample.key.prompt_index]
+        if sample.key in group.live:
+            del group.live[sample.key]
+            group.kept[sample.key] = sample

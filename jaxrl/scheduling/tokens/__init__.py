@@ -1,0 +1,1 @@
+"""Token level: requests, plans, KV blocks, continuous batching, and the engine over an executor."""

@@ -1,0 +1,492 @@
+"""Continuous batching: who runs in the next plan, on which row, with which blocks.
+
+Purpose: `Batcher.schedule()` makes the next `Plan`, `Batcher.update(result)` takes in what an earlier one brought.
+
+Source: iteration-level scheduling (Orca, Yu et al. 2022), preemption by recomputation as in vLLM (Kwon et al. 2023),
+chunked prefill (Sarathi-Serve, Agrawal et al. 2024); nano-vllm's scheduler for the shape. Design §3 and §6.
+
+Departures: the device is one plan ahead, so a plan is made while its predecessor's outcome is unknown. Three rules
+follow from that.
+
+- A row gets blocks for everything that the plans in flight and the new one may write, never for more than prompt +
+  max_tokens; and a request is let in only if every running row could be given the blocks of one plan more.
+- What a request gives back (stopped, aborted, preempted) is reused at once, in the very next plan. That is safe because
+  plans run in order: a plan in flight may still write to the blocks it names, but the next owner's prefill comes later
+  and writes every position before anyone reads it; a slot's state is overwritten by the next owner's last chunk, and
+  until then no plan names the slot, so it does not advance.
+- Tokens that arrive late belong to a preempted request (it may turn out finished) but no longer to an aborted one. So a
+  request is not let in while a plan in flight names its id: what it runs again must include those tokens.
+
+Prefill goes first: while prompts that have a row, or could have one, wait for prefill budget, a plan decodes nothing. A
+decode step costs nearly the same for few rows as for many, so rows that advance while others are still empty only make
+more steps. Decode cannot starve: every row that is filled ends a part of the wait, and once all are full only decode
+empties one.
+
+Fairness: requests are served in the order of arrival. The youngest request of a dp group is preempted when its pool
+runs dry, and the preempted come first when there is room again, so the oldest always advances: no livelock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from jaxrl.scheduling.tokens.blocks import BlockManager
+from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Seat
+from jaxrl.scheduling.tokens.progress import (
+    Admitted,
+    Completed,
+    Counters,
+    Ended,
+    Preempted,
+    Progress,
+    StopCheck,
+    TraceEvent,
+    finish_reason,
+)
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherConfig:
+    """Options of continuous batching.
+
+    Attributes:
+      decode_steps: the most decode steps of one plan (`rollout.decode_steps`).
+      leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
+      max_model_len: the longest prompt + response that the model takes; None for no limit of its own.
+    """
+
+    decode_steps: int = 16
+    leave_after: int = 1
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.decode_steps < 1 or self.leave_after < 1:
+            raise ValueError(
+                f"rollout.decode_steps ({self.decode_steps}) and rollout.leave_after ({self.leave_after}) must be >= 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A request in a plan in flight; its slot then, for it may have moved since."""
+
+    progress: Progress
+    dp_group: int
+    slot: int
+    max_new: int  # the most tokens that the plan can bring it
+    ends_prefill: bool
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: list[int]  # prefill tokens left, per dp group
+    headroom: list[int]  # blocks that the rows of each dp group may want in the next plan
+    room: list[int] = field(default_factory=list)  # how much each dp group has, while requests are let in
+    closed: set[int] = field(default_factory=set)  # dp groups that let nobody in
+    lacks_budget: bool = False  # somebody's prefill waits for the next plan
+    prefill: list[PrefillChunk] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)
+
+    def put_off_decode(self) -> None:
+        """Leaves prefill only."""
+        assert self.prefill, "who lacks prefill budget leaves it to somebody"
+        self.decode = []
+        prefilled = {chunk.request.request_id for chunk in self.prefill}
+        self.named = [
+            replace(named, max_new=int(named.ends_prefill))
+            for named in self.named
+            if named.progress.request.request_id in prefilled
+        ]
+
+
+class Batcher:
+    """Continuous batching over the dp groups of one worker."""
+
+    def __init__(
+        self, config: BatcherConfig, capacity: Capacity, trace: Callable[[TraceEvent], None] | None = None
+    ) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.counters = Counters()
+        self.trace = trace
+        self.blocks = BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)
+        self.next_index = 0
+        self._arrivals = 0
+        self._requests: dict[int, Progress] = {}  # everything live, by request id, in the order of arrival
+        self._preempted: list[Progress] = []  # sorted by arrival
+        self._waiting: dict[int, Progress] = {}  # never yet on the device
+        self._running: list[Progress] = []  # sorted by arrival
+        self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]  # heaps
+        self._flights: deque[tuple[int, list[Named], bool]] = deque()  # the bool: all steps will be taken
+        self._in_flight: Counter[int] = Counter()  # request id -> plans in flight that name it
+        self._share_prompts: dict[object, tuple[tuple[int, ...], int]] = {}  # share -> (prompt, live requests)
+
+    # Requests in and out
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to run and nothing in flight."""
+        return not self._requests and not self._flights
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def live(self) -> tuple[int, ...]:
+        """Ids of all unfinished requests, in the order of arrival."""
+        return tuple(self._requests)
+
+    def progress(self, request_id: int) -> Progress:
+        """A live request's state, to read."""
+        return self._requests[request_id]
+
+    def add(self, request: Request) -> None:
+        """Lets a request wait, behind all others. Raises ValueError if it is malformed or can never run."""
+        self.check(request)
+        progress = Progress(request, self._arrivals)
+        self._arrivals += 1
+        self._requests[request.request_id] = self._waiting[request.request_id] = progress
+        if request.share is not None:
+            prompt, count = self._share_prompts.get(request.share, (request.prompt_ids, 0))
+            self._share_prompts[request.share] = (prompt, count + 1)
+
+    def abort(self, request_ids: Iterable[int]) -> list[Progress]:
+        """Ends live requests where they are; tokens still in flight for them are dropped."""
+        ids = list(request_ids)
+        unknown = sorted(set(ids) - self._requests.keys())
+        if unknown or len(set(ids)) < len(ids):
+            raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
+        ended = [self._requests[i] for i in ids]
+        for progress in ended:
+            self._end(progress)
+        return ended
+
+    # Planning
+
+    def schedule(self) -> Plan | None:
+        """The next plan; None if no row can do anything before a plan in flight is collected."""
+        groups = self.capacity.num_groups
+        draft = _Draft(budget=[self.capacity.max_prefill_tokens] * groups, headroom=[0] * groups)
+        for progress in list(self._running):  # oldest first, so that only who has no place in the draft is preempted
+            if progress.slot >= 0:
+                self._continue(draft, progress)
+        is_short = self._admit(draft)
+        if not draft.named:
+            assert self._flights or not self._requests, "requests wait, nothing runs, and none can be admitted"
+            return None
+        if draft.lacks_budget:
+            draft.put_off_decode()
+        plan = Plan(
+            index=self.next_index,
+            prefill=tuple(draft.prefill),
+            decode=tuple(sorted(draft.decode, key=lambda row: (row.dp_group, row.slot))),
+            num_steps=self.config.decode_steps if draft.decode else 0,
+            leave_after=self.config.leave_after if is_short else UNLIMITED,
+        )
+        for entry in draft.named:
+            entry.progress.pending += entry.max_new
+            self._in_flight[entry.progress.request.request_id] += 1
+        named = sorted(draft.named, key=lambda named: (named.dp_group, named.slot))
+        self._flights.append((plan.index, named, plan.leave_after == UNLIMITED))
+        self.next_index += 1
+        return plan
+
+    def _continue(self, draft: _Draft, progress: Progress) -> None:
+        """Gives a running request its place in the plan, preempting younger ones for its blocks."""
+        group, left = progress.group, len(progress.prefix) - progress.prefilled
+        num_chunk = min(left, draft.budget[group])
+        if not left and self._reaches_its_limit(progress):
+            return
+        draft.lacks_budget |= num_chunk < left
+        if num_chunk < left:  # all blocks of its prefill were allocated when it was admitted
+            self._name(draft, progress, num_chunk, grows_from=len(progress.prefix))
+            return
+        written = len(progress.prefix) if left else progress.num_written
+        need = min(written + self.config.decode_steps, progress.limit)
+        while not self.blocks.extend(progress.request.request_id, need):
+            youngest = next(p for p in reversed(self._running) if p.group == group)
+            self._preempt(youngest)
+            draft.closed.add(group)  # a request let in now would be the next to be preempted
+            if youngest is progress:
+                return
+        self._name(draft, progress, num_chunk, grows_from=need)
+
+    def _reaches_its_limit(self, progress: Progress) -> bool:
+        """Whether the plans in flight take a decoding request to its last token, if nothing stops it before."""
+        return progress.num_written + 1 >= progress.limit and all(whole for _, _, whole in self._flights)
+
+    def _name(self, draft: _Draft, progress: Progress, num_chunk: int, grows_from: int) -> None:
+        """Writes a request into the draft: `num_chunk` tokens of prefill, and a decode row once that is complete."""
+        request, group, start = progress.request, progress.group, progress.prefilled
+        table = self.blocks.table(request.request_id)
+        grown = min(grows_from + self.config.decode_steps, progress.limit)
+        draft.headroom[group] += max(self.blocks.blocks_for(grown) - len(table), 0)
+        progress.prefilled += num_chunk
+        is_decoding = progress.prefilled == len(progress.prefix)
+        if num_chunk:
+            tokens = progress.prefix[start : progress.prefilled]
+            kept = len(progress.prefix) - len(request.prompt_ids)
+            draft.prefill.append(
+                PrefillChunk(request, group, progress.slot, tokens, start, table, is_decoding, num_generated=kept)
+            )
+            draft.budget[group] -= num_chunk
+            self.counters.prefill_tokens += num_chunk
+            self.blocks.publish(request.request_id, progress.prefilled)
+        if is_decoding:
+            draft.decode.append(DecodeRow(request.request_id, group, progress.slot, table))
+        if num_chunk or is_decoding:
+            ends_prefill = is_decoding and num_chunk > 0
+            max_new = self.config.decode_steps * is_decoding + ends_prefill
+            draft.named.append(Named(progress, group, progress.slot, max_new, ends_prefill))
+
+    def _admit(self, draft: _Draft) -> bool:
+        """Gives free rows to waiting requests; says whether one is left out for want of a slot or of blocks."""
+        admitted: list[Progress] = []
+        everywhere = set(range(self.capacity.num_groups))
+        if self.num_waiting:
+            draft.room = [self._room(group) for group in range(self.capacity.num_groups)]
+        for progress in self._queue():
+            if draft.closed == everywhere:
+                break
+            if not any(draft.budget[g] for g in everywhere - draft.closed):
+                draft.lacks_budget |= bool(self._with_room(draft, progress, everywhere))
+                break
+            if self._in_flight[progress.request.request_id]:
+                continue
+            group = self._choose_group(draft, progress)
+            if group is not None:
+                self._start(draft, progress, group)
+                draft.room[group] = self._room(group)
+                admitted.append(progress)
+        for progress in admitted:
+            if self._waiting.pop(progress.request.request_id, None) is None:
+                self._preempted.remove(progress)
+        return self.num_waiting > 0 and bool(draft.closed or not any(self._free_slots))
+
+    def _choose_group(self, draft: _Draft, progress: Progress) -> int | None:
+        """The dp group to admit a request to, or None if it must wait.
+
+        Where its prompt's blocks are, if there is room; else the one with most room: running the prompt once more
+        costs less than waiting for a row. If no group has room all are closed, so that nobody behind it takes what it
+        waits for. For want of prefill budget it waits alone: the next plan has some.
+        """
+        request = progress.request
+        home: tuple[int, ...] = ()
+        if self.blocks.num_shareable(len(request.prompt_ids)):
+            home = self.blocks.groups_holding(request.share)
+        everywhere = range(self.capacity.num_groups)
+        candidates = self._with_room(draft, progress, home) or self._with_room(draft, progress, everywhere)
+        if not candidates:
+            draft.closed.update(range(self.capacity.num_groups))
+            return None
+        with_budget = [g for g in candidates if draft.budget[g]]
+        draft.lacks_budget |= not with_budget
+        return max(with_budget, key=draft.room.__getitem__) if with_budget else None  # the first of equals
+
+    def _with_room(self, draft: _Draft, progress: Progress, groups: Iterable[int]) -> list[int]:
+        """Those of open dp groups in which a request can start, grow by two plans, and leave the running rows the
+        blocks of one more."""
+        request = progress.request
+        num_prompt = len(request.prompt_ids)
+        num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
+        wanted = self.blocks.blocks_for(min(num_grown, progress.limit))
+        holding = self.blocks.groups_holding(request.share)
+        with_room = []
+        for group in groups:
+            if group not in draft.closed and self._free_slots[group]:
+                there = self.blocks.num_published(group, request.share, num_prompt) if group in holding else 0
+                if wanted - there + draft.headroom[group] <= self.blocks.num_free(group):
+                    with_room.append(group)
+        return with_room
+
+    def _room(self, group: int) -> int:
+        """How much room a dp group has: the scarcer of slots and blocks, as a part of what there is."""
+        slots, blocks = len(self._free_slots[group]), self.blocks.num_free(group)
+        return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
+
+    def _start(self, draft: _Draft, progress: Progress, group: int) -> None:
+        """Gives a waiting request a row and its first chunk."""
+        request = progress.request
+        progress.prefix = (*request.prompt_ids, *progress.tokens)
+        progress.group, progress.slot = group, heapq.heappop(self._free_slots[group])
+        prompt_len = len(request.prompt_ids)
+        num_shared = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
+        num_chunk = min(len(progress.prefix) - num_shared, draft.budget[group])
+        draft.lacks_budget |= num_shared + num_chunk < len(progress.prefix)
+        need = len(progress.prefix)
+        if num_shared + num_chunk == need:
+            need = min(need + self.config.decode_steps, progress.limit)
+        shared = self.blocks.allocate(request.request_id, group, need, request.share, prompt_len)
+        assert shared == num_shared, "admitted without room"
+        progress.prefilled = num_shared
+        insort(self._running, progress, key=_by_arrival)
+        self.counters.admissions += 1
+        self.counters.shared_tokens += num_shared
+        if self.trace is not None:
+            self.trace(Admitted(self.next_index, request.key, group, progress.slot, num_shared))
+        self._name(draft, progress, num_chunk, grows_from=need)
+
+    def _preempt(self, progress: Progress) -> None:
+        """Takes a running request's row; it waits, with its tokens, in front of those that never ran."""
+        self.counters.preemptions += 1
+        if self.trace is not None:
+            self.trace(Preempted(self.next_index, progress.request.key, progress.group, progress.slot))
+        self._release(progress)
+        insort(self._preempted, progress, key=_by_arrival)
+
+    # Results
+
+    def update(self, result: PlanResult, stop_check: StopCheck | None = None) -> list[Ended]:
+        """Takes in a plan's outcome; returns who ended, by (dp group, slot)."""
+        index, flight, _ = self._flights.popleft()
+        assert index == result.index, f"plan {index} is due, and the result is of plan {result.index}"
+        self.counters.plans += 1
+        self.counters.steps += result.num_steps
+        self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
+        ended: list[Ended] = []
+        for named in flight:
+            progress, request_id = named.progress, named.progress.request.request_id
+            progress.pending -= named.max_new
+            self._in_flight[request_id] -= 1
+            if not self._in_flight[request_id]:
+                del self._in_flight[request_id]
+            row = result.rows.get(request_id)
+            if row is None or not len(row.token_ids):
+                continue
+            assert len(row.token_ids) <= named.max_new, f"plan {index}, request {request_id}: more tokens than asked"
+            self.counters.busy_row_steps += len(row.token_ids) - named.ends_prefill
+            if progress.ended:
+                self.counters.dropped_tokens += len(row.token_ids)
+                continue
+            progress.append(row, result.policy_version)
+            reason = finish_reason(progress, row, stop_check)
+            if reason is not None:
+                ended.append(Ended(progress, reason, index, named.dp_group, named.slot))
+                self._end(progress)
+                if self.trace is not None:
+                    key, length = progress.request.key, progress.num_tokens
+                    self.trace(Completed(index, key, named.dp_group, named.slot, length, reason))
+        return ended
+
+    # Another layout
+
+    def running(self) -> tuple[Progress, ...]:
+        """Who has a row, in the order of arrival: to read."""
+        return tuple(self._running)
+
+    def reseat(self, capacity: Capacity, blocks: BlockManager, seats: Mapping[int, Seat]) -> None:
+        """Goes on with other pools (`jaxrl.scheduling.layouts.relayout`); no plan may be in flight.
+
+        Args:
+          capacity, blocks: of the new layout; `blocks` holds what `seats` name.
+          seats: by request id, where requests that keep their KV are from now on. Whoever else had a row waits, tokens
+            kept, in front of those that never ran.
+        """
+        assert not self._flights, "a layout changes while plans are in flight"
+        self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]
+        for progress in list(self._running):
+            seat = seats.get(progress.request.request_id)
+            if seat is None:
+                self._running.remove(progress)
+                progress.group = progress.slot = -1
+                progress.prefix, progress.prefilled = (), 0
+                insort(self._preempted, progress, key=_by_arrival)
+            else:
+                progress.group, progress.slot = seat.dp_group, seat.slot
+                progress.prefilled = min(seat.num_written, len(progress.prefix))
+                self._free_slots[seat.dp_group].remove(seat.slot)  # sorted, and so a heap still
+        assert seats.keys() == {progress.request.request_id for progress in self._running}
+        self.capacity, self.blocks = capacity, blocks
+
+    def seat(self, seats: Mapping[int, Seat]) -> None:
+        """Gives waiting requests rows; their blocks are allocated, and hold what their seats say."""
+        for request_id, seat in seats.items():
+            progress = self._waiting.pop(request_id)
+            tokens = (*progress.request.prompt_ids, *progress.tokens)
+            progress.prefix = tokens[:-1] if seat.decodes else tokens
+            progress.group, progress.slot, progress.prefilled = seat.dp_group, seat.slot, seat.num_written
+            self._free_slots[seat.dp_group].remove(seat.slot)
+            heapq.heapify(self._free_slots[seat.dp_group])
+            insort(self._running, progress, key=_by_arrival)
+
+    def free_slots(self, group: int) -> tuple[int, ...]:
+        """Slots of a dp group that nobody has, ascending."""
+        return tuple(sorted(self._free_slots[group]))
+
+    # Bookkeeping
+
+    def _queue(self) -> Iterator[Progress]:
+        return chain(self._preempted, self._waiting.values())
+
+    def _release(self, progress: Progress) -> None:
+        """Gives back a row and its blocks."""
+        self.blocks.free(progress.request.request_id)
+        heapq.heappush(self._free_slots[progress.group], progress.slot)
+        self._running.remove(progress)
+        progress.group = progress.slot = -1
+        progress.prefix, progress.prefilled = (), 0
+
+    def _end(self, progress: Progress) -> None:
+        """Forgets a request, wherever it is."""
+        request = progress.request
+        progress.ended = True
+        del self._requests[request.request_id]
+        if progress.slot >= 0:
+            self._release(progress)
+        elif self._waiting.pop(request.request_id, None) is None:
+            self._preempted.remove(progress)
+        if request.share is not None:
+            prompt, count = self._share_prompts.pop(request.share)
+            if count > 1:
+                self._share_prompts[request.share] = (prompt, count - 1)
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that is malformed or can never run."""
+        who = f"request {request.request_id} ({request.key})"
+        num_prompt, num_max, kept = len(request.prompt_ids), request.params.max_tokens, len(request.generated)
+        if request.request_id in self._requests:
+            raise ValueError(f"{who}: a request with this id is live")
+        if not num_prompt:
+            raise ValueError(f"{who}: the prompt must have at least one token")
+        recorded = (
+            request.generated_sampled_logprobs,
+            request.generated_rollout_logprobs,
+            request.generated_versions,
+        )
+        if any(len(values) != kept for values in recorded):
+            raise ValueError(f"{who}: kept tokens ({kept}) need as many log-probabilities and versions")
+        if kept >= num_max or (kept and request.generated[-1] in request.params.stop_token_ids):
+            raise ValueError(f"{who}: finished already: {kept} kept tokens, max_tokens {num_max}")
+        if self._share_prompts.get(request.share, (request.prompt_ids,))[0] != request.prompt_ids:
+            raise ValueError(f"{who}: `share` {request.share!r} is in use with another prompt")
+        length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
+        if self.config.max_model_len is not None and num_prompt + num_max > self.config.max_model_len:
+            raise ValueError(
+                f"{who}: {length} exceeds rollout.max_model_len ({self.config.max_model_len}): lower "
+                "data.max_prompt_length or data.max_response_length"
+            )
+        need = self.blocks.blocks_for(num_prompt + num_max)
+        if need > self.blocks.capacity:
+            raise ValueError(
+                f"{who}: {length} takes {need} blocks of {self.capacity.block_size} positions, and a pool has "
+                f"{self.blocks.capacity}: raise rollout.num_blocks ({self.capacity.num_blocks}), or lower "
+                "data.max_prompt_length or data.max_response_length"
+            )
+
+
+def _by_arrival(progress: Progress) -> int:
+    return progress.arrival

@@ -1,0 +1,204 @@
+"""Paged KV accounting: which blocks of which pool a request holds, and which of them it shares.
+
+Purpose: every dp group has a pool of `num_blocks` blocks of `block_size` positions; a request holds a list of blocks,
+its table. Requests with the same `share` key have the same prompt, so the full blocks of that prompt are held once per
+dp group and counted.
+
+Source: paged attention as in vLLM (Kwon et al. 2023) and prefix caching as in nano-vllm's block manager.
+
+Departures: sharing goes by an explicit key, not by hashes of token blocks: samples of one prompt are the case that
+matters here, and it needs no table of hashes. Only full blocks of the prompt are shared, and at most those in front of
+its last token, because one token at least must be run to get logits; so a shared block is never written again and
+copy-on-write never happens. Nothing outlives its last holder: there is no cache of free blocks.
+
+A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
+Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
+published block may be named in the same plan, and nobody ever waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one request holds."""
+
+    group: int
+    blocks: list[int]
+    share: object | None
+    num_shareable: int  # leading blocks that may be shared
+    is_publisher: bool  # its leading blocks are the published ones, as far as those go
+    table: tuple[int, ...] | None = None  # of `blocks`, until they change: every plan names it
+
+
+class BlockManager:
+    """The pools of all dp groups.
+
+    Example::
+
+        blocks = BlockManager(num_groups=1, num_blocks=9, block_size=4)
+        blocks.allocate(1, group=0, num_tokens=10, share="p", prompt_len=9)  # 0 tokens are there already
+        blocks.publish(1, num_tokens=9)  # the chunk that writes the prompt is in a plan
+        blocks.allocate(2, group=0, num_tokens=10, share="p", prompt_len=9)  # 8 tokens are: two full blocks
+        blocks.extend(2, num_tokens=13)  # True: one block more
+        blocks.free(1)
+    """
+
+    def __init__(self, num_groups: int, num_blocks: int, block_size: int) -> None:
+        if num_groups < 1 or block_size < 1 or num_blocks < 2:
+            raise ValueError(
+                f"BlockManager: num_groups ({num_groups}) and block_size ({block_size}) must be >= 1, and num_blocks "
+                f"({num_blocks}) >= 2, because block {TRASH_BLOCK} belongs to nobody (rollout.num_blocks)"
+            )
+        self.num_groups = num_groups
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Popped from the end: the lowest numbers go first, and what was freed last is used next.
+        self._free = [[b for b in range(num_blocks - 1, -1, -1) if b != TRASH_BLOCK] for _ in range(num_groups)]
+        self._references = [[0] * num_blocks for _ in range(num_groups)]
+        self._holdings: dict[int, _Holding] = {}
+        self._published: dict[tuple[int, object], list[int]] = {}
+        self._holders: dict[object, Counter[int]] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of one pool that requests can hold."""
+        return self.num_blocks - 1
+
+    def num_free(self, group: int) -> int:
+        return len(self._free[group])
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` positions take."""
+        return -(-num_tokens // self.block_size)
+
+    def table(self, request_id: int) -> tuple[int, ...]:
+        """The blocks of a request, in the order of its positions."""
+        holding = self._holdings[request_id]
+        if holding.table is None:
+            holding.table = tuple(holding.blocks)
+        return holding.table
+
+    def num_held(self, request_id: int) -> int:
+        return len(self._holdings[request_id].blocks)
+
+    def num_shareable(self, prompt_len: int) -> int:
+        """Full blocks in front of a prompt's last token."""
+        return max(prompt_len - 1, 0) // self.block_size
+
+    def groups_holding(self, share: object | None) -> tuple[int, ...]:
+        """The dp groups in which requests with this `share` hold blocks, in ascending order."""
+        return () if share is None else tuple(sorted(self._holders.get(share, ())))
+
+    def num_published(self, group: int, share: object | None, prompt_len: int) -> int:
+        """Blocks that a request with this `share` would find ready in `group`."""
+        published = None if share is None else self._published.get((group, share))
+        return min(len(published), self.num_shareable(prompt_len)) if published else 0
+
+    def allocate(
+        self, request_id: int, group: int, num_tokens: int, share: object | None = None, prompt_len: int = 0
+    ) -> int | None:
+        """Gives a request blocks for its first `num_tokens` positions.
+
+        Returns how many of its leading tokens are in shared blocks, so need no prefill; None if the pool has too few
+        blocks (then nothing has changed).
+        """
+        assert request_id not in self._holdings, f"request {request_id} holds blocks already"
+        assert num_tokens >= prompt_len, (num_tokens, prompt_len)
+        num_shared = self.num_published(group, share, prompt_len)
+        num_new = self.blocks_for(num_tokens) - num_shared
+        if num_new > self.num_free(group):
+            return None
+        shared = self._published[group, share][:num_shared] if num_shared else []
+        holding = _Holding(group, [*shared], share, self.num_shareable(prompt_len) if share is not None else 0, True)
+        for block in shared:
+            self._references[group][block] += 1
+        self._take(holding, num_new)
+        self._holdings[request_id] = holding
+        if share is not None:
+            self._holders.setdefault(share, Counter())[group] += 1
+        return num_shared * self.block_size
+
+    def extend(self, request_id: int, num_tokens: int) -> bool:
+        """Lets a request's table cover `num_tokens` positions; False if the pool runs dry (nothing has changed)."""
+        holding = self._holdings[request_id]
+        num_new = self.blocks_for(num_tokens) - len(holding.blocks)
+        if num_new > self.num_free(holding.group):
+            return False
+        self._take(holding, max(num_new, 0))
+        return True
+
+    def publish(self, request_id: int, num_tokens: int) -> None:
+        """Says that chunks writing the first `num_tokens` positions of a request are in plans."""
+        holding = self._holdings[request_id]
+        num_full = min(num_tokens // self.block_size, holding.num_shareable)
+        if not num_full or not holding.is_publisher:
+            return
+        published = self._published.setdefault((holding.group, holding.share), [])
+        # Whoever holds a published block holds all published ones before it, so that the list shrinks from its end
+        # only. A request that started its own copy before another one published must therefore stay silent.
+        if holding.blocks[: len(published)] != published[: len(holding.blocks)]:
+            holding.is_publisher = False
+            return
+        published.extend(holding.blocks[len(published) : num_full])
+
+    def free(self, request_id: int) -> None:
+        """Returns a request's blocks; those that others share stay."""
+        holding = self._holdings.pop(request_id)
+        references, free = self._references[holding.group], self._free[holding.group]
+        for block in reversed(holding.blocks):
+            references[block] -= 1
+            if references[block] == 0:
+                free.append(block)
+        if holding.share is None:
+            return
+        published = self._published.get((holding.group, holding.share), [])
+        while published and references[published[-1]] == 0:
+            published.pop()
+        if not published:
+            self._published.pop((holding.group, holding.share), None)
+        holders = self._holders[holding.share]
+        holders[holding.group] -= 1
+        if not holders[holding.group]:
+            del holders[holding.group]
+        if not holders:
+            del self._holders[holding.share]
+
+    def check(self) -> None:
+        """Asserts the invariants: every block is free or held, counts are right, only prompt blocks are shared."""
+        for group in range(self.num_groups):
+            held: Counter[int] = Counter()
+            owners: dict[int, set[tuple[object, int]]] = {}
+            for request_id, holding in self._holdings.items():
+                if holding.group != group:
+                    continue
+                assert len(set(holding.blocks)) == len(holding.blocks), f"request {request_id} names a block twice"
+                held.update(holding.blocks)
+                for i, block in enumerate(holding.blocks):
+                    shared = holding.share is not None and i < holding.num_shareable
+                    owners.setdefault(block, set()).add((holding.share if shared else ("own", request_id), i))
+            free = self._free[group]
+            assert TRASH_BLOCK not in {*held, *free}, "somebody got the block that belongs to nobody"
+            assert len({*held, *free}) == len(held) + len(free), "a block is free and held, or free twice"
+            assert len(free) + len(held) == self.capacity, "a block is lost"
+            assert all(self._references[group][block] == held[block] for block in range(self.num_blocks))
+            assert all(len(owner) == 1 for owner in owners.values()), "unrelated requests hold the same block"
+        for (group, _), published in self._published.items():
+            assert published, "an empty entry stayed"
+            assert all(self._references[group][block] for block in published), "a free block is published"
+
+    def _take(self, holding: _Holding, count: int) -> None:
+        if not count:
+            return
+        holding.table = None
+        free, references = self._free[holding.group], self._references[holding.group]
+        for _ in range(count):
+            block = free.pop()
+            assert references[block] == 0
+            references[block] = 1
+            holding.blocks.append(block)

@@ -1,0 +1,301 @@
+"""The engine: schedule, submit, collect the plan before, update. The device is always one plan ahead of the host.
+
+Purpose: requests in, finished samples out, over any `Executor`: the model on a mesh or a simulation. Design §3.
+
+Source: nano-vllm's `LLMEngine.step`; the overlap of host and device as in mini-sglang's overlap scheduler.
+
+Departures: requests can be aborted with their tokens and added again with them (`resume`), which partial rollout and
+tail batching rest on; finished ones come in logical order (dispatch, dp group, slot), never in the order of a clock.
+
+Example::
+
+    engine = Engine(executor, BatcherConfig(decode_steps=16))
+    samples = engine.generate(requests)  # in the order of the requests
+
+    engine.add(request)
+    while not engine.is_idle:
+        for finished in engine.step():
+            print(finished.sample)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Switched, SwitchFailed, empty_pools, plan_relayout
+from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.progress import Counters, Ended, PlanTimes, StopCheck, TraceEvent
+from jaxrl.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A response that ended by itself: its sample, and where and when (in logical time) it ended."""
+
+    request_id: int
+    sample: Sample
+    dispatch: int
+    dp_group: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A plan in flight, as `PlanTimes` will tell of it."""
+
+    index: int
+    prefill_tokens: int
+    batch: int
+    tokens: int  # when it was made
+    was_queued: bool
+
+    def times(self, result: PlanResult) -> PlanTimes:
+        context = self.tokens + self.batch * result.num_steps / 2
+        steps, duration_s = result.num_steps, result.duration_s
+        return PlanTimes(self.index, steps, duration_s, self.prefill_tokens, self.batch, context, self.was_queued)
+
+
+class Engine:
+    """One worker: an executor, and the batcher that keeps it busy.
+
+    Args:
+      executor: runs plans; its sizes are those of the batcher.
+      config: options of continuous batching.
+      stop_check: `(request, response tokens) -> how many to keep, or None`: looks for stop strings on the host; called
+        only for requests that have some, whenever they gained tokens.
+      trace: called with every admission, preemption and completion, in order (`list.append` records them).
+      batcher: another class that decides the same, faster on some executors (`jaxrl.sim.lockstep`).
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: BatcherConfig,
+        stop_check: StopCheck | None = None,
+        trace: Callable[[TraceEvent], None] | None = None,
+        batcher: type[Batcher] = Batcher,
+    ) -> None:
+        self.executor = executor
+        self.stop_check = stop_check
+        self.batcher = batcher(config, _capacity(executor), trace)
+        self.duration_s = 0.0  # what the plans collected so far took, by the executor's account
+        self.watch: Callable[[PlanTimes], None] | None = None  # told of every plan that was collected
+        self._tickets: deque[Ticket] = deque()
+        self._loads: deque[_Load] = deque()  # of the same plans, where somebody watches
+        self._untold: list[Finished] = []  # who ended while a switch waited for the plans in flight
+
+    @property
+    def counters(self) -> Counters:
+        return self.batcher.counters
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is unfinished, no plan in flight, and nobody's end untold."""
+        return self.batcher.is_idle and not self._untold
+
+    def unfinished(self) -> tuple[int, ...]:
+        """Ids of the requests that are waiting or running, in the order in which they were added."""
+        return self.batcher.live()
+
+    def add(self, request: Request) -> None:
+        """Takes a request; it waits behind those added before. Raises ValueError if it can never run."""
+        if request.params.stop_strings and self.stop_check is None:
+            raise ValueError(
+                f"request {request.request_id} ({request.key}): stop_strings {request.params.stop_strings} need an "
+                "engine with a stop_check, which takes a tokenizer"
+            )
+        self.executor.check(request)
+        self.batcher.add(request)
+
+    def abort(self, request_ids: Iterable[int]) -> list[Sample]:
+        """Ends requests where they are and returns what they have, in the order of the ids.
+
+        Tokens of plans in flight are lost; `drain` first to keep them. `resume` makes a request of such a sample.
+        Raises ValueError, with nothing changed, if an id is not live.
+        """
+        return [progress.sample("abort") for progress in self.batcher.abort(request_ids)]
+
+    def step(self) -> list[Finished]:
+        """Submits the next plan, collects the one before, and returns who finished in that one."""
+        plan = self.batcher.schedule()
+        if plan is not None:
+            if self.watch is not None:
+                self._loads.append(self._load(plan))
+            self._tickets.append(self.executor.submit(plan))
+        num_ahead = 0 if plan is None else 1
+        finished = self._take_untold()
+        return finished + (self._collect() if len(self._tickets) > num_ahead else [])
+
+    def drain(self) -> list[Finished]:
+        """Collects everything in flight without a new plan: afterwards the host knows all that the device does."""
+        finished = self._take_untold()
+        while self._tickets:
+            finished.extend(self._collect())
+        return finished
+
+    def recompute(self) -> None:
+        """Takes every row's KV for lost: all requests wait, tokens kept, and are prefilled anew."""
+        self.settle()
+        self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher.capacity), {})
+
+    def follow_executor(self) -> None:
+        """Takes up the layout that the executor was given while nothing was on the device.
+
+        Raises ValueError if the engine is not idle: live requests change layout by `switch`.
+        """
+        if not self.is_idle:
+            raise ValueError(
+                f"the executor has changed its layout by itself, and {len(self.unfinished())} requests are unfinished: "
+                "use Engine.switch"
+            )
+        capacity = _capacity(self.executor)
+        self.batcher.reseat(capacity, empty_pools(capacity), {})
+
+    def settle(self) -> None:
+        """Like `drain`, but who ended is told by the next `step` or `drain`."""
+        self._untold = self.drain()
+
+    def switch(self, tp: int, by: How = "migrate") -> Switched:
+        """Goes on with another tensor-parallel degree, in the middle of a batch.
+
+        Plans in flight are collected first; who ended in them is told by the next `step` or `drain`. No request is
+        lost, none starts anew, and no token changes.
+
+        Args:
+          tp: one of the executor's degrees, another than the one in use.
+          by: how the KV of live requests gets there; those that do not fit wait and are recomputed either way.
+
+        Raises:
+          ValueError: before anything moves, for a layout that cannot be; the old one goes on.
+          SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine goes on in the old
+            layout and recomputes every request; otherwise the executor needs weights first.
+        """
+        executor = self.executor
+        if not isinstance(executor, LayoutExecutor):
+            raise ValueError(f"switch to tp {tp}: {type(executor).__name__} cannot change its layout")
+        if tp == executor.tp:
+            raise ValueError(f"switch to tp {tp}: that is the layout in use")
+        if by not in get_args(How):
+            raise ValueError(f"switch to tp {tp}: by={by!r} must be one of {', '.join(get_args(How))}")
+        capacity = executor.capacity(tp)
+        self.settle()
+        move = plan_relayout(self.batcher, executor.tp, tp, capacity, by)
+        try:
+            times = executor.switch(move)
+        except SwitchFailed:
+            self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher.capacity), {})
+            raise
+        move.apply(self.batcher)
+        return Switched(
+            from_tp=move.from_tp,
+            to_tp=tp,
+            how=by,
+            num_live=move.num_live,
+            num_tokens=move.num_tokens,
+            num_moved=move.num_moved,
+            num_evicted=len(move.evicted),
+            times=times,
+        )
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        """Runs requests to their ends; returns samples in the order of the requests. The engine must be idle."""
+        self._add_all(requests)
+        samples: dict[int, Sample] = {}
+        while not self.is_idle:
+            samples.update((finished.request_id, finished.sample) for finished in self.step())
+        return [samples[request.request_id] for request in requests]
+
+    def stream(self, requests: Sequence[Request]) -> Generator[Sample]:
+        """Adds requests to an idle engine; the iterator runs them and yields samples as they finish.
+
+        Whoever stops listening (`close`) aborts the rest.
+        """
+        self._add_all(requests)
+        return self._stream()
+
+    def _stream(self) -> Generator[Sample]:
+        try:
+            while not self.is_idle:
+                for finished in self.step():
+                    yield finished.sample
+        except GeneratorExit:
+            self.batcher.abort(self.unfinished())
+            self.drain()
+            raise
+
+    def _add_all(self, requests: Sequence[Request]) -> None:
+        """Adds all requests or none, to an idle engine: nobody else would be told of others that finish."""
+        if not self.is_idle:
+            raise ValueError(
+                f"generate and stream need an idle engine, and {len(self.unfinished())} requests are unfinished: "
+                "use add and step, or drain and abort first"
+            )
+        added: list[int] = []
+        try:
+            for request in requests:
+                self.add(request)
+                added.append(request.request_id)
+        except ValueError:
+            self.batcher.abort(added)
+            raise
+
+    def _take_untold(self) -> list[Finished]:
+        untold, self._untold = self._untold, []
+        return untold
+
+    def _collect(self) -> list[Finished]:
+        result = self.executor.collect(self._tickets.popleft())
+        self.duration_s += result.duration_s
+        if self._loads and self._loads[0].index == result.index:
+            load = self._loads.popleft()
+            if self.watch is not None:
+                self.watch(load.times(result))
+        return [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
+
+    def _load(self, plan: Plan) -> _Load:
+        """Rows and tokens of the dp groups as a plan was made."""
+        rows, tokens = [0] * self.batcher.capacity.num_groups, [0] * self.batcher.capacity.num_groups
+        for row in plan.decode:
+            rows[row.dp_group] += 1
+            tokens[row.dp_group] += self.batcher.progress(row.request_id).num_written + 1 - plan.num_steps
+        prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
+        return _Load(plan.index, prefill_tokens, max(rows), max(tokens), bool(self._tickets))
+
+
+def resume(request: Request, sample: Sample, request_id: int | None = None) -> Request:
+    """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
+    if sample.key != request.key:
+        raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
+    return replace(
+        request,
+        request_id=request.request_id if request_id is None else request_id,
+        generated=tuple(sample.token_ids.tolist()),
+        generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
+        generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
+        generated_versions=tuple(sample.versions.tolist()),
+    )
+
+
+def _capacity(executor: Executor) -> Capacity:
+    return Capacity(
+        num_groups=executor.num_groups,
+        num_slots=executor.num_slots,
+        num_blocks=executor.num_blocks,
+        block_size=executor.block_size,
+        max_prefill_tokens=executor.max_prefill_tokens,
+    )
+
+
+def _finished(ended: Ended) -> Finished:
+    return Finished(
+        request_id=ended.progress.request.request_id,
+        sample=ended.progress.sample(ended.reason),
+        dispatch=ended.dispatch,
+        dp_group=ended.dp_group,
+        slot=ended.slot,
+    )

@@ -1,0 +1,234 @@
+"""What is known about a request on its way through the engine, and the small records made of it.
+
+Purpose: the batcher's per-request state (`Progress`), its counters, and the trace events by which a recorded run and
+its replay are compared. No decisions are taken here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl.scheduling.tokens.plan import Request, RowResult
+from jaxrl.types import FinishReason, Sample, SampleKey
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request got a row in plan `plan_index`, `shared_tokens` of its prefill being there already."""
+
+    plan_index: int
+    key: SampleKey
+    dp_group: int
+    slot: int
+    shared_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A request lost its row when plan `plan_index` was made."""
+
+    plan_index: int
+    key: SampleKey
+    dp_group: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A request ended in plan `plan_index` with a response of `num_tokens`."""
+
+    plan_index: int
+    key: SampleKey
+    dp_group: int
+    slot: int
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+TraceEvent = Admitted | Preempted | Completed
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the batcher has done so far.
+
+    Attributes:
+      plans, steps: plans collected, and decode steps that the device took in them.
+      admissions, preemptions: rows given and taken (a preempted request is admitted again).
+      prefill_tokens: tokens put into prefill chunks; shared_tokens: tokens saved by shared prompt blocks.
+      busy_row_steps, offered_row_steps: rows that gained a token, and rows there are, summed over steps.
+      dropped_tokens: tokens that came for requests ended by the host meanwhile.
+    """
+
+    plans: int = 0
+    steps: int = 0
+    admissions: int = 0
+    preemptions: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    busy_row_steps: int = 0
+    offered_row_steps: int = 0
+    dropped_tokens: int = 0
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The part of row-steps in which no token was made."""
+        return 1.0 - self.busy_row_steps / self.offered_row_steps if self.offered_row_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTimes:
+    """How long a plan took, and under which load.
+
+    Attributes:
+      index, num_steps, duration_s: of its result.
+      prefill_tokens: tokens of its prefill chunks.
+      batch, context: the most rows of a dp group, and the most tokens of one, halfway through its decode steps.
+      was_queued: it was submitted while the plan before it ran: `duration_s` is the device's time alone.
+    """
+
+    index: int
+    num_steps: int
+    duration_s: float
+    prefill_tokens: int
+    batch: int
+    context: float
+    was_queued: bool
+
+
+class Progress:
+    """One live request: what it has, where it runs.
+
+    Tokens and what is recorded of them lie in arrays that double when they are full: a plan adds to thousands of
+    responses of thousands of tokens.
+
+    Attributes:
+      group, slot: where it runs; slot -1: it waits.
+      prefix: prompt and kept tokens, what the prefill of this stay on the device runs.
+      prefilled: tokens of it that are in plans, or in shared blocks.
+      pending: the most tokens that plans in flight may add.
+      num_tokens: of the response so far.
+      limit: no position at or beyond this one is ever written.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_rollout",
+        "_sampled",
+        "_versions",
+        "arrival",
+        "ended",
+        "group",
+        "limit",
+        "num_prompt",
+        "num_tokens",
+        "pending",
+        "prefilled",
+        "prefix",
+        "request",
+        "slot",
+    )
+
+    def __init__(self, request: Request, arrival: int) -> None:
+        self.request, self.arrival = request, arrival
+        self.group = self.slot = -1
+        self.prefix: tuple[int, ...] = ()
+        self.prefilled = self.pending = 0
+        self.ended = False
+        self.num_prompt = len(request.prompt_ids)
+        self.limit = self.num_prompt + request.params.max_tokens
+        self.num_tokens = len(request.generated)
+        self._ids = np.asarray(request.generated, np.int32)
+        self._sampled = np.asarray(request.generated_sampled_logprobs, np.float32)
+        self._rollout = np.asarray(request.generated_rollout_logprobs, np.float32)
+        self._versions = np.asarray(request.generated_versions, np.int32)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The response so far."""
+        return self._ids[: self.num_tokens].tolist()
+
+    @property
+    def last_token(self) -> int:
+        return int(self._ids[self.num_tokens - 1])
+
+    @property
+    def num_written(self) -> int:
+        """Positions that may be written once all plans so far have run, for a request whose prefill is in plans.
+
+        One less than its tokens: the newest has been sampled, but has not been run through the model.
+        """
+        return self.num_prompt + self.num_tokens + self.pending - 1
+
+    @property
+    def is_resident(self) -> bool:
+        """It has a row whose prefill is complete."""
+        return self.slot >= 0 and self.prefilled == len(self.prefix)
+
+    def append(self, row: RowResult, version: int) -> None:
+        start, stop = self.num_tokens, self.num_tokens + len(row.token_ids)
+        if stop > len(self._ids):
+            room = max(2 * len(self._ids), stop, _ROOM)
+            self._ids, self._sampled = _grown(self._ids, room), _grown(self._sampled, room)
+            self._rollout, self._versions = _grown(self._rollout, room), _grown(self._versions, room)
+        self._ids[start:stop] = row.token_ids
+        self._sampled[start:stop] = row.sampled_logprobs
+        self._rollout[start:stop] = row.rollout_logprobs
+        self._versions[start:stop] = version
+        self.num_tokens = stop
+
+    def truncate(self, length: int) -> None:
+        self.num_tokens = min(length, self.num_tokens)
+
+    def sample(self, reason: FinishReason) -> Sample:
+        """What has become of the request, once nothing is appended any more: the arrays are not copied."""
+        have = slice(self.num_tokens)
+        return Sample(
+            key=self.request.key,
+            token_ids=self._ids[have],
+            rollout_logprobs=self._rollout[have],
+            sampled_logprobs=self._sampled[have],
+            versions=self._versions[have],
+            finish_reason=reason,
+        )
+
+
+_ROOM = 64  # tokens of the first array
+
+
+def _grown(values: np.ndarray, room: int) -> np.ndarray:
+    grown = np.empty(room, values.dtype)
+    grown[: len(values)] = values
+    return grown
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that ended in a plan, and the row it had there."""
+
+    progress: Progress
+    reason: FinishReason
+    dispatch: int
+    dp_group: int
+    slot: int
+
+
+StopCheck = Callable[[Request, Sequence[int]], int | None]
+"""(request, its response so far) -> how many tokens of it to keep if a stop string is complete, else None."""
+
+
+def finish_reason(progress: Progress, row: RowResult, stop_check: StopCheck | None) -> FinishReason | None:
+    """Why a request that just gained tokens is finished; None if it is not. A stop string cuts what follows it."""
+    request = progress.request
+    if stop_check is not None and request.params.stop_strings:
+        keep = stop_check(request, progress.tokens)
+        if keep is not None:
+            assert 0 <= keep <= progress.num_tokens, f"stop_check keeps {keep} of {progress.num_tokens} tokens"
+            progress.truncate(keep)
+            return "stop"
+    if not row.stopped:
+        return None
+    return "stop" if progress.last_token in request.params.stop_token_ids else "length"

@@ -1,0 +1,182 @@
+"""An executor that runs no model: it replays how long each response was, and charges time for it.
+
+Purpose: `jaxrl simulate`, and tests of everything above the executor. Engine, batcher and block accounting are the real
+ones; so is the depth (one plan ahead) and the decode loop's rule for leaving early, step by step.
+
+Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; design §3.
+
+Departures: lengths go by the sample's identity, not by order of arrival, so a schedule may change without changing what
+is generated. Tokens are fillers that depend on identity and position alone. A response that a stop string ended is
+replayed as one that the device ends, so a plan in which it ends may be left earlier than it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.types import SampleKey
+
+VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
+
+Cost = Callable[[Plan, int], float]
+"""(plan, decode steps really taken) -> seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayTicket:
+    """A plan whose outcome is known already, and handed out when it is collected."""
+
+    index: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The row state that the device would hold."""
+
+    request: Request
+    length: int  # of the whole response
+    num_generated: int
+
+    @property
+    def is_active(self) -> bool:
+        return self.num_generated < self.length
+
+
+class ReplayExecutor:
+    """Replays response lengths.
+
+    Args:
+      lengths: tokens of each response, kept ones included; cut at its request's max_tokens.
+      num_groups, num_slots, num_blocks, block_size, max_prefill_tokens: see `plan.Executor`.
+      cost: seconds that a plan takes; nothing by default.
+      layouts: by degree, what the layouts offer that it can change to; `tp`: the one in use.
+      switch_cost: seconds that a change of layout takes; nothing by default.
+
+    `policy_version` may be set between plans, as a weight sync would.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[SampleKey, int],
+        num_groups: int,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int,
+        max_prefill_tokens: int,
+        cost: Cost | None = None,
+        *,
+        tp: int = 1,
+        layouts: Mapping[int, Capacity] | None = None,
+        switch_cost: Callable[[Relayout], SwitchTimes] | None = None,
+    ) -> None:
+        self.num_groups = num_groups
+        self.num_slots = num_slots
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_prefill_tokens = max_prefill_tokens
+        self.policy_version = 0
+        self.tp = tp
+        self._layouts = layouts or {}
+        self._switch_cost = switch_cost
+        self._lengths = lengths
+        self._cost = cost
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._results: deque[PlanResult] = deque()  # submitted and not yet collected
+
+    def check(self, request: Request) -> None:
+        """Takes everything: a request without a recorded length may still be aborted before it runs."""
+
+    def submit(self, plan: Plan) -> ReplayTicket:
+        """Runs a plan on the replayed rows; its outcome is seen when it is collected."""
+        gained: dict[int, list[int]] = {row.request_id: [] for row in plan.decode}
+        stopped: set[int] = set()
+        for chunk in plan.prefill:
+            if chunk.is_last:
+                request_id = chunk.request.request_id  # where it was preempted, a switch would find it twice
+                self._slots = {at: s for at, s in self._slots.items() if s.request.request_id != request_id}
+                slot = self._slots[chunk.dp_group, chunk.slot] = self._activate(chunk)
+                self._advance(slot, gained.setdefault(chunk.request.request_id, []), stopped)
+        rows = [self._slots[row.dp_group, row.slot] for row in plan.decode]
+        assert all(s.request.request_id == r.request_id for s, r in zip(rows, plan.decode, strict=True)), plan
+        num_steps = 0
+        while num_steps < plan.num_steps and len(stopped) < plan.leave_after and any(row.is_active for row in rows):
+            for slot in rows:
+                if slot.is_active:
+                    self._advance(slot, gained[slot.request.request_id], stopped)
+            num_steps += 1
+        result = PlanResult(
+            index=plan.index,
+            rows={request_id: _row_result(tokens, request_id in stopped) for request_id, tokens in gained.items()},
+            num_steps=num_steps,
+            policy_version=self.policy_version,
+            duration_s=self._cost(plan, num_steps) if self._cost is not None else 0.0,
+        )
+        self._results.append(result)
+        return ReplayTicket(plan.index)
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        """The outcome of the oldest plan not yet collected."""
+        result = self._results.popleft()
+        assert ticket.index == result.index, f"plan {result.index} is due, not plan {ticket.index}"
+        return result
+
+    def capacity(self, tp: int) -> Capacity:
+        """What a layout offers. Raises ValueError for one that was not given."""
+        if tp not in self._layouts:
+            raise ValueError(f"replay: no layout with tp {tp}, only {sorted(self._layouts)}")
+        return self._layouts[tp]
+
+    def switch(self, move: Relayout) -> SwitchTimes:
+        """Takes the rows to their new slots."""
+        assert not self._results, "a layout changes while plans are in flight"
+        slots = {slot.request.request_id: slot for slot in self._slots.values() if slot.is_active}
+        self._slots = {(row.dp_group, row.slot): slots[row.request.request_id] for row in move.rows}
+        capacity = move.capacity
+        self.num_groups, self.num_slots, self.num_blocks = (
+            capacity.num_groups,
+            capacity.num_slots,
+            capacity.num_blocks,
+        )
+        self.tp = move.to_tp
+        return SwitchTimes() if self._switch_cost is None else self._switch_cost(move)
+
+    def _activate(self, chunk: PrefillChunk) -> _Slot:
+        request = chunk.request
+        if request.key not in self._lengths:
+            raise ValueError(f"no length is recorded for {request.key}: the replay launches what the recording did not")
+        length = min(self._lengths[request.key], request.params.max_tokens)
+        if length <= chunk.num_generated:
+            raise ValueError(
+                f"{request.key}: the recorded length ({length}) must exceed the tokens kept ({chunk.num_generated})"
+            )
+        return _Slot(request, length, chunk.num_generated)
+
+    def _advance(self, slot: _Slot, tokens: list[int], stopped: set[int]) -> None:
+        """Samples one token of an active row."""
+        tokens.append(filler(slot.request, slot.num_generated, slot.length))
+        slot.num_generated += 1
+        if not slot.is_active:
+            stopped.add(slot.request.request_id)
+
+
+def filler(request: Request, position: int, length: int) -> int:
+    """Token `position` of a replayed response of `length` tokens: a stop token exactly where it ends early."""
+    params = request.params
+    if position == length - 1 and length < params.max_tokens and params.stop_token_ids:
+        return params.stop_token_ids[0]
+    key = request.key
+    token = (key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31 + position * 17) % VOCABULARY
+    while token in params.stop_token_ids:
+        token += 1
+    return token
+
+
+def _row_result(tokens: list[int], stopped: bool) -> RowResult:
+    zeros = np.zeros((len(tokens),), np.float32)
+    return RowResult(np.asarray(tokens, np.int32), zeros, zeros, stopped)

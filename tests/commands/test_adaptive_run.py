@@ -1,0 +1,185 @@
+"""Whole runs of a tiny model on eight virtual devices with a layout that adapts: with the machine's own profile, and
+with one that was made up so that it switches; and the profiler itself.
+
+The model has 9 query and 3 key/value heads, so weights of layouts that adapt are padded. In float64 tokens do not
+depend on the layout, and training weights have one layout only: so a run that switches ends as one at tp 1, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from tiny import write_tiny_model
+
+from jaxrl.record.layouts import read_layouts
+from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.train.checkpoint import Checkpointer
+
+ROOT = Path(__file__).resolve().parents[2]
+DEGREES = (1, 2, 4, 8)
+STEPS = 10
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(solution_str.encode()) % 7 / 6
+"""
+
+
+class Runs:
+    """Starts commands that share a model, data, and a compilation cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        model = write_tiny_model(
+            folder / "model", num_attention_heads=9, num_key_value_heads=3, hidden_size=36, num_hidden_layers=1
+        )
+        problems = [{"question": "x" * (1 + 2 * i), "answer": str(i)} for i in range(7)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+        (folder / "reward.py").write_text(REWARD)
+        self.profile = folder / "profile.json"
+        self.config: dict[str, Any] = {
+            "model": {"path": str(model), "random_init": True},
+            "data": {
+                "train_files": [str(folder / "train.jsonl")],
+                "max_prompt_length": 48,
+                "max_response_length": 48,
+                "train_batch_size": 4,
+            },
+            "rollout": {
+                "n": 4,
+                "max_num_seqs": 2,
+                "max_num_batched_tokens": 64,
+                "decode_steps": 2,
+                "dtype": "float64",
+                "warmup": False,
+                "layout": {"switch": True, "profile": str(self.profile), "min_gain": 0.0, "cooldown": 2},
+            },
+            "actor": {
+                "optim": {"lr": 0.01},
+                "ppo_max_token_len_per_gpu": 256,
+                "dtype": "float64",
+                "param_dtype": "float64",
+            },
+            "reward": {"kind": "custom", "path": str(folder / "reward.py")},
+            "trainer": {"total_training_steps": STEPS, "save_freq": 5, "compilation_cache_dir": ""},
+        }
+
+    def run(self, command: str, *arguments: str) -> str:
+        return self.start("-m", "jaxrl", command, *arguments)
+
+    def start(self, *command: str) -> str:
+        """Runs a command of ours with the configuration; returns what it printed."""
+        file = self.folder / "config.yaml"
+        file.write_text(yaml.safe_dump(self.config))
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        done = subprocess.run(
+            [sys.executable, *command, f"--config={file}"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    def synthetic(self) -> None:
+        """A profile by which a smaller batch is faster the larger tp is, and a switch costs next to nothing."""
+        self.start(str(ROOT / "scripts" / "made_up_profile.py"), f"--out={self.profile}")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("adaptive"))
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
+    """Every array of the last checkpoint by path."""
+    with jax.enable_x64(True), Checkpointer(run_dir / "checkpoints") as store:
+        step = store.latest_step()
+        assert step == STEPS
+        tree = store._steps.item_metadata(step)["state"].tree
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        state, _ = store.restore(abstract, step)
+        return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
+@pytest.mark.slow
+def test_a_synthetic_profile_makes_it_switch_and_ten_updates_are_those_of_tp_1(runs: Runs):
+    plain, adaptive = runs.folder / "plain", runs.folder / "adaptive"
+    runs.synthetic()
+    runs.run("train", f"trainer.run_dir={plain}", "rollout.layout.switch=false")
+    runs.run("train", f"trainer.run_dir={adaptive}", "rollout.layout.allow_synthetic=true")
+    expected, found = parameters_of(plain), parameters_of(adaptive)
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), f"{name} differs"
+    lines = metrics_of(adaptive)
+    assert sum(line["rollout/layout/switches"] for line in lines) >= STEPS
+    assert all(line["rollout/layout/failed_switches"] == 0 for line in lines)
+    assert not any(name.startswith("rollout/layout/") for line in metrics_of(plain) for name in line)
+    rounds = read_layouts(adaptive)
+    assert [each["step"] for each in rounds] == list(range(1, STEPS + 1))
+    assert {each["source"] for each in rounds} == {"synthetic"}
+    switches = [switch for each in rounds for switch in each["switches"]]
+    assert all(switch["to_tp"] > switch["from_tp"] and switch["num_live"] > 0 for switch in switches)
+    assert any(switch["how"] == "migrate" and switch["num_moved"] > 0 for switch in switches)
+    assert all(each["points"][0][2] == 1 for each in rounds), "every round starts at tp 1 again"
+    page = (adaptive / "report.html").read_text()
+    assert "made up to try switches out, not measured" in page
+    events = json.loads((adaptive / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    drawn = [event for event in events if event.get("ph") == "X" and event["name"].startswith("tp 1 to ")]
+    assert drawn
+    assert {"num_moved", "predicted_cost_s", "cost_s", "predicted_step_s", "step_s"} <= set(drawn[0]["args"])
+
+
+@pytest.mark.slow
+def test_the_profiler_and_a_run_with_what_it_measured(runs: Runs):
+    runs.profile.unlink(missing_ok=True)
+    sizes = ["--max-context=32", "--token-budget=256", "--repeats=1"]
+    output = runs.run("profile", *sizes)
+    table = Profile.from_json(json.loads(runs.profile.read_text()))
+    assert table.source == "measured"
+    assert table.degrees == DEGREES
+    assert {(cost.from_tp, cost.to_tp) for cost in table.switches} == {
+        (a, b) for a in DEGREES for b in DEGREES if a != b
+    }
+    assert f"{len(table.decode)} decode points" in output
+    sizes_of = {rows.tp: rows.sizes for rows in table.row_sizes}
+    assert tuple(sizes_of) == DEGREES
+    assert all(point.batch in sizes_of[point.tp] for point in table.decode), "no batch that would be padded"
+    # resumed: nothing is measured twice, and what is missing is
+    partial = table.to_json() | {"decode": table.to_json()["decode"][1:]}
+    runs.profile.write_text(json.dumps(partial))
+    runs.run("profile", *sizes)
+    again = Profile.from_json(json.loads(runs.profile.read_text()))
+    assert set(table.decode[1:]) <= set(again.decode)
+    assert {entry.point for entry in again.decode} == {entry.point for entry in table.decode}
+    assert (again.prefill, again.switches) == (table.prefill, table.switches)
+    honest = runs.folder / "honest"
+    runs.run("train", f"trainer.run_dir={honest}", "trainer.total_training_steps=3", "rollout.layout.planner=true")
+    lines = metrics_of(honest)
+    assert all(line["rollout/layout/step_correction"] > 0 for line in lines), "real steps were seen"
+    assert [each["source"] for each in read_layouts(honest)] == ["measured"] * 3
+    foreign = again.to_json()
+    foreign["identity"]["jax_version"] = "0.0.1"
+    runs.profile.write_text(json.dumps(foreign))
+    with pytest.raises(AssertionError, match=r"is of something else: jax_version is '0\.0\.1' there"):
+        runs.run("profile", *sizes)

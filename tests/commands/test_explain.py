@@ -1,0 +1,240 @@
+"""Counts and memory of a configuration, checked against numbers worked out by hand and against real arrays."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.commands.explain import explain
+from jaxrl.config import from_mapping
+from jaxrl.config.options import total_steps
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import init
+from jaxrl.runtime.memory import _device_numbers, plan_num_blocks, plan_remat
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.rules import to_rollout, train_shardings
+
+SMOLLM2 = ModelConfig(
+    family="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
+TINY = ModelConfig(
+    family="qwen3",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    qk_norm=True,
+)
+MIB = 1 << 20
+
+
+def config(**sections):
+    return from_mapping({"model": {"path": "m"}, **sections})
+
+
+def test_counts():
+    c = config(
+        data={"task": "t", "task_size": 100, "train_batch_size": 8, "max_prompt_length": 24, "max_response_length": 40},
+        rollout={"n": 4, "max_num_seqs": 16, "tensor_model_parallel_size": 2, "val_kwargs": {"n": 3}},
+        actor={"ppo_mini_batch_size": 2, "ppo_epochs": 2, "ppo_max_token_len_per_gpu": 200},
+        trainer={"total_epochs": 2},
+    )
+    e = explain(c, TINY, num_devices=4)
+    assert (e.dp, e.tp) == (2, 2)
+    counts = e.counts
+    assert (counts.step_prompts, counts.step_samples) == (8, 32)
+    assert (counts.step_max_response_tokens, counts.step_max_tokens) == (32 * 40, 32 * 64)
+    assert (counts.update_prompts, counts.update_samples, counts.update_max_tokens) == (2, 8, 8 * 64)
+    assert counts.updates_per_step == 4 * 2
+    assert (counts.microbatch_device_rows, counts.microbatch_rows) == (3, 12)
+    assert counts.update_max_microbatches == 1
+    assert counts.rollout_rows == 32
+    assert counts.evaluation_samples == 300
+    assert (counts.epoch_prompts, counts.epoch_steps, counts.total_steps) == (100, 12.5, 25)
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "prompts", "total"),
+    [(7, 1, None, 7), (7, 1, 100, 7), (0, 1, None, None), (0, 1, 100, 12), (0, 3, 100, 37), (0, 1, 3, 1)],
+)
+def test_total_steps(steps, epochs, prompts, total):
+    c = config(trainer={"total_training_steps": steps, "total_epochs": epochs})
+    assert total_steps(c, prompts) == total
+
+
+def test_memory_of_smollm2_on_one_device():
+    e = explain(config(actor={"use_kl_loss": True}), SMOLLM2, 1)
+    size = SMOLLM2.num_params() * 4
+    assert e.num_params == 134_515_008
+    assert e.memory.resident == {
+        "master weights": size,
+        "optimizer (adam m, v)": 2 * size,
+        "reference weights": size,
+    }
+    # 24 blocks hold 384 tokens; 30 layers, keys and values, 3 heads of 64, 16 positions, float32
+    assert e.memory.num_blocks == 32 * 24 + 1
+    assert e.memory.rollout == {"rollout weights": size, "KV pool": (32 * 24 + 1) * 2 * 30 * 3 * 64 * 16 * 4}
+    assert e.memory.update["gradients"] == size
+    assert e.memory.pool_requests == 32
+    assert e.memory.pool_tokens == 32 * 384
+    assert e.memory.rollout_bytes == 5 * size + e.memory.rollout["KV pool"]
+    assert e.warnings == ()
+
+
+def test_offload_moves_the_optimizer_out_of_rollout():
+    here, away = (explain(config(actor={"offload_optimizer": offload}), SMOLLM2, 1).memory for offload in (False, True))
+    assert here.rollout_bytes - away.rollout_bytes == 2 * SMOLLM2.num_params() * 4
+    assert here.update_bytes == away.update_bytes
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+def test_activations_are_near_what_xla_reports(remat):
+    e = explain(config(actor={"remat": remat}), SMOLLM2, 1, platform="cpu")
+    names = (f"activations kept (remat {remat}, estimate)", "one layer at work (estimate)")
+    # what XLA reports as temporaries of the gradient, see the module's docstring
+    reported = {"full": 265, "dots": 1375, "none": 3710}[remat]
+    assert sum(e.memory.update[name] for name in names) / MIB == pytest.approx(reported, rel=0.15)
+    assert not any("scores" in name for name in e.memory.update)
+
+
+def test_remat_auto_keeps_what_fits():
+    c = config(actor={"ppo_max_token_len_per_gpu": 8192})
+    most = explain(config(actor={"remat": "dots", "ppo_max_token_len_per_gpu": 8192}), SMOLLM2, 1).memory.update_bytes
+    assert plan_remat(c, SMOLLM2, 1, None, "gpu") == "dots"
+    assert plan_remat(c, SMOLLM2, 1, int(most / 0.8) + 1, "gpu") == "dots"
+    assert plan_remat(c, SMOLLM2, 1, int(most / 0.8) - 1, "gpu") == "full"
+    assert plan_remat(config(actor={"remat": "none"}), SMOLLM2, 1, 1, "gpu") == "none"
+    tight = explain(c, SMOLLM2, 1, int(most / 0.8) - 1)
+    assert "activations kept (remat full, estimate)" in tight.memory.update
+
+
+def test_rows_too_short_for_tiles_hold_their_scores():
+    sizes = {"data": {"max_prompt_length": 24, "max_response_length": 40}}
+    on_cpu, on_gpu = (
+        explain(config(data={"max_prompt_length": 100, "max_response_length": 156}), SMOLLM2, 1, platform=platform)
+        for platform in ("cpu", "gpu")
+    )
+    name = "attention scores (rows too short for tiles)"
+    assert name not in on_cpu.memory.update
+    assert on_gpu.memory.update[name] == 8 * 9 * 256 * 256 * 4 * 3
+    assert name in explain(config(**sizes), SMOLLM2, 1, platform="cpu").memory.update
+
+
+@pytest.mark.parametrize("model", [TINY, SMOLLM2], ids=["tiny", "smollm2"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_weights_are_as_large_as_the_shardings_make_them(model, tp):
+    layout = Layout(make_mesh(jax.devices()[:8]), tp)
+    trained = [
+        math.prod(sharding.shard_shape(weight.shape))
+        for sharding, weight in zip(
+            jax.tree.leaves(train_shardings(model, layout.mesh)),
+            jax.tree.leaves(model.weights(), is_leaf=lambda x: hasattr(x, "hf_name")),
+            strict=True,
+        )
+    ]
+    assert _device_numbers(model, 8) == sum(trained)
+    if model is TINY:
+        params = jax.device_put(init(model, jax.random.key(0)), train_shardings(model, layout.mesh))
+        rolled = to_rollout(params, model, layout, jnp.float32)
+        held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(rolled))
+        e = explain(config(rollout={"tensor_model_parallel_size": tp}), model, 8)
+        assert e.memory.rollout["rollout weights"] == 4 * held
+
+
+def test_the_pool_takes_what_is_left():
+    c = config(rollout={"memory_fraction": 0.5, "max_num_seqs": 512})
+    block = 2 * 30 * 3 * 64 * 16 * 4
+    taken = 4 * SMOLLM2.num_params() * 4
+    memory = 8 << 30
+    blocks = plan_num_blocks(c, SMOLLM2, 1, memory)
+    assert blocks == (memory // 2 - taken) // block
+    assert blocks * block + taken <= memory // 2 < (blocks + 1) * block + taken
+    assert plan_num_blocks(c, SMOLLM2, 1, None) == 512 * 24 + 1  # all that the rows can use
+    assert plan_num_blocks(c, SMOLLM2, 1, 1 << 40) == 512 * 24 + 1
+    e = explain(c, SMOLLM2, 1, memory)
+    assert e.memory.pool_requests == (blocks - 1) // 24
+    assert "requests will be preempted" in e.warnings[0]
+
+
+def test_a_larger_tp_splits_blocks_and_weights():
+    sizes = []
+    for tp in (1, 2):
+        c = config(rollout={"tensor_model_parallel_size": tp})
+        e = explain(c, TINY, 2)
+        sizes.append((e.memory.rollout["KV pool"], e.memory.num_blocks))
+    assert sizes[0][0] == 2 * sizes[1][0]
+    assert sizes[0][1] == sizes[1][1]
+
+
+def test_what_is_set_is_taken():
+    assert plan_num_blocks(config(rollout={"num_blocks": 99}), SMOLLM2, 1, 1 << 20) == 99
+
+
+def test_what_does_not_fit():
+    with pytest.raises(
+        ValueError, match=r"rollout\.memory_fraction \(0\.85\) of 2\.0 GiB leaves .* one request of 384"
+    ):
+        plan_num_blocks(config(), SMOLLM2, 1, 2 << 30)
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size \(2\) must divide the number of devices \(3\)"):
+        explain(config(rollout={"tensor_model_parallel_size": 2}), TINY, 3)
+    e = explain(config(rollout={"num_blocks": 400}), SMOLLM2, 1, 2 << 30)
+    assert any("the update phase needs about" in text for text in e.warnings)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "prompts", "samples"),
+    [
+        ({}, 8, 64),
+        ({"tail_batching": {"enable": True}}, 10, 100),
+        ({"over_provisioning": {"enable": True, "prompt_factor": 1.5, "response_factor": 1.0}}, 12, 96),
+        ({"partial_rollout": {"enable": True}}, 16, 128),
+        ({"tail_batching": {"enable": True}, "max_active_requests": 20}, 10, 20),
+    ],
+)
+def test_what_a_round_has_under_way(rollout, prompts, samples):
+    e = explain(config(data={"task": "t"}, rollout=rollout), SMOLLM2, 1)
+    assert (e.counts.launched_prompts, e.counts.launched_samples) == (prompts, samples)
+    assert ("a round has under way" in str(e)) == (samples != 64)
+
+
+def test_the_text():
+    text = str(explain(config(data={"task": "t"}), SMOLLM2, 8, 16 << 30))
+    for part in (
+        "134.5M parameters; 8 devices, rollout dp 8 × tp 1",
+        "a step                          8         64           24,576",
+        "1,250 steps; an epoch of 10,000 prompts takes 1,250.0",
+        "KV pool per dp group: 769 blocks (one reserved), 12,288 tokens, 32 requests of the longest length",
+        "rows stay empty",
+        "of                                            16.0 GiB   16.0 GiB",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "not known before the files are read" in str(explain(config(), SMOLLM2, 1))
+
+
+def test_devices_of_the_rollouts_own_hold_no_training_state():
+    """Four train as four alone would, and four roll out with all of their memory for weights and KV."""
+    shared = explain(config(data={"task": "t"}), SMOLLM2, 4, 4 << 30).memory
+    own = {"num_devices": 4, "tensor_model_parallel_size": 2}
+    e = explain(config(data={"task": "t"}, rollout=own, trainer={"one_step_off": True}), SMOLLM2, 8, 4 << 30)
+    assert (e.dp, e.tp) == (2, 2)
+    assert e.memory.update == shared.update
+    assert e.memory.resident == shared.resident
+    assert e.memory.rollout_bytes == sum(e.memory.rollout.values())
+    assert "8 devices, rollout alone on 4: dp 2 × tp 2" in str(e)
+    assert "  master weights                                          " in str(e)
+    with pytest.raises(ValueError, match=r"rollout\.num_devices \(4\) must be below the number of devices \(4\)"):
+        explain(config(rollout=own, trainer={"one_step_off": True}), SMOLLM2, 4)

@@ -1,0 +1,339 @@
+"""`jaxrl simulate`: what it writes, that it repeats itself and resumes, where its numbers come from, and its errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from jaxrl.cli import main
+from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
+from jaxrl.models.shapes import SHAPES
+from jaxrl.record.metrics import read_metrics
+from jaxrl.record.state import dump_state, load_state
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
+from jaxrl.scheduling.tokens.batcher import Batcher
+from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, num_devices_of, workload_of
+from jaxrl.sim.cost_model import Efficiency, ModelSizes, RooflineCost
+from jaxrl.sim.hardware import HARDWARE
+from jaxrl.sim.workload import ModelledWorkload
+from jaxrl.types import SampleKey
+
+TRAINING = """
+model: {path: tiny}
+data: {train_batch_size: 4, max_prompt_length: 64, max_response_length: 96, task: chain_sum, val_size: 2}
+rollout: {n: 4, max_num_seqs: 8, decode_steps: 8, tensor_model_parallel_size: 2, dtype: bfloat16, stop: ["\\n"]}
+reward: {num_workers: 2}
+actor: {use_kl_loss: true}
+trainer: {total_training_steps: 4, save_freq: 2, test_freq: 3, val_before_train: true}
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    file = tmp_path / "training.yaml"
+    file.write_text(TRAINING)
+    return file
+
+
+def run(training: Path, folder: Path, *overrides: str) -> int:
+    places = (f"trainer.run_dir={folder}", "simulate.num_devices=16", "simulate.task.response.median=40")
+    return main(["simulate", "--config", str(training), *places, *overrides])
+
+
+def config(**simulate: Any) -> Config:
+    values = yaml.safe_load(TRAINING)
+    return from_mapping(values | {"simulate": simulate})
+
+
+def without_clock(folder: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(folder)]
+
+
+def test_a_run_directory_like_a_real_one(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(training, tmp_path / "a") == 0
+    folder = tmp_path / "a-simulated"
+    files = {"config.yaml", "run.json", "metrics.jsonl", "samples.jsonl", "timeline.json", "report.html", "state.json"}
+    assert files <= {file.name for file in folder.iterdir()}
+    said = capsys.readouterr().out
+    assert "all seconds below are simulated ones" in said
+    assert "wall clock per step" in said
+    assert "roofline of H100 data sheet peaks, default efficiency factors" in said
+
+    metrics = read_metrics(folder)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
+    for row in metrics[1:]:
+        phases = sum(v for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step")
+        assert phases == pytest.approx(row["timing_s/step"], rel=0.02)
+        assert row["simulated"] == 1
+        assert row["timing_s/ref"] > 0
+        assert 0 < row["rollout/bubble_ratio"] < 1
+        assert row["response_length/max"] <= 96
+        assert not any(name.startswith("actor/") for name in row), "nothing learns here"
+    assert "val/accuracy" in metrics[0]
+    assert "val/accuracy" in metrics[3]
+
+    record = json.loads((folder / "run.json").read_text())
+    assert record["devices"] == {"platform": "simulated", "kind": "H100 (simulated)", "count": 16}
+    assert record["simulation"]["cost_model"].startswith("roofline")
+    assert "median 40" in record["simulation"]["workload"]
+    assert record["simulation"]["machine"]["tp"] == 2
+    page = (folder / "report.html").read_text()
+    assert "<title>a-simulated" in page
+    assert "16 × H100 (simulated)" in page
+    assert "simulated prompt" in page
+
+
+@pytest.mark.parametrize("rule", ["tail_batching", "partial_rollout", "over_provisioning"])
+def test_rows_in_lockstep_change_nothing(rule: str, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    options = (f"rollout.{rule}.enable=true", "reward.num_workers=3", "simulate.task.scoring.median_s=0.01")
+    assert run(training, tmp_path / "a", *options) == 0
+    monkeypatch.setattr("jaxrl.commands.simulate.LockstepBatcher", Batcher)
+    assert run(training, tmp_path / "b", *options) == 0
+    a, b = tmp_path / "a-simulated", tmp_path / "b-simulated"
+    assert without_clock(a) == without_clock(b)
+    for name in ("samples.jsonl", "state.json"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+    spans = [re.sub('start 1, [^"]*', "", (folder / "timeline.json").read_text()) for folder in (a, b)]
+    assert spans[0] == spans[1]
+
+
+def test_the_timeline_shows_simulated_seconds(training: Path, tmp_path: Path):
+    assert run(training, tmp_path / "a", "trainer.total_training_steps=2") == 0
+    folder = tmp_path / "a-simulated"
+    lines = (folder / "timeline.json").read_text().strip().removeprefix("[").strip().removesuffix(",")
+    events = json.loads(f"[{lines}]")
+    spans = [event for event in events if event["ph"] == "X"]
+    steps = [span for span in spans if span["name"] == "step"]
+    assert [span["dur"] / 1e6 for span in steps] == pytest.approx(
+        [row["timing_s/step"] for row in read_metrics(folder)[1:]], abs=1e-6
+    )
+    names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert {"loop", "engine", "reward worker 0", "reward worker 1"} <= set(names)
+    plans = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == names["engine"])
+    assert all(end <= start + 0.2 for (_, end), (start, _) in itertools.pairwise(plans)), "one at a time"
+    assert any(event["ph"] == "C" and event["name"] == "rows" for event in events)
+
+
+def test_two_runs_write_the_same(training: Path, tmp_path: Path):
+    for name in ("a", "b"):
+        assert run(training, tmp_path / name) == 0
+    a, b = (tmp_path / f"{name}-simulated" for name in ("a", "b"))
+    lines = [(folder / "metrics.jsonl").read_bytes().splitlines() for folder in (a, b)]
+    assert len(lines[0]) == 5
+    assert [re.sub(rb'"time": [0-9.]+', b"", line) for line in lines[0]] == [
+        re.sub(rb'"time": [0-9.]+', b"", line) for line in lines[1]
+    ]
+    assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
+    assert (a / "state.json").read_bytes() == (b / "state.json").read_bytes()
+
+
+def test_a_run_goes_on_in_its_directory(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(training, tmp_path / "whole") == 0
+    assert run(training, tmp_path / "parts", "trainer.total_training_steps=2") == 0
+    capsys.readouterr()
+    assert run(training, tmp_path / "parts") == 0
+    assert "after step 2" in capsys.readouterr().out
+    whole, parts = (tmp_path / f"{name}-simulated" for name in ("whole", "parts"))
+    assert without_clock(whole) == without_clock(parts)
+    assert (whole / "samples.jsonl").read_bytes() == (parts / "samples.jsonl").read_bytes()
+    assert run(training, tmp_path / "parts") == 0, "nothing is left to do"
+    assert without_clock(whole) == without_clock(parts)
+
+
+def test_a_real_run_is_not_written_over(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "run.json").write_text(json.dumps({"devices": {"platform": "cpu"}}))
+    assert run(training, tmp_path, f"simulate.run_dir={tmp_path / 'real'}") == 2
+    assert "holds a run that was not simulated: choose another simulate.run_dir" in capsys.readouterr().err
+    assert main(["simulate", "--config", str(training)]) == 2
+    assert "simulate.run_dir is missing" in capsys.readouterr().err
+
+
+def test_jax_is_not_imported(training: Path, tmp_path: Path):
+    code = (
+        "import sys; from jaxrl.cli import main\n"
+        f"assert main(['simulate', '--config', {str(training)!r}, 'simulate.run_dir={tmp_path / 'a'}', "
+        "'trainer.total_training_steps=1', 'simulate.num_devices=2']) == 0\n"
+        "print(sorted({'jax', 'jaxlib', 'grain', 'torch', 'ray'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def test_devices_and_blocks():
+    plain = config()
+    assert num_devices_of(plain) == 8
+    assert num_devices_of(from_mapping(yaml.safe_load(TRAINING) | {"trainer": {"num_devices": 4}})) == 4
+    cost, _ = cost_model(plain)
+    sizes = machine_sizes(plain, cost, model_sizes(plain))
+    assert (sizes.num_groups, sizes.num_slots, sizes.block_size) == (4, 8, 16)
+    assert sizes.num_blocks == 8 * 10 + 1, "a tiny model: all rows at their longest, and the reserved block"
+
+
+def test_a_pool_that_training_state_leaves_too_little_for():
+    values = yaml.safe_load(TRAINING)
+    values["model"]["path"] = "Qwen2.5-32B"
+    tight = from_mapping(values | {"simulate": {"hardware": "A40", "num_devices": 8}})
+    cost, _ = cost_model(tight)
+    with pytest.raises(ValueError, match=r"rollout\.memory_fraction \(0\.85\) of a A40"):
+        machine_sizes(tight, cost, model_sizes(tight))
+    values["data"]["max_response_length"] = 2_000_000
+    values["actor"]["ppo_max_token_len_per_gpu"] = 4_000_000
+    values["model"]["path"] = "Qwen2.5-7B"
+    long = from_mapping(values | {"simulate": {"hardware": "A40", "num_devices": 8}})
+    cost, _ = cost_model(long)
+    with pytest.raises(ConfigError, match=r"one request of 2000064 tokens needs 125004 .* actor\.offload_optimizer"):
+        machine_sizes(long, cost, model_sizes(long))
+
+
+def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
+    named = model_sizes(config(model="Qwen2.5-7B"))
+    assert named == ModelSizes.of(SHAPES["Qwen2.5-7B"])
+    assert model_sizes(config(model="Qwen2.5-14B")).num_layers == 48
+    for path in (tiny_model, f"random:{tiny_model}", tiny_model / "config.json"):
+        found = model_sizes(config(model=str(path)))
+        assert (found.vocab_size, found.hidden_size, found.weight_bytes) == (260, 32, 2)
+    with pytest.raises(ConfigError, match=r"simulate\.model \(Qwen9-1T\) must be a folder .* Qwen2\.5-32B"):
+        model_sizes(config(model="Qwen9-1T"))
+    gguf = from_mapping(yaml.safe_load(TRAINING) | {"model": {"path": "package:some.gguf"}})
+    with pytest.raises(ConfigError, match=r"model\.path .*set simulate\.model where"):
+        model_sizes(gguf)
+
+
+def test_cost_models_and_their_sources(tmp_path: Path):
+    cost, source = cost_model(config(hardware="h800", efficiency={"compute": 0.25}))
+    assert cost == RooflineCost(model_sizes(config()), HARDWARE["H800"], Efficiency(compute=0.25))
+    assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
+
+    identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
+    points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))
+    profile = Profile(identity, points, points, source="synthetic")
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(profile.to_json()))
+    cost, source = cost_model(config(cost="table", profile=str(file)))
+    assert source.startswith(f"synthetic table {file} (tiny on cpu) for decode and prefill; the rest: roofline of H100")
+    assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
+
+
+def test_a_calibration_gives_the_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from jaxrl.sim.calibrate import Calibration
+
+    made = Calibration({"somewhere": {"efficiency.mfu": 0.11}}, {"version": 1, "problems": {}})
+    monkeypatch.setattr(Calibration, "read", classmethod(lambda cls, path: made))
+    cost, source = cost_model(config(calibration="c.json", calibration_of="somewhere"))
+    assert isinstance(cost, RooflineCost)
+    assert cost.efficiency == Efficiency(mfu=0.11)
+    assert "efficiency factors of somewhere in c.json" in source
+    with pytest.raises(ConfigError, match=r"simulate\.calibration: calibration: no problem 'elsewhere'"):
+        cost_model(config(calibration="c.json", calibration_of="elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"hardware": "TPUv9"}, r"simulate\.hardware: hardware 'TPUv9' must be one of A40"),
+        ({"efficiency": {"speed": 1}}, r"simulate\.efficiency: speed=1 must be a number for one of memory"),
+        ({"efficiency": {"mfu": "high"}}, r"simulate\.efficiency: mfu='high' must be a number"),
+        ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\) must be a share"),
+        ({"cost": "table"}, r"simulate\.profile .* must be a file of `jaxrl profile`"),
+        ({"cost": "table", "profile": "{file}"}, r"simulate\.profile: .* is not a latency profile"),
+        ({"calibration": "c.json"}, r"simulate\.calibration_of need each other"),
+        ({"calibration": "missing.json", "calibration_of": "x"}, r"no such calibration file"),
+    ],
+)
+def test_cost_models_that_cannot_be(options: dict[str, Any], match: str, training: Path):
+    options = {name: str(training) if value == "{file}" else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=match):
+        cost_model(config(**options))
+
+
+def test_a_table_without_the_degree_is_refused(tmp_path: Path):
+    identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(Profile(identity, (Measurement(1, 1, 1, 1e-3),)).to_json()))
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size \(2\) must be a degree"):
+        cost_model(config(cost="table", profile=str(file)))
+
+
+# ---------------------------------------------------------------- the workload
+
+
+def test_a_modelled_workload_reads_its_options():
+    task = {"name": "math", "response": {"median": 30, "sigma": 0.0}, "prompt_median": 9, "prompt_sigma": 0.0}
+    workload, source = workload_of(config(task=task | {"scoring": {"median_s": 3.0}}))
+    key = SampleKey(0, 5, 1)
+    assert (workload.length(key), workload.prompt_length(5), workload.reward_s(key)) == (30, 9, 3.0)
+    assert source == "modelled: math (median 30, sigma 0, cap 96 tokens), seed 0"
+    mixed, _ = workload_of(config(tasks=[task, {"name": "code", "weight": 3.0}]))
+    assert isinstance(mixed, ModelledWorkload)
+    assert [kind.name for kind in mixed.kinds] == ["math", "code"]
+    assert {mixed.kind_name(i) for i in range(50)} == {"math", "code"}
+
+
+def test_a_recorded_workload_plays_a_run(training: Path, tmp_path: Path):
+    """A simulated run is recorded like a real one."""
+    assert run(training, tmp_path / "a") == 0
+    recorded, source = workload_of(config(workload="recorded", recorded_run=str(tmp_path / "a-simulated")))
+    assert source.startswith("recorded: 16 responses to 8 prompts of ")
+    lines = [json.loads(line) for line in (tmp_path / "a-simulated" / "samples.jsonl").read_text().splitlines()]
+    assert {recorded.length(SampleKey(0, i, 0), 1) for i in range(200)} <= {row["length"] for row in lines}
+    overrides = ("simulate.workload=recorded", f"simulate.recorded_run={tmp_path / 'a-simulated'}")
+    assert run(training, tmp_path / "b", *overrides) == 0
+    assert json.loads((tmp_path / "b-simulated" / "run.json").read_text())["simulation"]["workload"] == source
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"workload": "recorded"}, r"simulate\.recorded_run is missing"),
+        ({"workload": "recorded", "recorded_run": "nowhere"}, r"nowhere.*no such file"),
+        ({"task": {"response": {"median": 0}}}, r"simulate\.task\.response: LengthDistribution\.median"),
+        ({"task": {"prompt_sigma": -1}}, r"simulate\.task\.prompt_median and prompt_sigma: .*sigma \(-1"),
+        ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task\.scoring: RewardTime\.hang_share"),
+        ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]: TaskKind 'simulated': correlation"),
+        ({"tasks": [{}, {}]}, r"simulate\.tasks: ModelledWorkload\.kinds .* names that differ"),
+    ],
+)
+def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
+    with pytest.raises(ValueError, match=match):
+        workload_of(config(**options))
+
+
+def test_the_section_is_part_of_the_configuration():
+    made = config(task={"response": {"median": 30}}, tasks=[{"name": "x"}], efficiency={"mfu": 0.2})
+    assert from_mapping(to_mapping(made)) == made
+    assert asdict(made.simulate.tasks[0])["name"] == "x"
+    for values, match in (
+        ({"hardwear": "H100"}, r"unknown option simulate\.hardwear: did you mean simulate\.hardware"),
+        ({"tasks": [{"median": 3}]}, r"unknown option simulate\.tasks\[0\]\.median"),
+        ({"num_devices": -1}, r"simulate\.num_devices must be at least 0"),
+        ({"cost": "guess"}, r"simulate\.cost must be one of roofline, table"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            config(**values)
+
+
+def test_state_of_another_kind_is_refused():
+    for text, match in (("{}", "schema 1"), ("[1]", "schema 1"), ("{", "not a simulation's state")):
+        with pytest.raises(ValueError, match=match):
+            load_state(text, "state.json")
+    with pytest.raises(TypeError, match="neither a JSON value nor an array"):
+        dump_state({"a": {1, 2}})
+    state = {"left": np.arange(6).reshape(3, 2), "empty": np.zeros((0, 2), np.int64), "n": 1}
+    found = load_state(dump_state(state), "state.json")
+    assert found["left"].tolist() == state["left"].tolist()
+    assert found["empty"].shape == (0, 2)

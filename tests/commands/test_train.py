@@ -1,0 +1,400 @@
+"""Whole runs of a tiny model in processes of their own: killed, stopped, resumed, on other devices.
+
+A run that is killed at any moment and resumed ends with the same training state as one that never was, bit for bit
+(same machine, threads and layout). Rewards differ between samples, so every update moves the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from jaxrl.config import from_mapping
+from jaxrl.record.run_dir import versions
+from jaxrl.train.checkpoint import Checkpointer
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+PATIENCE_S = 300.0  # on a loaded machine; none of these waits takes a tenth of it
+
+REWARD = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    total = sum(solution_str.encode())
+    if total % 9 == 0:
+        os._exit(1)  # takes its process down: the journal's business
+    return total % 7 / 6
+"""
+
+HOLD = """
+import sys, time
+from jaxrl.record.run_dir import RunDir
+run_dir = RunDir(sys.argv[1])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+class Runs:
+    """Starts runs that share a model, data, and a compilation cache."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        problems = [{"question": "x" * (1 + 3 * i), "answer": str(i)} for i in range(7)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+        (folder / "reward.py").write_text(REWARD)
+        self.config: dict[str, Any] = {
+            "model": {"path": str(model), "random_init": True},
+            "data": {
+                "train_files": [str(folder / "train.jsonl")],
+                "max_prompt_length": 96,
+                "max_response_length": 32,
+                "train_batch_size": 4,  # of 7: batches cross epoch ends
+            },
+            "rollout": {
+                "n": 4,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 64,
+                "decode_steps": 4,
+                "num_blocks": 30,
+                "warmup": False,
+            },
+            "actor": {"optim": {"lr": 0.01}, "ppo_max_token_len_per_gpu": 512, "ppo_mini_batch_size": 2},
+            "reward": {"kind": "custom", "path": str(folder / "reward.py")},
+            "trainer": {"total_training_steps": STEPS, "save_freq": 2, "compilation_cache_dir": ""},
+        }
+
+    def start(self, run_dir: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str]:
+        file = self.folder / "config.yaml"
+        file.write_text(yaml.safe_dump(self.config))
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxrl", "train", f"--config={file}", f"trainer.run_dir={run_dir}", *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+
+    def finish(self, run_dir: Path, *overrides: str, devices: int = 1) -> str:
+        """Runs to the end; returns what it printed."""
+        with self.start(run_dir, *overrides, devices=devices) as process:
+            return end(process)
+
+
+def end(process: subprocess.Popen[str], status: int = 0) -> str:
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == status, output
+    return output
+
+
+def num_steps(run_dir: Path) -> int:
+    """Finished steps in metrics.jsonl."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, count: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while num_steps(run_dir) < count:
+        assert process.poll() is None, end(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=PATIENCE_S)
+
+
+def state_of(run_dir: Path) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+    """Every array of the last checkpoint by path, as numpy, and the host's values."""
+    with Checkpointer(run_dir / "checkpoints") as store:
+        step = store.latest_step()
+        assert step is not None
+        tree = store._steps.item_metadata(step)["state"].tree
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        state, host = store.restore(abstract, step)
+    arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    return arrays | {f"host.{name}": array for name, array in host.arrays.items()}, host.values
+
+
+def assert_same_end(run_dir: Path, other: Path) -> None:
+    (arrays, values), (expected, expected_values) = state_of(run_dir), state_of(other)
+    assert values == expected_values
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        assert arrays[name].tobytes() == array.tobytes(), f"{name} differs"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), tiny_model)
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> Path:
+    """A run that nothing happens to."""
+    run_dir = runs.folder / "whole"
+    began = time.monotonic()
+    output = runs.finish(run_dir)
+    (run_dir / "seconds").write_text(str(time.monotonic() - began))
+    (run_dir / "output").write_text(output)
+    return run_dir
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def test_the_run_directory(whole: Path):
+    names = {path.name for path in whole.iterdir()}
+    assert names >= {
+        "config.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "journal.jsonl",
+        "timeline.json",
+        "checkpoints",
+        "report.html",
+    }
+    config = from_mapping(yaml.safe_load((whole / "config.yaml").read_text()))
+    assert config.data.train_batch_size == 4
+    record = json.loads((whole / "run.json").read_text())
+    assert record["versions"] == versions()
+    assert set(record["seeds"]) == {"trainer", "data"}
+    assert "commit" in record
+    assert record["devices"]["count"] == 1
+    assert len(record["starts"]) == 1
+    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert all(line["actor/grad_norm"] > 0 for line in metrics), "every update was to move the weights"
+    assert sum(line["reward/crashes"] for line in metrics) > 0, "some scorers were to die"
+    header, *decisions = map(json.loads, (whole / "journal.jsonl").read_text().splitlines())
+    assert header == {"journal": 1}
+    assert all(line["kind"] == "verdict" and line["status"] == "crash" for line in decisions)
+    crashes = sum(line["reward/crashes"] for line in metrics if line["step"] > 4)
+    assert len(decisions) == crashes, "those of steps that an earlier checkpoint holds are gone"
+    events = json.loads((whole / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    assert {"gen", "reward", "old_log_prob", "update_actor", "sync", "save"} <= {event["name"] for event in events}
+    steps = {json.loads(line)["step"] for line in (whole / "samples.jsonl").read_text().splitlines()}
+    assert steps == set(range(1, STEPS + 1))
+    assert "</html>" in (whole / "report.html").read_text()
+    assert sorted(int(path.name) for path in (whole / "checkpoints").iterdir() if path.name.isdigit()) == [4, 6]
+    assert f"{STEPS} of {STEPS}" in (whole / "output").read_text()
+
+
+def test_the_phases_of_a_step_add_up_to_it(whole: Path):
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        parts = sum(value for name, value in line.items() if name.startswith("timing_s/")) - line["timing_s/step"]
+        assert parts <= line["timing_s/step"]
+        # what lies between phases is host work of a millisecond; the rest allows for a loaded machine
+        assert line["timing_s/step"] - parts <= 0.02 * line["timing_s/step"] + 0.05, line
+
+
+# ---------------------------------------------------------------- killed, stopped, resumed
+
+
+def test_a_run_killed_twice_ends_with_the_same_bits(runs: Runs, whole: Path):
+    run_dir, moments = runs.folder / "killed", random.Random(1)
+    for steps in (1, 3):
+        with runs.start(run_dir) as process:
+            wait_for_steps(process, run_dir, steps)
+            time.sleep(moments.uniform(0, 0.6))
+            kill(process)
+    runs.finish(run_dir)
+    assert_same_end(run_dir, whole)
+    rewards = [json.loads(line)["critic/rewards/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    expected = [json.loads(line)["critic/rewards/mean"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert rewards == expected, "each step once, with what the whole run drew"
+
+
+# lengths that differ: one token in twenty ends a response
+STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            (
+                "rollout.tail_batching={enable: true, at_end: leave}",
+                "algorithm.filter_groups.enable=true",
+            ),
+            id="tail batching",
+        ),
+        pytest.param(
+            ("rollout.partial_rollout={enable: true, at_end: leave}", "trainer.one_step_off=true"),
+            id="partial rollout, one step off",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_with_a_rule_killed_twice_ends_with_the_same_bits(
+    runs: Runs, overrides: tuple[str, ...], request: pytest.FixtureRequest
+):
+    """Queue and buffer are in the checkpoint; a round that was cut off runs again from the boundary."""
+    name = request.node.callspec.id.replace(" ", "-")
+    whole, run_dir, moments = runs.folder / f"{name}-whole", runs.folder / f"{name}-killed", random.Random(3)
+    output = runs.finish(whole, STOPS, *overrides)
+    for steps in (1, 3):
+        with runs.start(run_dir, STOPS, *overrides) as process:
+            wait_for_steps(process, run_dir, steps)
+            time.sleep(moments.uniform(0, 0.6))
+            kill(process)
+    runs.finish(run_dir, STOPS, *overrides)
+    assert_same_end(run_dir, whole)
+    (_, values), lines = (
+        state_of(run_dir),
+        [
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            for folder in (run_dir, whole)
+        ],
+    )
+    for killed, expected in zip(*lines, strict=True):
+        names = [name for name in expected if name.startswith(("rollout/", "critic/", "training/", "response_length/"))]
+        assert {name: killed[name] for name in names} == {name: expected[name] for name in names}
+    assert sum(line["rollout/aborted_samples"] for line in lines[0]) > 0
+    carried = values["rule"]["num_carried"]
+    assert carried == lines[0][-1]["rollout/queue_length"] > 0
+    assert f"{carried} ({values['rule']['name']})" in output
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_ten_moments_ends_with_the_same_bits(runs: Runs):
+    """Eight moments in rollouts, updates and saves (a step takes a quarter of a second), two while the run starts."""
+    whole, run_dir, longer = (
+        runs.folder / "whole-longer",
+        runs.folder / "killed-often",
+        "trainer.total_training_steps=40",
+    )
+    began = time.monotonic()
+    runs.finish(whole, longer)
+    starting_s = time.monotonic() - began - 40 * 0.25
+    moments, seen = random.Random(2), []
+    for at_start in moments.sample([True] * 2 + [False] * 8, 10):
+        with runs.start(run_dir, longer) as process:
+            if at_start:
+                time.sleep(moments.uniform(0, max(starting_s, 1.0)))
+            else:
+                wait_for_steps(process, run_dir, num_steps(run_dir) + 1)
+                time.sleep(moments.uniform(0, 0.8))
+            assert process.poll() is None, "the run was to be alive"
+            kill(process)
+        seen.append(num_steps(run_dir))
+    runs.finish(run_dir, longer)
+    print("steps at the kills:", seen)
+    assert_same_end(run_dir, whole)
+
+
+def test_a_run_that_is_stopped_saves_and_goes_on_under_a_changed_config(runs: Runs, whole: Path):
+    run_dir = runs.folder / "stopped"
+    with runs.start(run_dir) as process:
+        wait_for_steps(process, run_dir, 1)
+        process.send_signal(signal.SIGTERM)
+        assert "stopped; run again to go on" in end(process)
+    _, host = state_of(run_dir)
+    assert 1 <= host["step"] < STEPS
+    output = runs.finish(run_dir, "trainer.max_ckpt_to_keep=3", "trainer.project_name=other")
+    assert f"after step {host['step']} of {STEPS}" in output
+    changed = [line.strip() for line in output.splitlines() if "changed since" in line]
+    assert changed == [
+        "changed since: trainer.max_ckpt_to_keep: 2 -> 3",
+        "changed since: trainer.project_name: 'jaxrl' -> 'other'",
+    ]
+    assert_same_end(run_dir, whole)
+    starts = json.loads((run_dir / "run.json").read_text())["starts"]
+    assert [start["from_step"] for start in starts] == [0, host["step"]]
+
+
+def test_a_second_run_in_the_same_directory_is_refused(runs: Runs, whole: Path):
+    run_dir = runs.folder / "busy"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run_dir)], stdout=subprocess.PIPE, cwd=ROOT) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        try:
+            with runs.start(run_dir) as second:
+                output = end(second, status=2)
+        finally:
+            first.kill()
+    assert re.fullmatch(r"jaxrl: .* belongs to a run that is still going .*\n", output)
+
+
+def test_a_run_may_start_from_another_ones_parameters(runs: Runs, whole: Path):
+    run_dir = runs.folder / "branch"
+    runs.finish(run_dir, f"trainer.init_from={whole}", "trainer.total_training_steps=1", "actor.optim.lr=0.0")
+    (arrays, host), (expected, _) = state_of(run_dir), state_of(whole)
+    assert host["step"] == 1
+    parameters = [name for name in expected if name.startswith("['params']")]
+    assert parameters
+    for name in parameters:
+        assert np.array_equal(arrays[name], expected[name]), name
+    assert int(arrays["['counters']['updates']"]) == 2, "a new optimizer, two minibatches"
+
+
+# ---------------------------------------------------------------- other devices
+
+
+def test_rollout_on_devices_of_its_own_gives_the_same_bits(runs: Runs):
+    """One-step-off in turns on one device, and at the same time on two."""
+    turns, beside, short = runs.folder / "turns", runs.folder / "beside", "trainer.total_training_steps=3"
+    off = ("trainer.one_step_off=true", "trainer.save_freq=2", short)
+    runs.finish(turns, *off)
+    own = (*off, "rollout.num_devices=1")
+    runs.finish(beside, *own, devices=2)
+    assert_same_end(beside, turns)
+    events = json.loads((beside / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    spans = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
+    rollouts, updates = ([span for span in spans if span[0] == name] for name in ("gen", "update_actor"))
+    assert any(r[1] < u[2] and u[1] < r[2] for r in rollouts for u in updates), "nothing overlapped"
+
+
+@pytest.mark.slow
+def test_eight_devices_then_one_or_four(runs: Runs):
+    first = runs.folder / "eight"
+    overrides = ["rollout.tensor_model_parallel_size=2", "trainer.save_freq=1"]
+    runs.finish(first, *overrides, "trainer.total_training_steps=2", devices=8)
+    arrays, _ = state_of(first)
+    ends = {}
+    for count, tp, forced in ((1, 1, 1), (4, 2, 8)):
+        run_dir = runs.folder / f"on-{count}"
+        subprocess.run(["cp", "-r", first, run_dir], check=True)
+        layout = f"rollout.tensor_model_parallel_size={tp}"
+        output = runs.finish(
+            run_dir,
+            *overrides[1:],
+            layout,
+            f"trainer.num_devices={count}",
+            "trainer.total_training_steps=3",
+            devices=forced,
+        )
+        assert "after step 2 of 3" in output
+        ends[count], host = state_of(run_dir)
+        assert host["step"] == 3
+        assert json.loads((run_dir / "run.json").read_text())["devices"]["count"] == count
+    for name, array in ends[1].items():
+        if name.startswith("['params']"):
+            assert not np.array_equal(array, arrays[name]), f"{name}: training went on"
+            # another split of the sums: the same up to rounding, unless a token flipped
+            np.testing.assert_allclose(array, ends[4][name], rtol=0, atol=0.05)

@@ -1,0 +1,208 @@
+"""Files and overrides: YAML and gin give equal configs, and every failure is one ConfigError with its place."""
+
+import sys
+
+import pytest
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config.files import load
+
+pytest.importorskip("gin")
+
+YAML = """
+model: {path: models/smollm2}
+data:
+  train_files: [a.jsonl, b.parquet]
+  task_config: {min_terms: 2, scale: 1e-3, names: [x, y]}
+  train_batch_size: 8
+  system_prompt: "Think: then answer."
+rollout:
+  n: 4
+  temperature: 1
+  stop: ["</answer>"]
+  val_kwargs: {n: 2, top_p: 0.9}
+actor:
+  ppo_mini_batch_size: 4
+  optim: {lr: 1e-5, lr_scheduler_type: cosine}
+trainer: {logger: [console, tensorboard], val_before_train: true}
+"""
+
+GIN = """
+batch = 8  # a macro
+model.path = 'models/smollm2'
+data:
+  train_files = ['a.jsonl', 'b.parquet']
+  train_batch_size = %batch
+  system_prompt = ('Think: '
+                   'then answer.')
+data.task_config = {'min_terms': 2, 'scale': 1e-3, 'names': ('x', 'y')}
+rollout.n = 4
+rollout.temperature = 1
+rollout.stop = ['</answer>']
+rollout.val_kwargs:
+  n = 2
+
+  top_p = 0.9
+actor.ppo_mini_batch_size = 4
+actor.optim.lr = %rates/high
+actor.optim.lr_scheduler_type = 'cosine'
+trainer.logger = ['console', 'tensorboard']
+trainer.val_before_train = True
+rates/high = 1e-5  # defined after its use
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(name: str, text: str):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_yaml_and_gin_give_equal_configs(file):
+    from_yaml, from_gin = load(file("run.yaml", YAML)), load(file("run.gin", GIN))
+    assert from_yaml == from_gin
+    assert from_yaml.actor.optim.lr == 1e-5
+    assert from_yaml.data.task_config == {"min_terms": 2, "scale": 0.001, "names": ["x", "y"]}
+    assert from_yaml.rollout.val_kwargs.top_p == 0.9
+
+
+def test_overrides_give_the_same_as_a_file(file):
+    overrides = ["rollout.n=16", "actor.optim.lr=1e-4", "data.train_files=[c.jsonl]", "data.task_config.min_terms=3"]
+    changed = YAML.replace("n: 4\n", "n: 16\n").replace("1e-5", "1e-4").replace("a.jsonl, b.parquet", "c.jsonl")
+    expected = load(file("changed.yml", changed.replace("min_terms: 2", "min_terms: 3")))
+    assert load(file("run.yaml", YAML), overrides) == expected
+    assert load(file("run.gin", GIN), overrides) == expected
+
+
+def test_without_a_file():
+    assert load(None, ["model.path=x"]) == from_mapping({"model": {"path": "x"}})
+
+
+def test_empty_sections_are_defaults(file):
+    assert load(file("run.yaml", "model: {path: x}\nrollout:\n")) == load(file("run.gin", "model.path = 'x'\n"))
+
+
+def test_includes_are_read_in_place(file):
+    file("base.gin", "lr = 1e-6\nmodel.path = 'base'\nactor.optim.lr = %lr\nrollout.n = 2\n")
+    file("more/deep.gin", "include '../base.gin'\nrollout.n = 3\n")
+    config = load(file("run.gin", "rollout.n = 9\ninclude 'more/deep.gin'\nmodel.path = 'mine'\nlr = 3e-6\n"))
+    # later bindings win, wherever they stand, and so does the last value of a macro
+    assert (config.model.path, config.rollout.n, config.actor.optim.lr) == ("mine", 3, 3e-6)
+
+
+def test_gin_itself_reads_the_same(file):
+    """The binding names are what gin makes of functions called `rollout`, `rollout.val_kwargs`, ..."""
+    import gin
+
+    path = file("run.gin", GIN)
+    gin.clear_config()
+    names = ("model", "data", "rollout", "rollout.val_kwargs", "actor", "actor.optim", "trainer")
+    found = {}
+    for name in names:
+        module, _, last = f"jaxrl_test.{name}".rpartition(".")
+        found[name] = gin.external_configurable(lambda **options: options, name=last, module=module)
+    gin.parse_config_file(str(path))
+    values = {name: function() for name, function in found.items()}
+    values["rollout"]["val_kwargs"] = values.pop("rollout.val_kwargs")
+    values["actor"]["optim"] = values.pop("actor.optim")
+    values["data"]["task_config"]["names"] = list(values["data"]["task_config"]["names"])
+    assert from_mapping(values) == load(path)
+    gin.clear_config()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        # reading
+        ("run.toml", "", r"run\.toml: a config file must end in \.yaml, \.yml, \.gin"),
+        ("run.yaml", "a: [1,\nb: 2\n", r"run\.yaml, line 3: expected"),
+        ("run.yaml", "data:\n  seed: 1\n  seed: 2\n", r"run\.yaml, line 3: 'seed' is given twice, first in line 2$"),
+        ("run.yaml", "data: {}\nmodel: {}\ndata: {}\n", r"run\.yaml, line 3: 'data' is given twice"),
+        ("run.yaml", "- a\n", r"run\.yaml: must hold sections with options, found \['a'\]"),
+        ("run.yaml", "a: *b\n", r"run\.yaml, line 1: found undefined alias"),
+        ("run.yaml", "a: !!python/object:os.system {}\n", r"run\.yaml, line 1: could not determine a constructor"),
+        ("run.yaml", "a: \x01\n", r"run\.yaml: not valid YAML"),
+        ("run.yaml", "a: 2001-99-99\n", r"run\.yaml: not valid YAML"),
+        ("run.gin", "rollout.n = \n", r"run\.gin, line 1: Unable to parse value"),
+        ("run.gin", "\nrollout.n == 3\n", r"run\.gin, line 2: "),
+        ("run.gin", "rollout.n = [1,\n", r"run\.gin, line \d: "),
+        ("run.gin", "rollout.n 3\n", r"run\.gin, line 1: Couldn't parse statement"),
+        ("run.gin", "rollout.n = 3 +\n", r"run\.gin, line 1: "),
+        ("run.gin", "x = '\n", r"run\.gin, line 1: "),
+        ("run.gin", "rollout.n = %m\n", r"run\.gin, line 1: the macro %m is used but never given a value$"),
+        ("run.gin", "m = [%m]\n\nrollout.n = %m\n", r"run\.gin, line 1: the macro %m is defined by itself$"),
+        ("run.gin", "rollout.n = @f()\n", r"run\.gin, line 1: the reference @f\(\) is not supported"),
+        ("run.gin", "m = {'a': @s/f}\n", r"run\.gin, line 1: the reference @s/f is not supported"),
+        ("run.gin", "eval/rollout.n = 3\n", r"run\.gin, line 1: scopes \(eval/\.\.\.\) are not supported"),
+        ("run.gin", "eval/rollout:\n  n = 3\n", r"run\.gin, line 1: scopes"),
+        ("run.gin", "import os\n", r"run\.gin, line 1: imports are not supported"),
+        ("run.gin", "include 'run.gin'\n", r"run\.gin: includes itself"),
+        ("run.gin", "include 'other.gin'\n", r"other\.gin: no such config file"),
+        (
+            "run.gin",
+            "rollout.n = 3\nrollout.n.x = 3\n",
+            r"run\.gin, line 2: rollout\.n\.x: 'n' is an option, not a sec",
+        ),
+        # meaning, with the place
+        ("run.yaml", "rollout:\n  m: 3\n", r"^unknown option rollout\.m: .* \(.*run\.yaml, line 2\)$"),
+        ("run.yaml", "model:\n  path: x\nrolout: {}\n", r"rolout: did you mean rollout\? \(.*run\.yaml, line 3\)$"),
+        ("run.gin", "model.path = 'x'\nrollout.n = 1.5\n", r"rollout\.n must be int, found 1\.5 .*line 2\)$"),
+        ("run.gin", "rolout.n = 1\n", r"rolout: did you mean rollout\? \(.*run\.gin, line 1\)$"),
+        (
+            "run.yaml",
+            "model: {path: x}\nactor:\n  ppo_mini_batch_size: 3\n",
+            r"ppo_mini_batch_size \(3 prompts\) must divide .* \(.*run\.yaml, line 3\)$",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(file, name, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(file(name, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such config file"):
+        load(tmp_path / "none.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "folder.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "latin.yaml")
+
+
+def test_an_overridden_option_has_no_place_in_the_file(file):
+    path = file("run.yaml", "model: {path: x}\nrollout: {n: 4}\n")
+    with pytest.raises(ConfigError, match=r"^rollout\.n must be int, found 'many' \(str\)$"):
+        load(path, ["rollout.n=many"])
+
+
+@pytest.mark.parametrize(
+    "text", ["rollout.n", "=3", "rollout..n=3", "rollout.n.x=3", "rollout.n=[", "rollout.n=a: b: c"]
+)
+def test_overrides_that_are_none(file, text):
+    with pytest.raises(ConfigError, match="override"):
+        load(file("run.yaml", YAML), [text])
+
+
+def test_gin_missing(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gin", None)
+    with pytest.raises(ConfigError, match=r"needs the package gin-config.*pip install 'jaxrl\[gin\]'"):
+        load(file("run.gin", "rollout.n = 3\n"))
+
+
+def test_yaml_anchors_and_merges(file):
+    text = "model: {path: x}\nrollout: &r\n  top_p: 0.5\n  val_kwargs: {<<: {top_p: 0.25, n: 3}, n: 2}\n"
+    config = load(file("run.yaml", text))
+    assert (config.rollout.top_p, config.rollout.val_kwargs.top_p, config.rollout.val_kwargs.n) == (0.5, 0.25, 2)
+
+
+def test_defaults_are_reachable_from_both(file):
+    assert load(file("a.yaml", "model: {path: x}")).rollout == load(file("a.gin", "model.path='x'")).rollout
+    assert load(file("b.yaml", "model: {path: x}")).data == Config().data

@@ -1,0 +1,179 @@
+"""config.py's checks as a table: what is written and the sentence that answers it."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxrl.config import Config, ConfigError, differences, flatten, from_mapping, to_mapping
+from jaxrl.config import options as config_module
+from jaxrl.config.files import apply_override
+
+
+def build(options=None):
+    """A config from flat options `a.b`, on top of the least that is valid."""
+    values = {"model": {"path": "m"}}
+    for path, value in (options or {}).items():
+        *sections, name = path.split(".")
+        node = values
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # names
+        ({"rollout.temprature": 1.0}, "unknown option rollout.temprature: did you mean rollout.temperature?"),
+        ({"rolout": {}}, "unknown option rolout: did you mean rollout?"),
+        ({"actor.lr": 1.0}, "unknown option actor.lr: did you mean actor.optim.lr?"),
+        ({"data.zzzzzz": 1}, "unknown option data.zzzzzz: known here: train_files, val_files"),
+        # types
+        ({"rollout": 3}, "rollout must be a section with options, found 3"),
+        ({"rollout.val_kwargs": [1]}, "rollout.val_kwargs must be a section with options, found [1]"),
+        ({"rollout.n": "4"}, "rollout.n must be int, found '4' (str)"),
+        ({"rollout.n": 4.0}, "rollout.n must be int, found 4.0 (float)"),
+        ({"rollout.n": True}, "rollout.n must be int, found True (bool)"),
+        ({"rollout.n": None}, "rollout.n must be int, found None (NoneType)"),
+        ({"rollout.warmup": 1}, "rollout.warmup must be bool, found 1 (int)"),
+        ({"actor.optim.lr": "fast"}, "actor.optim.lr must be float, found 'fast' (str)"),
+        ({"rollout.top_p": True}, "rollout.top_p must be float, found True (bool)"),
+        ({"model.path": 3}, "model.path must be str, found 3 (int)"),
+        ({"data.train_files": "a.jsonl"}, "data.train_files must be a list, found 'a.jsonl'"),
+        ({"data.train_files": ["a", 3]}, "data.train_files[1] must be str, found 3 (int)"),
+        ({"data.task_config": [1]}, "data.task_config must be a mapping, found [1]"),
+        ({"rollout.dtype": "float16"}, "rollout.dtype must be one of float32, bfloat16, float64, found 'float16'"),
+        ({"algorithm.adv_estimator": "grpoo"}, "found 'grpoo'; did you mean grpo?"),
+        ({"actor.remat": []}, "actor.remat must be one of auto, none, dots, full, found []"),
+        ({"trainer.logger": ["console", "mlflow"]}, "trainer.logger[1] must be one of console, wandb, tensorboard"),
+        # ranges
+        ({"rollout.top_p": 0}, "rollout.top_p must be in (0, 1], found 0.0"),
+        ({"rollout.val_kwargs.top_p": 1.5}, "rollout.val_kwargs.top_p must be in (0, 1], found 1.5"),
+        ({"rollout.memory_fraction": float("nan")}, "rollout.memory_fraction must be in (0, 1], found nan"),
+        ({"actor.optim.lr": float("nan")}, "actor.optim.lr must be at least 0, found nan"),
+        # sizes that do not fit together
+        ({"model.path": ""}, "model.path is missing: give a Hugging Face folder or a .gguf file"),
+        ({"data.task": "t", "data.train_files": ["a"]}, "data.task and data.train_files exclude each other"),
+        ({"data.prompt_template": "solve"}, "data.prompt_template must contain {question}, found 'solve'"),
+        ({"reward.kind": "custom"}, "reward.path is missing: reward.kind is custom, which needs a Python file"),
+        ({"reward.kind": "task"}, "reward.kind is task, which needs data.task"),
+        (
+            {"actor.ppo_mini_batch_size": 3},
+            "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts)",
+        ),
+        ({"actor.ppo_mini_batch_size": 16}, "actor.ppo_mini_batch_size (16 prompts) must divide"),
+        ({"rollout.n": 1}, "rollout.n (1) must be at least 2 with algorithm.adv_estimator=grpo"),
+        ({"rollout.n": 1, "algorithm.adv_estimator": "rloo"}, "must be at least 2 with algorithm.adv_estimator=rloo"),
+        (
+            {"algorithm.use_kl_in_reward": True, "actor.use_kl_loss": True},
+            "algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once",
+        ),
+        ({"actor.clip_ratio_c": 1.0}, "actor.clip_ratio_c must be above 1, or 0 for off, found 1.0"),
+        ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found float32"),
+        (
+            {"actor.ppo_max_token_len_per_gpu": 383},
+            "actor.ppo_max_token_len_per_gpu (383 tokens) must hold the longest sequence: data.max_prompt_length (256) "
+            "+ data.max_response_length (128) = 384 tokens",
+        ),
+        (
+            {"rollout.num_blocks": 24},
+            "rollout.num_blocks (24, one of them reserved) must hold one request of 384 tokens: at least 25 blocks",
+        ),
+        (
+            {"rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 6},
+            "rollout.tensor_model_parallel_size (4) must divide trainer.num_devices (6)",
+        ),
+        ({"rollout.num_devices": 2}, "rollout.num_devices (2) needs trainer.one_step_off"),
+        (
+            {"rollout.num_devices": 4, "trainer.num_devices": 4, "trainer.one_step_off": True},
+            "rollout.num_devices (4) must be below trainer.num_devices (4): some are left for training",
+        ),
+        (
+            {"rollout.num_devices": 3, "trainer.num_devices": 8, "trainer.one_step_off": True},
+            "rollout.num_devices (3) and the 5 devices left of trainer.num_devices (8) must have nested meshes for "
+            "weights to pass: the prime factors of one, (3,) and (5,), must begin those of the other",
+        ),
+        (
+            {
+                "rollout.num_devices": 3,
+                "rollout.tensor_model_parallel_size": 2,
+                "trainer.num_devices": 4,
+                "trainer.one_step_off": True,
+            },
+            "rollout.tensor_model_parallel_size (2) must divide rollout.num_devices (3)",
+        ),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        build(options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(config_module._AT_LEAST))
+def test_lower_bounds(path):
+    low = config_module._AT_LEAST[path]
+    kind = type(flatten(to_mapping(Config()))[path])
+    with pytest.raises(ConfigError, match=re.escape(f"{path} must be at least {low}, found")):
+        build({path: kind(low - 1)})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rollout.n": 1, "algorithm.adv_estimator": "reinforce_plus_plus"},
+        {"rollout.num_blocks": 25},
+        {"actor.ppo_max_token_len_per_gpu": 384},
+        {"actor.clip_ratio_c": 3},
+        {"rollout.temperature": 1},
+        {"actor.param_dtype": "float64", "actor.dtype": "float64"},
+        {"rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 8},
+        {"reward.kind": "task", "data.task": "t"},
+        {"data.train_files": ("a", "b")},
+        {"rollout.val_kwargs": None},
+    ],
+)
+def test_what_is_accepted(options):
+    config = build(options)
+    assert from_mapping(to_mapping(config)) == config, "a resolved config resolves to itself"
+
+
+def test_numbers_become_the_option_s_type():
+    config = build({"rollout.temperature": 1, "actor.optim.lr": "1e-6"})
+    assert isinstance(config.rollout.temperature, float)
+    assert config.actor.optim.lr == 1e-6
+
+
+def test_a_mapping_and_back():
+    config = build({"data.task": "t", "data.task_config": {"a": {"b": 1}}, "rollout.stop": ["x"]})
+    assert from_mapping(to_mapping(config)) == config
+    assert flatten(to_mapping(config))["data.task_config"] == {"a": {"b": 1}}
+
+
+def test_derived_sizes():
+    config = build({"data.train_batch_size": 6, "actor.use_kl_loss": True})
+    assert (config.mini_batch_prompts, config.needs_ref, config.max_model_length) == (6, True, 384)
+    assert build({"actor.ppo_mini_batch_size": 2}).mini_batch_prompts == 2
+
+
+def test_differences():
+    assert differences(build(), build({"rollout.n": 4, "actor.optim.lr": 1e-5})) == [
+        "rollout.n: 8 -> 4",
+        "actor.optim.lr: 1e-06 -> 1e-05",
+    ]
+    assert differences(build(), build()) == []
+
+
+def test_overrides():
+    values = {}
+    for text in ("a.b=3", "a.c=[x, 1]", "d=", "e=true"):
+        apply_override(values, text)
+    assert values == {"a": {"b": 3, "c": ["x", 1]}, "d": None, "e": True}
+
+
+def test_configs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        build().rollout = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,307 @@
+"""Reading, rendering, order and cursor of prompts."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.data.prompts import PromptSource, load_train, load_validation, validation_prompts
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+class Characters:
+    """One token per character; `#` stands for a special token."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(c) for c in ("#" + text if add_special_tokens else text)]
+
+    def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = True) -> str:
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+
+def config(**data: Any) -> Config:
+    return from_mapping({"model": {"path": "x"}, "data": data, "actor": {"ppo_max_token_len_per_gpu": 1 << 20}})
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
+        file.write(text)
+    return str(path)
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> str:
+    return write(tmp_path / "ten.jsonl", [{"question": f"q{i}", "answer": f"because\n#### {i}"} for i in range(10)])
+
+
+def test_files(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    rows = [{"question": f"q{i}", "answer": f"so\n#### {i}", "level": i} for i in range(3)]
+    plain, zipped = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl.gz", rows)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    problems = load_train(config(train_files=[plain, zipped, str(tmp_path / "c.parquet")]))
+    assert [p.index for p in problems] == list(range(9))
+    assert [p.source for p in problems] == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
+    assert [p.answer for p in problems] == ["0", "1", "2"] * 3
+    assert [p.extra for p in problems] == [{"level": i} for i in (0, 1, 2)] * 3
+    assert problems[1].where == f"{plain}, line 2"
+    assert problems[7].where == f"{tmp_path}/c.parquet, row 2"
+
+
+def test_verls_columns(tmp_path: Path):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "reward_model": {"style": "rule", "ground_truth": 4},
+        "extra_info": {"split": "train", "index": 17},
+    }
+    keys = {"messages_key": "prompt", "answer_key": "reward_model.ground_truth", "source_key": "data_source"}
+    (problem,) = load_train(config(train_files=[write(tmp_path / "a.jsonl", [row])], **keys))
+    assert (problem.source, problem.answer, problem.identity) == ("openai/gsm8k", "4", "2+2?")
+    assert problem.extra["index"] == 17
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ('{"question": 1', {}, r"line 2: not valid JSON \(Expecting .* at column 15\)"),
+        ("[1]", {}, r"line 2: a row must be a JSON object, found list"),
+        ('{"questions": "q"}', {}, r"line 2: no column 'question' \(data.prompt_key\): did you mean 'questions'\?"),
+        (
+            '{"question": " ", "answer": 1}',
+            {},
+            r"line 2: 'question' \(data.prompt_key\) must hold some text, found ' '",
+        ),
+        ('{"question": "q"}', {}, r"line 2: no column 'answer' \(data.answer_key\)"),
+        ('{"question": "q", "answer": null}', {}, r"line 2: 'answer' .* must be text or a number, found None"),
+        ('{"question": "q", "answer": "####"}', {}, r"line 2: 'answer' .* must hold an answer, found '####'"),
+        ('{"m": "x"}', {"messages_key": "m"}, r"line 2: 'm' .* found text that is not JSON"),
+        ('{"m": [{"role": "user"}]}', {"messages_key": "m"}, r"line 2: 'm' .*, found \{'role': 'user'\}"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, row: str, keys: dict[str, str], message: str):
+    good = {"question": "q", "answer": "a", "m": [{"role": "user", "content": "q"}]}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + row + "\n")
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, {message}"):
+        load_train(config(train_files=[str(tmp_path / "bad.jsonl")], **keys))
+
+
+def test_bad_files(tmp_path: Path):
+    for name, message in (
+        ("no.jsonl", "no such file"),
+        ("a.csv", "must end in .jsonl"),
+        ("a.parquet", "not a Parquet"),
+    ):
+        if name != "no.jsonl":
+            (tmp_path / name).write_text("x" * 20)
+        with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
+            load_train(config(train_files=[str(tmp_path / name)]))
+    with pytest.raises(ConfigError, match=r"data\.train_files is missing"):
+        load_train(config())
+
+
+def test_no_answers_are_wanted(tmp_path: Path):
+    (problem,) = load_train(config(train_files=[write(tmp_path / "a.jsonl", [{"question": "q"}])], answer_key=""))
+    assert problem.answer is None
+
+
+def test_rendering(tmp_path: Path):
+    files = [write(tmp_path / "a.jsonl", [{"question": "2+{x}?", "answer": 4}])]
+    template = r"{question} Put it in \boxed{}."
+    c = config(train_files=files, prompt_template=template, system_prompt="Be brief.")
+    (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
+    assert prompt.text == r"<system>Be brief.<user>2+{x}? Put it in \boxed{}.<assistant>"
+    assert prompt.token_ids == tuple(map(ord, prompt.text))
+    c = config(train_files=files, system_prompt="Be brief.", apply_chat_template=False)
+    (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
+    assert prompt.text == "Be brief.\n\n2+{x}?"
+    assert prompt.token_ids[0] == ord("#")  # without a template, the tokenizer's own special tokens
+
+
+def test_messages(tmp_path: Path):
+    messages = [{"role": "system", "content": "Old."}, {"role": "user", "content": "2+2?"}]
+    rows = [{"m": json.dumps(messages), "answer": 4}, {"m": messages, "answer": 4}]
+    files = [write(tmp_path / "a.jsonl", rows)]
+    c = config(train_files=files, messages_key="m", shuffle=False)
+    a, b = PromptSource(load_train(c), Characters(), c).next(2)
+    assert a.text == b.text == "<system>Old.<user>2+2?<assistant>"
+    c = config(train_files=files, messages_key="m", system_prompt="New.")
+    assert PromptSource(load_train(c), Characters(), c).next(1)[0].text == "<system>New.<user>2+2?<assistant>"
+
+
+def test_overlong(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rows = [{"question": "q" * n, "answer": n} for n in (1, 50, 2)]
+    limits = {"train_files": [write(tmp_path / "a.jsonl", rows)], "max_prompt_length": 30}
+    c = config(**limits, shuffle=False)
+    source = PromptSource(load_train(c), Characters(), c)
+    assert (source.num_prompts, source.num_filtered) == (2, 1)
+    assert [p.index for p in source.next(4)] == [0, 2, 0, 2]  # the index is the position in the file
+    assert "dropped 1 of 3 prompts: over 30 tokens" in caplog.text
+    c = config(**limits, filter_overlong_prompts=False)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the prompt has 67 tokens, .*max_prompt_length \(30\)"):
+        PromptSource(load_train(c), Characters(), c)
+    c = config(**(limits | {"max_prompt_length": 3}))
+    with pytest.raises(ValueError, match=r"no training prompts: all 3 are longer than .*\(3 tokens\)"):
+        PromptSource(load_train(c), Characters(), c)
+    c = config(train_files=[write(tmp_path / "empty.jsonl", [])])
+    with pytest.raises(ValueError, match="the training data holds no problems"):
+        PromptSource(load_train(c), Characters(), c)
+
+
+def test_order(ten: str):
+    c = config(train_files=[ten])
+    source = PromptSource(load_train(c), Characters(), c)
+    keys = [p.key for p in source.next(35)]
+    assert [epoch for epoch, _ in keys] == [i // 10 for i in range(35)]
+    epochs = [[index for e, index in keys if e == epoch] for epoch in range(3)]
+    assert all(sorted(order) == list(range(10)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == 3
+    assert len(set(keys)) == 35  # a batch larger than the set repeats prompts, never keys
+    assert source.epoch == 3
+    other = config(train_files=[ten], seed=1)
+    assert [p.index for p in PromptSource(load_train(other), Characters(), other).next(10)] != epochs[0]
+    plain = config(train_files=[ten], shuffle=False)
+    indices = [p.index for p in PromptSource(load_train(plain), Characters(), plain).next(20)]
+    assert indices == [*range(10), *range(10)]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 4, 7])
+def test_resume_equals_uninterrupted(ten: str, cut: int):
+    c = config(train_files=[ten])
+
+    def fresh() -> PromptSource:
+        return PromptSource(load_train(c), Characters(), c)
+
+    whole = fresh()
+    expected = [whole.next(3) for _ in range(9)]
+    first = fresh()
+    got = [first.next(3) for _ in range(cut)]
+    state = json.loads(json.dumps(first.state()))
+    second = fresh()
+    second.load_state(state)
+    assert got + [second.next(3) for _ in range(9 - cut)] == expected
+    assert second.state() == whole.state()
+
+
+def test_resume_on_other_data_is_refused(ten: str, tmp_path: Path):
+    c = config(train_files=[ten])
+    state = PromptSource(load_train(c), Characters(), c).state()
+
+    def resume(c: Config) -> None:
+        PromptSource(load_train(c), Characters(), c).load_state(state)
+
+    rows = [json.loads(line) for line in Path(ten).read_text().splitlines()]
+    resume(config(train_files=[ten], train_batch_size=2))
+    for changed in ({"prompt_template": "{question}!"}, {"max_prompt_length": 1000, "system_prompt": "s"}):
+        with pytest.raises(ValueError, match=r"saved with 10 prompts .* found 10"):
+            resume(config(train_files=[ten], **changed))
+    with pytest.raises(ValueError, match=r"saved with 10 prompts .* found 9"):
+        resume(config(train_files=[write(tmp_path / "nine.jsonl", rows[:9])]))
+    with pytest.raises(ValueError, match=r"saved with 10 prompts"):
+        resume(config(train_files=[write(tmp_path / "ten2.jsonl", [*rows[:9], {"question": "q9", "answer": 8}])]))
+    with pytest.raises(ValueError, match=r"data\.seed, data\.shuffle"):
+        resume(config(train_files=[ten], seed=1))
+    with pytest.raises(ValueError, match=r"version 99"):
+        PromptSource(load_train(c), Characters(), c).load_state({**state, "version": 99})
+
+
+def test_validation_files(ten: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rows = [{"question": q, "answer": 1} for q in ("new1", " q3\n", "new2", "new3")]
+    val = write(tmp_path / "val.jsonl", rows)
+    prompts = validation_prompts(config(train_files=[ten], val_files=[val], val_size=2), Characters())
+    assert [p.text for p in prompts] == ["<user>new1<assistant>", "<user>new2<assistant>"]
+    assert [p.key for p in prompts] == [(0, 0), (0, 2)]
+    assert "dropped 1 of 4 validation problems" in caplog.text
+    assert len(load_validation(config(train_files=[ten], val_files=[val], val_size=0))) == 3
+    assert load_validation(config(train_files=[ten])) == []
+    with pytest.raises(ValueError, match=r"ten\.jsonl: all 10 problems are in the training set"):
+        load_validation(config(train_files=[ten], val_files=[ten]))
+
+
+def test_task():
+    c = config(task="chain_sum", task_size=300, val_size=40)
+    train, held_out = load_train(c), load_validation(c)
+    assert (len(train), len(held_out)) == (300, 40)
+    assert not {p.identity for p in train} & {p.identity for p in held_out}
+    assert train == load_train(c)
+    other = load_validation(config(task="chain_sum", task_size=300, val_size=40, seed=1))
+    assert not {p.identity for p in train} & {p.identity for p in other}  # whatever the seed
+    assert train[0].extra["entry"]["answer"] == train[0].answer
+    assert train[0].source == "chain_sum"
+    # a larger set begins like a smaller one
+    assert load_train(config(task="chain_sum", task_size=310, val_size=0))[:300] == train
+    assert load_validation(config(task="chain_sum", val_size=0)) == []
+
+
+def test_exhausted_task(caplog: pytest.LogCaptureFixture):
+    """There are 200 sums and differences of two digits: each is in exactly one of the sets, once."""
+    c = config(task="chain_sum", task_config=SUMS)
+    train, held_out = [{p.identity for p in problems} for problems in (load_train(c), load_validation(c))]
+    assert len(train) + len(held_out) == len(train | held_out) == 200
+    assert 5 <= len(held_out) <= 40
+    assert len(load_train(c)) == len(train)
+    assert f"only {len(train)} distinct training problems (data.task_size is 10000)" in caplog.text
+    assert f"only {len(held_out)} distinct held-out problems (data.val_size is 100)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"task": "chain_sums"}, r"no task 'chain_sums'; did you mean chain_sum\?"),
+        ({"task": "chain_sum", "task_config": {"digits": 1}}, r"chain_sum refuses .*'digits'"),
+        ({"task": "chain_sum", "task_config": {"min_terms": 0}}, r"min_terms must be positive"),
+        ({"task": "chain_sum", "task_config": {"size": 5}}, r"data\.task_config\.size: .* data\.task_size"),
+    ],
+)
+def test_bad_tasks(data: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_train(config(**data))
+
+
+def test_gsm8k(data_folder: Path):
+    files = {
+        "train_files": [str(data_folder / "gsm8k_train.jsonl")],
+        "val_files": [str(data_folder / "gsm8k_test.jsonl")],
+    }
+    c = config(**files, val_size=0, max_prompt_length=1 << 14)
+    train = load_train(c)
+    assert (len(train), train[0].answer) == (7473, "72")
+    held_out = validation_prompts(c, Characters(), train)
+    assert len(held_out) == 1319
+    assert (held_out[0].source, held_out[0].answer) == ("gsm8k_test", "18")
+    assert PromptSource(train, Characters(), c).num_prompts == 7473
+
+
+def test_deepmath(data_folder: Path):
+    files = [str(data_folder / "deepmath_1980.jsonl")]
+    by_messages = config(train_files=files, messages_key="messages", answer_key="ground_truth", source_key="tag")
+    (problem, *rest) = load_train(by_messages)
+    assert len(rest) == 1979
+    assert [m["role"] for m in problem.messages] == ["system", "user"]
+    assert (problem.answer, problem.source) == (r"\dfrac{11}{16}", "deepmath_103k")
+    by_text = config(train_files=files, prompt_key="prompt", answer_key="ground_truth")
+    assert [p.identity for p in load_train(by_text)] == [p.identity for p in (problem, *rest)]
+
+
+def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
+    rows = [{"question": f"q{i}" + "x" * 50 * (i == 2), "answer": i} for i in range(6)]
+    c = config(train_files=[write(tmp_path / "a.jsonl", rows)], max_prompt_length=30, seed=3)
+    source = PromptSource(load_train(c), Characters(), c)
+    handed = source.next(12)
+    position = source.position
+    assert [source.get(*prompt.key) for prompt in handed] == handed
+    assert source.position == position, "nothing is handed out by it"
+    fresh = PromptSource(load_train(c), Characters(), c)
+    assert fresh.get(7, 3) == replace(next(p for p in handed if p.index == 3), epoch=7)
+    for index in (2, 6):
+        with pytest.raises(ValueError, match=f"prompt {index}: the training data holds no such problem"):
+            source.get(0, index)

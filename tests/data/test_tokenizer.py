@@ -1,0 +1,235 @@
+"""Tokenizers of folders and GGUF files: ids, chat templates, stop tokens, and what transformers makes of our files."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from gguf import GGUFWriter, TokenType
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from jaxrl.data.tokenizer import Tokenizer, _pre_tokenizer
+
+RECORDED = json.loads((Path(__file__).parents[1] / "models" / "data" / "smollm2.json").read_text(encoding="utf-8"))
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["h e", "l l", "Ġ w", "he ll"]
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2):
+    return Tokenizer.from_path(smollm2)
+
+
+def write_gguf(file: Path, **changes) -> Path:
+    """A byte-level vocabulary with a few merges."""
+    fields = {"model": "gpt2", "pre": "gpt-2", "eos": 2, "add_bos": False} | changes
+    tokens = [*SPECIAL, *BYTES, *(merge.replace(" ", "") for merge in MERGES), "<tool>", "[PAD]"]
+    kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(BYTES) + len(MERGES))
+    kinds += [TokenType.USER_DEFINED, TokenType.UNUSED]
+    writer = GGUFWriter(str(file), "llama")
+    writer.add_tokenizer_model(fields["model"])
+    writer.add_tokenizer_pre(fields["pre"])
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(fields["eos"])
+    writer.add_add_bos_token(fields["add_bos"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def write_folder(folder: Path, **config) -> Path:
+    """A Hugging Face folder with the same vocabulary."""
+    tokens = [*SPECIAL, *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
+    fast = FastTokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    fast.enable_truncation(4)
+    fast.enable_padding(length=8)
+    folder.mkdir(exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | config))
+    return folder
+
+
+def test_smollm2_ids_are_the_recorded_ones(smol):
+    """Recorded from transformers' own conversion of the same file."""
+    for case in RECORDED["texts"]:
+        assert smol.encode(case["text"]) == case["ids"]
+        assert smol.decode(case["ids"], skip_special_tokens=False) == case["text"]
+
+
+def test_smollm2_chat_and_special_tokens(smol):
+    rendered = smol.apply_chat_template([{"role": "user", "content": RECORDED["question"]}])
+    assert rendered == RECORDED["rendered"]
+    assert smol.encode(rendered) == RECORDED["token_ids"]
+    assert smol.decode(RECORDED["greedy_ids"]) == RECORDED["greedy_text"]
+    assert smol.eos_token_ids == (2,)
+    assert smol.stop_token_ids == (2, 0)
+    assert (smol.bos_id, smol.pad_id, smol.vocab_size) == (1, 2, 49152)
+
+
+def test_save_and_load_give_the_same_tokenizer(smol, tmp_path):
+    names = [file.name for file in smol.save(tmp_path)]
+    assert names == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    again = Tokenizer.from_path(tmp_path)
+    for case in RECORDED["texts"]:
+        assert again.encode(case["text"]) == case["ids"]
+    for name in ("eos_token_ids", "stop_token_ids", "pad_id", "bos_id", "vocab_size", "chat_template"):
+        assert getattr(again, name) == getattr(smol, name)
+
+
+def test_pickle(smol):
+    again = pickle.loads(pickle.dumps(smol))
+    assert again.encode("Hello, world!") == smol.encode("Hello, world!")
+    assert again.stop_token_ids == smol.stop_token_ids
+
+
+def test_gguf_and_folder_agree(tmp_path):
+    gguf, folder = (
+        Tokenizer.from_path(write_gguf(tmp_path / "t.gguf")),
+        Tokenizer.from_path(write_folder(tmp_path / "f")),
+    )
+    text = "hello world<|im_end|> é"
+    assert gguf.encode(text) == folder.encode(text)
+    assert gguf.decode(gguf.encode(text)) == "hello world é"
+    assert gguf.encode("<tool>") == [gguf.vocab_size - 1]
+    assert gguf.decode(gguf.encode("<tool>")) == "<tool>"  # added, but not special
+    assert gguf.stop_token_ids == folder.stop_token_ids == (2, 0)
+
+
+def test_bos_comes_with_special_tokens_only(tmp_path):
+    tokenizer = Tokenizer.from_path(write_gguf(tmp_path / "t.gguf", add_bos=True))
+    assert tokenizer.encode("h", add_special_tokens=True) == [1, *tokenizer.encode("h")]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", "Ġ1234", "Ġ", "Ġok", "!", "Ċ"]),
+        ("smollm", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġ", "Ġok", "!", "Ċ"]),
+        ("qwen2", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġ", "Ġok", "!Ċ"]),
+        ("llama-bpe", ["It", "'s", "Ġ", "123", "4", "Ġ", "Ġok", "!Ċ"]),
+        ("default", ["It", "'", "s", "Ġ", "123", "4", "Ġ", "Ġok", "!", "Ċ"]),
+    ],
+)
+def test_pre_tokenizers(pre, pieces):
+    assert [piece for piece, _ in _pre_tokenizer(pre, "f").pre_tokenize_str("It's 1234  ok!\n")] == pieces
+
+
+def test_unsupported_gguf_tokenizers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"t.gguf: tokenizer.ggml.model 'llama' is not supported; supported is 'gpt2'"):
+        Tokenizer.from_path(write_gguf(tmp_path / "t.gguf", model="llama"))
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre 'deepseek-llm' is not supported; supported are smollm,"):
+        Tokenizer.from_path(write_gguf(tmp_path / "t.gguf", pre="deepseek-llm"))
+    (tmp_path / "short.gguf").write_bytes((tmp_path / "t.gguf").read_bytes()[:300])
+    with pytest.raises(ValueError, match=r"short.gguf: truncated or not a GGUF file"):
+        Tokenizer.from_path(tmp_path / "short.gguf")
+
+
+def test_folders_without_a_tokenizer_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no tokenizer.json"):
+        Tokenizer.from_path(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json: not a tokenizer of the tokenizers library"):
+        Tokenizer.from_path(tmp_path)
+    with pytest.raises(ValueError, match=r"a tokenizer must be a Hugging Face folder or a .gguf file"):
+        Tokenizer.from_path(tmp_path / "nothing")
+
+
+def test_folder_settings_do_not_truncate_or_pad(tmp_path):
+    tokenizer = Tokenizer.from_path(write_folder(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("h" * 20)) == "h" * 20
+    assert len(tokenizer.encode("h")) == 1
+
+
+def test_eos_of_generation_config_and_pad(tmp_path):
+    folder = write_folder(tmp_path, pad_token={"content": "<|endoftext|>", "special": True})
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert Tokenizer.from_path(folder).eos_token_ids == (2, 7)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    tokenizer = Tokenizer.from_path(folder)
+    assert (tokenizer.eos_token_ids, tokenizer.pad_id) == ((2, 0), 0)
+
+
+def test_where_templates_come_from(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match="has no chat template"):
+        Tokenizer.from_path(write_folder(tmp_path)).apply_chat_template(messages)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    assert Tokenizer.from_path(write_folder(tmp_path, chat_template=named)).apply_chat_template(messages) == "default"
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    tokenizer = Tokenizer.from_path(tmp_path)
+    assert tokenizer.apply_chat_template(messages) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def rendered(template: str, messages=(), **variables) -> str:
+    tokenizer = Tokenizer(FastTokenizer(models.BPE()), special_tokens={"bos_token": "<s>"}, chat_template=template)
+    return tokenizer.apply_chat_template(messages, **variables)
+
+
+def test_what_templates_may_use():
+    assert rendered("{{ bos_token }}{{ x | tojson }}", x={"a": "<é>"}) == '<s>{"a": "<é>"}'
+    assert rendered("  {% if tools is none %}\nyes\n  {% endif %}\n") == "yes\n"
+    assert rendered("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
+    assert rendered("{% generation %}a{% endgeneration %}b") == "ab"
+    assert len(rendered("{{ strftime_now('%Y') }}")) == 4
+    with pytest.raises(ValueError, match="refuses these messages: roles must alternate"):
+        rendered("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="refuses these messages"):
+        rendered("{{ messages.append(1) }}")
+
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "system": (
+        "{%- if messages[0].role == 'system' %}\n    {{- '<<SYS>>' + messages[0].content | trim + bos_token }}\n"
+        "{%- endif %}\n{%- for message in messages[1:] %}\n  {%- set last = loop.last %}\n"
+        "{{ message | tojson(indent=2) }}{% if not last %};{% endif %}\n{%- endfor %}\n"
+        "{% if add_generation_prompt %}\n>>{{ eos_token }}\n{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_render_as_in_transformers(template, tmp_path):
+    module = load_transformers()
+    folder = write_folder(tmp_path, chat_template=TEMPLATES[template], bos_token="<|im_start|>")
+    theirs = module.AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer.from_path(folder)
+    messages = [{"role": "system", "content": " be <kind> "}, {"role": "user", "content": "1 < 2 é"}]
+    for prompt in (True, False):
+        assert ours.apply_chat_template(messages, prompt) == theirs.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt
+        )
+
+
+def test_transformers_loads_what_we_save(smol, tmp_path):
+    module = load_transformers()
+    smol.save(tmp_path)
+    theirs = module.AutoTokenizer.from_pretrained(tmp_path)
+    for case in RECORDED["texts"]:
+        assert theirs(case["text"], add_special_tokens=False)["input_ids"] == case["ids"]
+    assert theirs.eos_token_id == 2
+    assert theirs.pad_token_id == 2
+    messages = [{"role": "user", "content": RECORDED["question"]}]
+    assert theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == RECORDED["rendered"]
+
+
+def load_transformers():
+    from .models.conftest import import_transformers
+
+    return import_transformers()

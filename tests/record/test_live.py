@@ -1,0 +1,141 @@
+"""The live view: plain lines where there is no terminal, a panel where there is one, and never an exception."""
+
+import io
+import math
+
+import pytest
+
+from jaxrl.record.live import LiveView, duration
+
+METRICS = {
+    "critic/rewards/mean": 0.4219,
+    "response_length/mean": 118.4,
+    "response_length/max": 256,
+    "timing_s/step": 12.34,
+    "timing_s/gen": 8.1,
+    "timing_s/adv": 0.001,
+    "timing_s/update_actor": 3.44,
+    "perf/throughput": 812.3,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    return Terminal()
+
+
+def test_one_plain_line_per_step():
+    out = io.StringIO()
+    with LiveView(10, out) as view:
+        view.phase("gen")
+        view.rollout(rows_busy=3, rows_total=32, tokens_per_s=900.0, finished=5, total=64)
+        view.step(3, METRICS)
+        view.message("\x1b[31mevaluating\x1b[0m\r now\x07\ttab")
+    assert out.getvalue().splitlines() == [
+        "step  3/10  reward 0.422  length 118 (max 256)  12.3s: gen 8.1, update_actor 3.44  812 tokens/s/device"
+        "  eta 1m26s",
+        "evaluating now  tab",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({}, "step 1"),
+        ({"critic/rewards/mean": math.nan}, "step 1  reward nan"),
+        ({"timing_s/step": math.nan}, "step 1"),
+        ({"response_length/mean": 3.0}, "step 1"),
+        ({"val/acc": 0.25, "val/name": "x"}, "step 1  val/acc 0.250"),
+    ],
+)
+def test_metrics_may_be_missing(metrics, line):
+    out = io.StringIO()
+    view = LiveView(0, out)
+    view.step(1, metrics)
+    view.close()
+    assert out.getvalue() == line + "\n"
+
+
+def test_the_last_step_has_no_time_to_go():
+    out = io.StringIO()
+    LiveView(3, out).step(3, {"timing_s/step": 1})
+    assert out.getvalue() == "step 3/3  1s\n"
+
+
+@pytest.mark.parametrize("rows", [[("reward", 0.5), ("steps", 100)], {"reward": 0.5, "steps": 100}])
+def test_final_table_in_plain_text(rows):
+    out = io.StringIO()
+    LiveView(1, out).final_table(rows)
+    assert out.getvalue() == "reward  0.500\nsteps   100\n"
+
+
+def test_an_empty_table():
+    out = io.StringIO()
+    LiveView(1, out).final_table([])
+    assert out.getvalue() == ""
+
+
+def test_on_a_terminal(terminal):
+    with LiveView(10, terminal) as view:
+        view.phase("gen")
+        view.rollout(3, 32, 900.0, 5, 64)
+        view.step(3, METRICS)
+        view.message("[red]not markup[/red]")
+        view.rollout(0, 0, 0.0, 0, 0)
+        view._live.refresh()  # pyright: ignore[reportOptionalMemberAccess]
+        view.final_table([("reward", "0.5")])
+    text = terminal.getvalue()
+    for part in ("reward 0.422", "[red]not markup[/red]", "phase", "gen", "4/10", "tokens/s", "\x1b[?25h"):
+        assert part in text
+    assert "0.5" in text.splitlines()[-1]
+
+
+def test_an_exception_gives_the_terminal_back(terminal):
+    with pytest.raises(KeyError), LiveView(10, terminal):
+        raise KeyError
+    assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
+
+
+def test_dumb_terminals_get_plain_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with LiveView(10, terminal) as view:
+        view.step(1, {})
+    assert terminal.getvalue() == "step  1/10\n"
+
+
+def test_a_closed_output_does_not_end_the_run():
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    view = LiveView(10, Broken())
+    view.step(1, METRICS)
+    view.step(2, METRICS)
+    view.close()
+    closed = io.StringIO()
+    view = LiveView(10, closed)
+    closed.close()
+    view.message("nobody hears this")
+    assert LiveView(1, closed).close() is None
+
+
+def test_an_ascii_log_gets_question_marks():
+    raw = io.BytesIO()
+    view = LiveView(1, io.TextIOWrapper(raw, encoding="ascii"))
+    view.message("→ fertig")
+    assert raw.getvalue() == b"? fertig\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (185, "3m05s"), (7800, "2h10m"), (273_600, "3d04h"), (math.inf, "?")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

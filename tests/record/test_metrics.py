@@ -1,0 +1,177 @@
+"""metrics.jsonl: what is written is read back, a crash leaves no half line, a resumed run no step twice."""
+
+import json
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxrl.record.metrics import MetricsWriter, length_metrics, percentiles, read_metrics, spread
+
+
+def steps(folder):
+    return [row["step"] for row in read_metrics(folder)]
+
+
+def write(folder, numbers, **options):
+    with MetricsWriter(folder, **options) as writer:
+        for step in numbers:
+            writer.write(step, {"x": step * 0.5})
+
+
+def test_round_trip(tmp_path):
+    with MetricsWriter(tmp_path / "new" / "run", ["console"]) as writer:
+        assert writer.last_step == -1
+        writer.write(0, {"val/acc": np.float32(0.5), "count": 3, "flag": True})
+        writer.write(2, {"actor/grad_norm": math.nan, "high": math.inf, "low": -math.inf, "array": np.array(1.5)})
+        assert writer.last_step == 2
+    first, second = read_metrics(tmp_path / "new" / "run")
+    assert first == {"step": 0, "time": first["time"], "val/acc": 0.5, "count": 3, "flag": 1.0}
+    assert math.isnan(second["actor/grad_norm"])
+    assert (second["high"], second["low"], second["array"]) == (math.inf, -math.inf, 1.5)
+    text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in text  # strict JSON, for readers in other languages
+    assert json.loads(text.splitlines()[0])["step"] == 0
+
+
+def test_nothing_yet(tmp_path):
+    assert read_metrics(tmp_path) == []
+    write(tmp_path, [])
+    assert read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_half_written_line_is_dropped(tmp_path, cut):
+    write(tmp_path, [1, 2, 3])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert steps(tmp_path) == [1, 2]  # the reader does not wait for a writer
+    write(tmp_path, [3, 4])
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "kept"), [(None, [1, 2, 3, 4]), (9, [1, 2, 3, 4]), (2, [1, 2]), (0, []), (-1, [])]
+)
+def test_resume_removes_later_steps(tmp_path, resume_step, kept):
+    write(tmp_path, [1, 2, 3, 4])
+    write(tmp_path, [], resume_step=resume_step)
+    assert steps(tmp_path) == kept
+
+
+def test_resume_with_a_half_line(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "ti')
+    write(tmp_path, [2, 3], resume_step=1)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_what_is_refused(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(3, {})
+        with pytest.raises(AssertionError, match="step 3 after step 3"):
+            writer.write(3, {})
+        with pytest.raises(ValueError, match="metric x must be a number, found 'high'"):
+            writer.write(4, {"x": "high"})  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match="belong to the line itself"):
+            writer.write(4, {"time": 1.0})
+    assert steps(tmp_path) == [3]
+    with pytest.raises(ValueError, match="'mlflow' must be one of console, tensorboard, wandb"):
+        MetricsWriter(tmp_path, ["mlflow"])
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"step": 1, "x": "high"}', '{"step": 1, "x": null}'])
+def test_a_damaged_file_is_named(tmp_path, line):
+    write(tmp_path, [0])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a line of metrics"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize(("sink", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, sink, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    write(tmp_path, [1, 2])
+    with pytest.raises(ValueError, match=rf"{sink} needs the package {package}.*pip install 'jaxrl\[{sink}\]'"):
+        MetricsWriter(tmp_path, [sink], resume_step=1)
+    assert steps(tmp_path) == [1, 2]  # nothing was removed
+
+
+def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, name, value, global_step):
+            calls.append((name, value, global_step))
+
+        def flush(self):
+            calls.append("flush")
+
+        def close(self):
+            calls.append("close")
+
+    module = ModuleType("tensorboardX")
+    module.SummaryWriter = SummaryWriter  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    with MetricsWriter(tmp_path, ["tensorboard"], resume_step=4) as writer:
+        writer.write(5, {"x": 1.5})
+    assert calls == [(str(tmp_path / "tensorboard"), 5), ("x", 1.5, 5), "flush", "close"]
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
+    calls = []
+    run = SimpleNamespace(
+        id="abc",
+        define_metric=lambda *a, **k: calls.append(("define", a, k)),
+        log=lambda values: calls.append(("log", values)),
+        finish=lambda: calls.append("finish"),
+    )
+    module = ModuleType("wandb")
+    module.init = lambda **options: calls.append(options) or run  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for run_id in (None, "abc"):
+        calls.clear()
+        with MetricsWriter(tmp_path, ["wandb"], project="p", config={"a": 1}) as writer:
+            writer.write(writer.last_step + 1, {"x": 1.5})
+        options, _, logged, finished = calls
+        assert options == {
+            "project": "p",
+            "name": tmp_path.name,
+            "dir": str(tmp_path),
+            "id": run_id,
+            "resume": "allow",
+            "config": {"a": 1},
+        }
+        assert logged == ("log", {"x": 1.5, "step": writer.last_step})
+        assert finished == "finish"
+
+
+def test_length_metrics():
+    lengths = [*range(1, 20), 128]
+    assert length_metrics(lengths, limit=128) == {
+        "response_length/mean": pytest.approx(sum(lengths) / 20),
+        "response_length/max": 128,
+        "response_length/min": 1,
+        "response_length/clip_ratio": 1 / 20,
+        "response_length/p50": 10,
+        "response_length/p95": 19,
+    }
+
+
+def test_helpers_of_nothing():
+    assert length_metrics([], limit=1) == spread("x", []) == percentiles("x", []) == {}
+
+
+def test_spread():
+    assert spread("critic/rewards", [1.0, 0.0, 0.5]) == {
+        "critic/rewards/mean": 0.5,
+        "critic/rewards/max": 1.0,
+        "critic/rewards/min": 0.0,
+    }

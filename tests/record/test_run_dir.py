@@ -1,0 +1,98 @@
+"""A run's directory: the lock, what it records, and what has changed since."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.config.files import load
+from jaxrl.record.run_dir import RunDir, commit, versions
+
+HOLD = """
+import sys, time
+from jaxrl.record.run_dir import RunDir
+run_dir = RunDir(sys.argv[1])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def make_config(**trainer: object) -> Config:
+    values = {"path": "m", "random_init": True}
+    task = {"task": "leg_counting", "task_config": {"min_animals": 2}, "prompt_template": "{question} é"}
+    return from_mapping({"model": values, "data": task, "trainer": trainer})
+
+
+def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        try:
+            with pytest.raises(ValueError, match=r"belongs to a run that is still going .* choose another trainer"):
+                RunDir(tmp_path)
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    RunDir(tmp_path).close()
+
+
+def test_a_second_one_in_this_process_is_kept_out_too(tmp_path: Path):
+    first = RunDir(tmp_path)
+    with pytest.raises(ValueError, match="still going"):
+        RunDir(tmp_path)
+    first.close()
+    RunDir(tmp_path).close()
+
+
+def test_the_config_comes_back_from_its_file(tmp_path: Path):
+    run_dir, config = RunDir(tmp_path / "new" / "run"), make_config(seed=3)
+    assert run_dir.changes(config) == []
+    run_dir.record_start(config, {"platform": "cpu", "count": 1}, 0)
+    assert from_mapping(yaml.safe_load(run_dir.file("config.yaml").read_text())) == config
+    assert load(str(run_dir.file("config.yaml")), []) == config
+    assert run_dir.changes(config) == []
+    run_dir.close()
+
+
+def test_changes_are_listed_one_by_one(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    run_dir.record_start(make_config(seed=3), {}, 0)
+    assert run_dir.changes(make_config(seed=4, save_freq=7)) == ["trainer.save_freq: 10 -> 7", "trainer.seed: 3 -> 4"]
+    run_dir.close()
+
+
+def test_every_start_is_recorded(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    run_dir.record_start(make_config(seed=3), {"platform": "cpu", "kind": "cpu", "count": 8}, 0)
+    run_dir.record_start(make_config(seed=4), {"platform": "gpu", "kind": "H100", "count": 1}, 7)
+    record = json.loads(run_dir.file("run.json").read_text())
+    assert [start["from_step"] for start in record["starts"]] == [0, 7]
+    assert [start["devices"]["count"] for start in record["starts"]] == [8, 1]
+    assert record["devices"]["kind"] == "H100", "the latest start, on top"
+    assert record["seeds"] == {"trainer": 4, "data": 0}
+    assert record["config"]["trainer"]["seed"] == 4
+    assert set(record) >= {"versions", "commit", "command", "started"}
+    assert not list(tmp_path.glob("*.draft"))
+    run_dir.close()
+
+
+def test_versions_and_commit():
+    assert {"python", "jax", "numpy"} <= set(versions())
+    assert commit() == "" or len(commit().removesuffix("+changes")) == 40
+
+
+def test_simulated_and_real_runs_keep_apart(tmp_path: Path):
+    for platform, simulated in (("simulated", True), ("cpu", False)):
+        run_dir = RunDir(tmp_path / platform)
+        run_dir.refuse_other_kind(simulated=simulated, option="trainer.run_dir")
+        run_dir.record_start(make_config(), {"platform": platform, "kind": "x", "count": 1}, 0)
+        run_dir.refuse_other_kind(simulated=simulated, option="trainer.run_dir")
+        with pytest.raises(ValueError, match=r"holds a run that was .*simulated: choose another trainer\.run_dir"):
+            run_dir.refuse_other_kind(simulated=not simulated, option="trainer.run_dir")
+        run_dir.close()

@@ -1,0 +1,61 @@
+"""The sample log: a few per step, and after a resume only what the run has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.record.samples import GROUPS_PER_STEP, SAMPLES_PER_GROUP, SampleLog
+from jaxrl.types import Group, Prompt, Sample, SampleKey
+
+
+def make_groups(num_groups: int = 4, size: int = 3) -> list[Group]:
+    def one(p: int, s: int) -> Sample:
+        ids, zeros = np.asarray([5, 6], np.int32), np.zeros((2,), np.float32)
+        return Sample(SampleKey(0, p, s), ids, zeros, zeros, ids, "stop", text=f"é{p}{s}\n", reward=0.5)
+
+    return [
+        Group(Prompt(0, p, (1,), f"prompt {p}", "src", "7"), [one(p, s) for s in range(size)])
+        for p in range(num_groups)
+    ]
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_few_samples_of_each_step(tmp_path: Path):
+    path = tmp_path / "samples.jsonl"
+    log = SampleLog(path, last_step=-1)
+    log.write(1, make_groups())
+    log.write(2, make_groups(num_groups=1, size=1))
+    found = read(path)  # no close: each line is on its way at once
+    assert [line["step"] for line in found] == [1] * GROUPS_PER_STEP * SAMPLES_PER_GROUP + [2]
+    assert found[0] == {
+        "step": 1,
+        "prompt": "prompt 0",
+        "response": "é00\n",
+        "answer": "7",
+        "reward": 0.5,
+        "length": 2,
+        "finish_reason": "stop",
+        "source": "src",
+    }
+    log.close()
+
+
+def test_a_resumed_run_drops_later_steps_and_half_a_line(tmp_path: Path):
+    path = tmp_path / "samples.jsonl"
+    log = SampleLog(path, last_step=-1)
+    for step in (1, 2, 3):
+        log.write(step, make_groups(1, 1))
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"step": 4, "pro')
+    log = SampleLog(path, last_step=2)
+    log.write(3, make_groups(1, 1))
+    log.close()
+    assert [line["step"] for line in read(path)] == [1, 2, 3]
+    SampleLog(path, last_step=-1).close()
+    assert read(path) == []

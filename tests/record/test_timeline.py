@@ -1,0 +1,188 @@
+"""The trace: valid at any moment, bounded, appended to by a resumed run; phases add up from the same spans."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from jaxrl.record.timeline import Timeline
+
+
+def events(path, kind=None):
+    """As trace viewers read it: an array whose closing bracket may be missing."""
+    text = path.read_text().rstrip().rstrip(",")
+    found = json.loads(text + "]")
+    return [event for event in found if kind is None or event["ph"] == kind]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "timeline.json"
+
+
+def test_a_trace_is_valid_before_and_after_its_end(path):
+    timeline = Timeline(path)
+    assert events(path, "X") == []
+    with timeline.span("engine", "drain", rows=3):
+        timeline.instant("engine", "mark", why="test")
+        timeline.counter("rows", busy=2, idle=1)
+    timeline.flush()
+    (span,) = events(path, "X")
+    assert (span["name"], span["args"]) == ("drain", {"rows": 3})
+    assert span["dur"] >= 0
+    assert [e["args"] for e in events(path, "C")] == [{"busy": 2, "idle": 1}]
+    assert [e["name"] for e in events(path, "i")] == ["mark"]
+    names = {e["args"]["name"]: e["tid"] for e in events(path, "M") if e["name"] == "thread_name"}
+    assert names == {"engine": span["tid"]}
+    timeline.close()
+    timeline.close()
+    assert len(events(path, "X")) == 1
+
+
+def test_phases_add_up_from_the_spans(path):
+    with Timeline(path) as timeline:
+        with timeline.phase("step", step=1):
+            for _ in range(2):
+                with timeline.phase("gen"):
+                    time.sleep(0.006)
+            with timeline.phase("reward", track="rewards"):
+                pass
+        seconds = timeline.take_phases()
+        assert timeline.take_phases() == {}
+    assert set(seconds) == {"timing_s/step", "timing_s/gen", "timing_s/reward"}
+    assert seconds["timing_s/step"] >= seconds["timing_s/gen"] >= 0.012
+    drawn = [e["dur"] for e in events(path, "X") if e["name"] == "gen"]
+    assert len(drawn) == 2
+    assert sum(drawn) / 1e6 == pytest.approx(seconds["timing_s/gen"], abs=1e-6)
+
+
+def test_an_exception_ends_its_span(path):
+    with Timeline(path) as timeline:
+        with pytest.raises(KeyError), timeline.phase("gen"):
+            raise KeyError
+        assert timeline.open_spans() == []
+        assert "timing_s/gen" in timeline.take_phases()
+    assert [e["name"] for e in events(path, "X")] == ["gen"]
+
+
+def test_open_spans_name_what_hangs(path):
+    with Timeline(path) as timeline, timeline.phase("step"), timeline.span("rewards", "sandbox"):
+        (outer, inner) = timeline.open_spans()
+    assert outer[:2] == ("loop", "step")
+    assert inner[:2] == ("rewards", "sandbox")
+    assert outer[2] >= inner[2] >= 0
+
+
+def test_a_resumed_run_appends(path):
+    with Timeline(path) as timeline, timeline.phase("gen"):
+        pass
+    with open(path, "a") as file:
+        file.write('{"pid":1,"name":"cut o')
+    with Timeline(path) as timeline, timeline.phase("gen"):
+        pass
+    first, second = events(path, "X")
+    assert (first["pid"], second["pid"]) == (1, 2)
+    assert second["ts"] > first["ts"] + first["dur"]
+    starts = [e["args"]["name"] for e in events(path, "M") if e["name"] == "process_name"]
+    assert [name.split(",")[0] for name in starts] == ["start 1", "start 2"]
+
+
+@pytest.mark.parametrize("content", ["", "["])
+def test_a_file_without_a_whole_line_starts_anew(path, content):
+    path.parent.mkdir()
+    path.write_text(content)
+    with Timeline(path) as timeline, timeline.phase("gen"):
+        pass
+    assert [e["pid"] for e in events(path, "X")] == [1]
+
+
+def test_a_foreign_file_is_refused(path):
+    path.parent.mkdir()
+    path.write_text("notes\n")
+    with pytest.raises(ValueError, match="is not a timeline"):
+        Timeline(path)
+    assert path.read_text() == "notes\n"
+
+
+def test_adjacent_short_spans_are_merged(path):
+    now = time.perf_counter()
+    with Timeline(path) as timeline:
+        for i in range(10):
+            timeline.complete("engine", "plan", now + i * 0.002, now + i * 0.002 + 0.0015, row=i)
+        timeline.complete("engine", "plan", now + 1, now + 2, row=10)  # long, and later
+    merged, alone = events(path, "X")
+    assert merged["args"] == {"count": 10}
+    assert merged["dur"] == pytest.approx(19_500, abs=1)
+    assert alone["args"] == {"row": 10}
+
+
+def test_what_a_step_may_draw_is_bounded(path):
+    with Timeline(path, max_events_per_step=10, max_tracks=3) as timeline:
+        for _ in range(2):
+            with timeline.phase("step"):
+                for i in range(50):
+                    timeline.instant(f"row {i % 5}", "mark")
+    marks = [e for e in events(path, "i") if e["name"] == "mark"]
+    assert len(marks) == 2 * 10
+    left_out = [e["args"]["events"] for e in events(path, "i") if e["name"] == "left out"]
+    # 40 marks of each step, and the bar of the step itself, since the step was full
+    assert left_out == [41, 41]
+    assert len([e for e in events(path, "M") if e["name"] == "thread_name"]) == 3
+
+
+def test_long_runs_draw_fewer_steps_and_time_all(path):
+    with Timeline(path, max_bytes=2000) as timeline:
+        seconds = 0
+        for step in range(1, 400):
+            with timeline.phase("step", step=step):
+                pass
+            seconds += "timing_s/step" in timeline.take_phases()
+            timeline.flush()
+    assert seconds == 399
+    assert len(events(path, "X")) < 250
+    assert path.stat().st_size < 2000 * 10
+
+
+def test_counters_are_sampled(path):
+    with Timeline(path) as timeline:
+        for i in range(1000):
+            timeline.counter("rows", busy=i)
+    assert 1 <= len(events(path, "C")) <= 50
+
+
+def test_many_threads(path):
+    with Timeline(path) as timeline:
+
+        def work(i):
+            for _ in range(200):
+                with timeline.phase("reward", track=f"worker {i}"), timeline.span(f"worker {i}", "score"):
+                    pass
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert timeline.open_spans() == []
+    found = events(path, "X")
+    assert len([e for e in found if e["name"] == "reward"]) == 800
+    assert len({e["tid"] for e in found}) == 4
+
+
+def test_an_argument_that_json_does_not_know(path):
+    with Timeline(path) as timeline, timeline.span("engine", "drain", where=path):
+        pass
+    assert events(path, "X")[0]["args"] == {"where": str(path)}
+
+
+def test_a_clock_of_its_own(path):
+    now = [100.0]
+    with Timeline(path, clock=lambda: now[0]) as timeline:
+        with timeline.phase("gen"):
+            now[0] += 3600.0
+        timeline.complete("engine", "plan", 100.0, 101.5)
+        assert timeline.take_phases() == {"timing_s/gen": 3600.0}
+    spans = {event["name"]: event for event in events(path, "X")}
+    assert (spans["gen"]["ts"], spans["gen"]["dur"]) == (0.0, 3600e6)
+    assert (spans["plan"]["ts"], spans["plan"]["dur"]) == (0.0, 1.5e6)

@@ -1,0 +1,115 @@
+"""The log of layouts, and the picture that a run's page draws of it."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from jaxrl.record.layouts import FILE_NAME, LayoutLog, read_layouts
+from jaxrl.report.layouts import COLUMNS, layouts_section
+from jaxrl.report.page import write_report
+
+SWITCH = {
+    "dispatch": 5,
+    "from_tp": 1,
+    "to_tp": 4,
+    "how": "migrate",
+    "num_live": 3,
+    "num_tokens": 90,
+    "num_moved": 1280,
+    "failed": False,
+    "predicted_cost_s": 0.021,
+    "cost_s": 0.034,
+    "predicted_step_s": 0.004,
+    "step_s": 0.0051,
+    "step_before_s": 0.009,
+    "predicted_gain_s": 0.4,
+}
+POINTS = [[0.0, 16, 1], [0.5, 9, 1], [1.0, 3, 4], [2.5, 1, 4]]
+
+
+def write(folder: Path, last_step: int = -1, steps: tuple[int, ...] = (1, 2, 3), source: str = "measured") -> None:
+    log = LayoutLog(folder / FILE_NAME, last_step)
+    for step in steps:
+        picture: dict[str, Any] = {"points": POINTS, "switches": [SWITCH] * (step % 3 > 0)}
+        log.write(step, 0, "all", source, picture)
+
+
+def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path):
+    write(tmp_path)
+    (tmp_path / FILE_NAME).write_bytes((tmp_path / FILE_NAME).read_bytes() + b'{"step": 4, "cut o')
+    assert [each["step"] for each in read_layouts(tmp_path)] == [1, 2, 3]
+    write(tmp_path, last_step=1, steps=(2,))
+    found = read_layouts(tmp_path)
+    assert [each["step"] for each in found] == [1, 2]
+    assert found[1]["switches"] == [SWITCH]
+
+
+class _Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, list[tuple[float, float]]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "polyline":
+            pairs = [point.split(",") for point in (given["points"] or "").split()]
+            self.lines.append((given["class"] or "", [(float(x), float(y)) for x, y in pairs]))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "|"
+
+
+def test_the_picture_has_the_rows_and_the_degrees(tmp_path: Path):
+    write(tmp_path, steps=(1, 2, 3, 4, 5))
+    page = _Tags(layouts_section(tmp_path))
+    assert len(page.lines) == 6, "the first, the middle and the last round that switched, two lines each"
+    (_, live), (_, tp) = page.lines[:2]
+    assert len(live) == len(POINTS)
+    assert live[0][1] < live[-1][1], "it drains: down is up in the picture's coordinates"
+    assert [x for x, _ in live] == sorted(x for x, _ in live)
+    assert len({y for _, y in tp}) == 2
+    assert tp[0][1] > tp[-1][1]
+    assert min(y for _, y in tp) > max(y for _, y in live), "under the rows"
+    for words in (
+        "4 switches in 4 of 5 rounds.",
+        "tp 1",
+        "tp 4",
+        "16",
+        "1 to 4",
+        "migrated",
+        "1,280",
+        "21 ms",
+        "34 ms",
+    ):
+        assert words in page.text, words
+    assert all(name in page.text for name in COLUMNS)
+    assert "synthetic" not in page.text
+
+
+def test_a_made_up_profile_is_called_so(tmp_path: Path):
+    write(tmp_path, steps=(3,), source="synthetic")
+    text = layouts_section(tmp_path)
+    assert "0 switches in 0 of 1 rounds." in text
+    assert "made up to try switches out, not measured" in text
+
+
+def test_a_switch_that_failed_says_so(tmp_path: Path):
+    log = LayoutLog(tmp_path / FILE_NAME, 0)
+    log.write(1, 0, "short", "measured", {"points": [], "switches": [SWITCH | {"failed": True, "step_s": None}]})
+    text = layouts_section(tmp_path)
+    assert "failed, recomputed" in text
+    assert "no plan was run" in text
+    assert "Step 1, short" in text
+
+
+def test_the_page_of_a_run(tmp_path: Path):
+    (tmp_path / "run.json").write_text(json.dumps({"config": {}}))
+    assert "<h2>Layout</h2>" not in write_report(tmp_path).read_text()
+    write(tmp_path)
+    assert "<h2>Layout</h2>" in write_report(tmp_path).read_text()

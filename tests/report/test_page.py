@@ -1,0 +1,234 @@
+"""The report page: what it shows of a realistic run, and of runs with pieces missing."""
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl.config import from_mapping, to_mapping
+from jaxrl.record.metrics import MetricsWriter, length_metrics, spread
+from jaxrl.report.charts import number, step_labels, thin, ticks_of
+from jaxrl.report.page import write_report
+
+STEPS = 120
+
+
+def fake_run(folder: Path, steps: int = STEPS) -> Path:
+    """A run that learns: reward rises, lengths have a tail, phases take their time, one gradient is not finite."""
+    rng = np.random.default_rng(0)
+    config = from_mapping(
+        {
+            "model": {"path": "models/SmolLM2-135M-Instruct"},
+            "data": {"task": "basic_arithmetic", "train_batch_size": 16, "max_response_length": 512},
+            "actor": {"use_kl_loss": True, "optim": {"lr": 1e-5}, "ppo_max_token_len_per_gpu": 4096},
+            "rollout": {"stop": ["</answer>"], "max_num_seqs": 64},
+            "trainer": {"total_training_steps": 150, "test_freq": 20, "experiment_name": "smollm2-arithmetic"},
+        }
+    )
+    with MetricsWriter(folder) as writer:
+        for step in range(1, steps + 1):
+            progress = 1 - math.exp(-step / 40)
+            rewards = (rng.random(128) < 0.08 + 0.7 * progress).astype(float) * rng.choice([1.0, 0.9], 128)
+            lengths = np.minimum(rng.lognormal(4.1 + 0.7 * progress, 0.8, 128), 512).astype(int)
+            gen, update = 0.02 * lengths.max() + 2, 4 + rng.random()
+            timing = {"gen": gen, "reward": 0.6, "old_log_prob": 1.3, "ref": 1.2, "adv": 0.01, "update_actor": update}
+            timing |= {"sync": 0.4} | ({"save": 2.5} if step % 10 == 0 else {})
+            metrics = spread("critic/rewards", rewards) | length_metrics(lengths, 512)
+            metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+            metrics |= {
+                "timing_s/step": sum(timing.values()) + 0.7,
+                "rollout/bubble_ratio": 0.35 + 0.2 * float(rng.random()) * progress,
+                "actor/entropy": 1.1 - 0.6 * progress + 0.03 * float(rng.normal()),
+                "actor/ppo_kl": 2e-4 * float(rng.normal()),
+                "actor/kl_loss": 4e-3 * progress,
+                "actor/grad_norm": math.nan if step == 50 else 0.4 + 0.1 * float(rng.random()),
+                "perf/throughput": 900 + 60 * float(rng.normal()),
+                "perf/total_num_tokens": float(lengths.sum()),
+            }
+            if step % 20 == 0:
+                metrics["val-core/basic_arithmetic/acc/mean@1"] = 0.1 + 0.68 * progress
+            writer.write(step, metrics)
+    with open(folder / "samples.jsonl", "w") as file:
+        for step in (1, 60, steps):
+            for index, reward in enumerate((0.0, 1.0)):
+                think = "First add the tens, then the ones: 40 + 30 = 70 and 7 + 8 = 15, so 85. " * (6 if index else 30)
+                sample = {
+                    "step": step,
+                    "prompt": "<|im_start|>user\nWhat is 47 + 38? Answer with <answer>…</answer>.<|im_end|>\n",
+                    "response": f"{think}\n<answer>{85 if reward else 75}</answer> 日本語 & <script>alert(1)</script>",
+                    "answer": "85",
+                    "reward": reward,
+                    "length": 512 if not index else 98,
+                    "finish_reason": "stop" if index else "length",
+                    "source": "basic_arithmetic",
+                }
+                file.write(json.dumps(sample) + "\n")
+    info = {
+        "config": to_mapping(config),
+        "versions": {"jaxrl": "0.1.0", "jax": "0.10.2", "python": "3.11.9"},
+        "commit": "0123456789abcdef",
+        "devices": {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "count": 8},
+        "started": "2026-11-21 11:42:07",
+        "command": ["jaxrl", "train", "configs/arithmetic.yaml", "trainer.seed=1"],
+    }
+    (folder / "run.json").write_text(json.dumps(info))
+    return folder
+
+
+class _Checker(HTMLParser):
+    """Every element that is opened is closed, and nothing is fetched or run."""
+
+    VOID = frozenset(["meta", "line", "polyline", "polygon", "wbr"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        assert not {"src", "href", "onclick"} & {name for name, _ in attrs}
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    checker = _Checker()
+    checker.feed(text)
+    assert not checker.open
+    assert "script" not in checker.seen
+    assert "NaN" not in text
+    assert "nan," not in text.split("<h2>")[0]
+    return text
+
+
+def test_a_whole_run(tmp_path):
+    path = write_report(fake_run(tmp_path))
+    assert path == tmp_path / "report.html"
+    text = check(path)
+    assert text.count("<svg") == 9
+    assert "not recorded" not in text
+    assert "smollm2-arithmetic" in text
+    assert "120 of 150" in text
+    assert "actor.optim.lr" in text  # names are breakable after "_"
+    assert "1e-05" in text
+    assert "rollout.temperature" not in text  # has its default
+    assert "&lt;script&gt;alert(1)" in text
+    assert "Step 1<" in text
+    assert "Step 60<" in text
+    assert "Step 120<" in text
+    assert "jaxrl train configs/arithmetic.yaml" in text
+    assert "8 × NVIDIA H100 80GB HBM3" in text
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_rounds_are_drawn_by_kind(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 9):
+            is_long = step % 4 == 0
+            writer.write(
+                step,
+                {
+                    "rollout/long_round": float(is_long),
+                    "rollout/queue_length": 0.0 if is_long else float(step % 4),
+                    "rollout/queue_age_steps/max": float(step % 4),
+                    "timing_s/step": 30.0 if is_long else 10.0,
+                    "response_length/max": 900.0 if is_long else 100.0,
+                },
+            )
+    page = write_report(tmp_path).read_text()
+    for title in ("Step time by round", "Longest response by round", "Long-prompt queue"):
+        assert title in page
+    figure = page[page.index("Step time by round") :]
+    figure = figure[: figure.index("</figure>")]
+    assert figure.count("<circle class=c1") == 6, "short rounds"
+    assert figure.count("<circle class=c2") == 2, "long rounds"
+    assert "<polyline" not in figure, "steps of a kind are not one after another"
+    assert "step 8: 30" in figure
+
+
+def test_out_names_the_file(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert write_report(fake_run(run, 3), tmp_path / "pages" / "a.html") == tmp_path / "pages" / "a.html"
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"metrics.jsonl": ""}, "no step has been finished|samples.jsonl is missing"),
+        ({"run.json": "{}"}, "metrics.jsonl is missing"),
+        ({"run.json": "{"}, "run.json could not be read"),
+        ({"run.json": "[]"}, "must hold an object"),
+        ({"run.json": '{"config": 3, "versions": [], "devices": null}'}, "does not hold the configuration"),
+        ({"samples.jsonl": '{"step": 1}\n{"ste'}, "Step 1"),
+        ({"samples.jsonl": "nonsense\n"}, "samples.jsonl could not be read"),
+        ({"metrics.jsonl": "nonsense\n"}, "metrics.jsonl could not be read"),
+        ({"metrics.jsonl": '{"step": 1, "time": 1}\n'}, "not recorded: critic/rewards/mean"),
+        ({"metrics.jsonl": '{"step": 1, "time": 1, "actor/entropy": "nan"}\n'}, "not recorded: actor/entropy"),
+        ({"metrics.jsonl": '{"step": 1, "time": 1, "actor/entropy": 0}\n'}, "<circle"),
+        ({"metrics.jsonl": '{"step": 1, "time": 1, "timing_s/step": 2.5}\n'}, "<rect"),
+    ],
+)
+def test_missing_pieces_are_said(tmp_path, files, said):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    text = check(write_report(tmp_path))
+    for part in said.split("|"):
+        assert part in text
+
+
+def test_what_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match="is not a run: it has none of"):
+        write_report(tmp_path)
+    with pytest.raises(ValueError, match="is not a run"):
+        write_report(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (0, 512, [0, 200, 400, 600]),
+        (3, 3, [1, 2, 3, 4, 5]),
+        (0, 0, [0, 0.25, 0.5, 0.75, 1]),
+        (-2e-4, 3e-4, [-2e-4, 0, 2e-4, 4e-4]),
+        (-3, -3, [-5, -4, -3, -2, -1]),
+    ],
+)
+def test_ticks_are_round_and_enclose(low, high, ticks):
+    assert ticks_of(low, high) == pytest.approx(ticks)
+
+
+def test_step_labels_are_whole_steps():
+    assert step_labels(1, 1) == [1]
+    assert step_labels(1, 2) == [1, 2]
+    assert step_labels(1, 120) == [50, 100]
+    assert step_labels(0, 4) == [0, 1, 2, 3, 4]
+
+
+def test_long_runs_are_averaged():
+    points = [(float(x), float(x % 2)) for x in range(1000)]
+    thinned = thin(points, 100)
+    assert len(thinned) == 100
+    assert all(y == 0.5 for _, y in thinned)
+    assert thin(points[:100], 100) == points[:100]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.12345, "0.123"), (1234, "1234"), (12345, "12.3k"), (2.5e9, "2.5G"), (-1.2e-5, "-1.2e-5")],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text

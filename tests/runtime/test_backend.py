@@ -1,0 +1,478 @@
+"""The backend over replayed lengths and a pool that answers when it is told to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.data.stops import stop_string_check
+from jaxrl.record.journal import Journal
+from jaxrl.record.timeline import Timeline
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.rounds.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Event,
+    Interrupted,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=40, stop_token_ids=(2,))
+
+
+def make_prompt(index: int) -> Prompt:
+    return Prompt(0, index, (1, 2, index), f"prompt {index}", "test")
+
+
+def key(p: int, s: int = 0) -> SampleKey:
+    return SampleKey(0, p, s)
+
+
+class Worker(ReplayExecutor):
+    """A replaying executor with the memory phases of a real one, which it notes."""
+
+    def __init__(self, lengths: dict[SampleKey, int]) -> None:
+        super().__init__(lengths, num_groups=1, num_slots=4, num_blocks=99, block_size=4, max_prefill_tokens=64)
+        self.recompiles = 0
+        self.host_s = 0.0
+        self.calls: list[Any] = []
+
+    def sync_weights(self, train_params: Any, policy_version: int) -> None:
+        self.calls.append(("sync", train_params, policy_version))
+        self.policy_version = policy_version
+
+    def allocate(self) -> None:
+        self.calls.append("allocate")
+
+    def release(self, *, weights: bool = False) -> None:
+        self.calls.append(("release", weights))
+
+
+class Pool:
+    """Answers in the order that it is told: `hold` keeps samples back until everything else is answered."""
+
+    def __init__(self, hold: Sequence[SampleKey] = (), bad: dict[SampleKey, str] | None = None) -> None:
+        self.hold, self.bad = list(hold), bad or {}
+        self.submitted: list[SampleKey] = []
+        self._queue: deque[SampleKey] = deque()
+        self._held: list[SampleKey] = []
+
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        assert sample.text, "scorers get text"
+        self.submitted.append(sample.key)
+        (self._held if sample.key in self.hold else self._queue).append(sample.key)
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        self._queue = deque(one for one in self._queue if one not in keys)
+        self._held = [one for one in self._held if one not in keys]
+
+    def completed(self) -> list[Verdict]:
+        answered = list(reversed(self._queue))  # the latest first
+        self._queue.clear()
+        return [self._verdict(one) for one in answered]
+
+    def wait(self, timeout_s: float) -> list[Verdict]:
+        if not self._queue:
+            self._queue.extend(self._held)
+            self._held = []
+        return self.completed()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue) + len(self._held)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"reward/num_scored": float(len(self.submitted))}
+
+    def _verdict(self, one: SampleKey) -> Verdict:
+        status: Any = self.bad.get(one, "ok")
+        if status != "ok":
+            return Verdict(1.0, one, 0.0, status, {"error": f"{status} of {one.prompt_index}"})
+        return Verdict(1.0, one, one.prompt_index + one.sample_index / 10, "ok", {}, 0.5)
+
+
+class Bytes:
+    """One token per character."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(97 + int(i) % 26) for i in ids)
+
+
+class House:
+    """A backend and what it stands on."""
+
+    def __init__(self, folder: Path, lengths: dict[SampleKey, int], pool: Pool, last_step: int = 0) -> None:
+        self.worker = Worker(lengths)
+        self.engine = Engine(self.worker, BatcherConfig(decode_steps=4))
+        self.pool = pool
+        self.journal = Journal(folder / "journal.jsonl", last_step)
+        self.timeline = Timeline(folder / "timeline.json")
+        self.progress: list[tuple[int, ...]] = []
+        self.backend = RolloutBackend(
+            self.engine,
+            self.worker,
+            pool,
+            Bytes(),
+            self.journal,
+            self.timeline,
+            lambda: "weights",
+            lambda *at: self.progress.append(at),
+        )
+
+    def close(self) -> None:
+        self.journal.close()
+        self.timeline.close()
+
+    def run_round(self, prompts: Sequence[Prompt], n: int, step: int = 1) -> tuple[Round, list[Event]]:
+        round, events = Round(prompts, n), []
+        self.backend.begin(step, PARAMS)
+        while not round.done:
+            events.append(self.backend.wait())
+            for command in round.handle(events[-1]):
+                self.backend.apply(command)
+        return round, events
+
+
+@pytest.fixture
+def houses(tmp_path: Path) -> Iterator[Any]:
+    opened: list[House] = []
+
+    def build(lengths: dict[SampleKey, int], pool: Pool, **more: Any) -> House:
+        opened.append(House(tmp_path, lengths, pool, **more))
+        opened[-1].backend.enter_rollout(0)
+        return opened[-1]
+
+    yield build
+    for house in opened:
+        house.close()
+
+
+LENGTHS = {key(p, s): 3 + 7 * ((5 * p + 3 * s) % 4) + s for p in range(5) for s in range(2)}
+PROMPTS = [make_prompt(p) for p in range(5)]
+
+
+def scored(events: Sequence[Event]) -> list[SampleKey]:
+    return [event.key for event in events if isinstance(event, Verdict)]
+
+
+def finished(events: Sequence[Event]) -> list[SampleKey]:
+    return [event.sample.key for event in events if isinstance(event, SampleFinished)]
+
+
+@pytest.mark.parametrize("hold", [[], [key(0)], [key(0), key(1), key(4, 1)], list(LENGTHS)])
+def test_verdicts_come_in_the_order_of_completion_however_late(houses: Any, hold: list[SampleKey]):
+    house = houses(LENGTHS, Pool(hold=hold))
+    round, events = house.run_round(PROMPTS, 2)
+    assert isinstance(events[0], RoundStarted)
+    assert scored(events) == finished(events)
+    assert sorted(finished(events)) == sorted(LENGTHS)
+    dispatches = [event.dispatch for event in events if isinstance(event, SampleFinished)]
+    assert dispatches == sorted(dispatches)
+    for group in round.groups():
+        for sample in group.samples:
+            assert sample.reward == sample.key.prompt_index + sample.key.sample_index / 10
+            assert len(sample) == LENGTHS[sample.key]
+            assert sample.text == Bytes().decode(sample.token_ids.tolist())
+    metrics = house.backend.end()
+    assert metrics["reward/num_scored"] == len(LENGTHS)
+    assert metrics["rollout/recompiles"] == metrics["rollout/preemptions"] == 0
+    assert 0 < metrics["rollout/bubble_ratio"] < 1
+    busy, rows, tokens, done, launched = house.progress[-1]
+    assert (busy, rows, done, launched) == (0, 4, len(LENGTHS), len(LENGTHS))
+    assert tokens == sum(LENGTHS.values()) - len(LENGTHS), "the first token of each comes from its prefill"
+
+
+def test_the_same_events_whatever_the_pool_does(houses: Any):
+    def told(hold: list[SampleKey]) -> tuple[list[SampleKey], list[SampleKey]]:
+        _, events = houses(LENGTHS, Pool(hold=hold)).run_round(PROMPTS, 2)
+        return finished(events), scored(events)
+
+    assert told([]) == told(list(LENGTHS)[::3]) == told(list(LENGTHS))
+
+
+def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(houses: Any, tmp_path: Path):
+    bad = {key(1): "timeout", key(3, 1): "crash", key(2): "error"}
+    house = houses(LENGTHS, Pool(bad=bad))
+    round = Round(PROMPTS, 2)
+    house.backend.begin(7, PARAMS)
+    heard = []
+    while not round.done:
+        event = house.backend.wait()
+        if isinstance(event, Verdict) and event.status in ("timeout", "crash"):
+            heard.append(event.key)
+            text = (tmp_path / "journal.jsonl").read_text()
+            place = f'"key":[0,0,{event.key.prompt_index},{event.key.sample_index},0]'
+            assert f'{{"step":7,"kind":"verdict",{place},"status":"{event.status}"' in text
+        for command in round.handle(event):
+            house.backend.apply(command)
+    assert sorted(heard) == [key(1), key(3, 1)]
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 3, "an error is the scorer's own, no clock's"
+
+
+def test_after_a_crash_the_journal_is_heard_and_the_pool_not_asked(houses: Any):
+    bad = {key(1): "timeout", key(3, 1): "crash"}
+    first, events = houses(LENGTHS, Pool(bad=bad)).run_round(PROMPTS, 2, step=7)
+    again = houses(LENGTHS, Pool(), last_step=6)  # a new process; this time nothing would time out
+    second, events_again = again.run_round(PROMPTS, 2, step=7)
+    assert not set(again.pool.submitted) & set(bad)
+    assert scored(events) == scored(events_again)
+    for a, b in zip(first.groups(), second.groups(), strict=True):
+        for x, y in zip(a.samples, b.samples, strict=True):
+            assert (x.key, x.reward, x.reward_info.get("error")) == (y.key, y.reward, y.reward_info.get("error"))
+    third = houses(LENGTHS, Pool(), last_step=7)
+    third.run_round(PROMPTS, 2, step=8)
+    assert sorted(third.pool.submitted) == sorted(LENGTHS), "another step asks anew"
+
+
+def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any):
+    """Held-out prompts are numbered from 0 in epoch 0, like those of the training set."""
+    house = houses(LENGTHS, Pool(bad={key(1): "timeout"}))
+    house.run_round(PROMPTS, 2, step=7)
+    house.backend.end()
+    house.pool.bad, house.pool.submitted = {}, []
+    evaluation, _ = house.run_round(PROMPTS, 2, step=7)
+    assert sorted(house.pool.submitted) == sorted(LENGTHS)
+    assert all(sample.reward_info == {} for group in evaluation.groups() for sample in group.samples)
+    # and after a crash each of the two hears its own again
+    again = houses(LENGTHS, Pool(), last_step=6)
+    again.run_round(PROMPTS, 2, step=7)
+    assert key(1) not in again.pool.submitted
+    again.backend.end()
+    again.run_round(PROMPTS, 2, step=7)
+    assert key(1) in again.pool.submitted
+
+
+def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
+    house = houses(LENGTHS, Pool(hold=[key(0)], bad={key(2): "timeout"}))
+    round = Round(PROMPTS, 2)
+    house.backend.begin(1, PARAMS)
+    while len(round.ledger.finished) < 4:
+        for command in round.handle(house.backend.wait()):
+            house.backend.apply(command)
+    house.backend.cancel()
+    assert house.engine.is_idle
+    house.pool.hold = []
+    submitted = len(house.pool.submitted)
+    round, events = house.run_round(PROMPTS, 2, step=1)
+    assert round.done
+    assert scored(events) == finished(events)
+    assert len(house.pool.submitted) - submitted >= len(LENGTHS) - 1, "a timeout heard before the stop is journalled"
+    house.backend.end()
+
+
+def test_a_stop_is_heard_while_no_event_comes(houses: Any):
+    """A response may take as long as all others together: a stop must not wait for its end."""
+    house = houses({key(0): 40}, Pool())
+    house.backend._interrupted = lambda: len(house.progress) >= 3
+    round = Round([PROMPTS[0]], 1)
+    house.backend.begin(1, PARAMS)
+    for command in round.handle(house.backend.wait()):
+        house.backend.apply(command)
+    with pytest.raises(Interrupted):
+        house.backend.wait()
+    assert len(house.progress) == 3, "it ran on after the stop"
+    house.backend.cancel()
+    assert house.engine.is_idle
+
+
+def begin(house: House, keys: Sequence[SampleKey], step: int = 1) -> RolloutBackend:
+    """A round in which one prompt has been launched."""
+    house.backend.begin(step, PARAMS)
+    assert isinstance(house.backend.wait(), RoundStarted)
+    house.backend.apply(Launch(PROMPTS[0], tuple(keys)))
+    return house.backend
+
+
+def next_finished(backend: RolloutBackend) -> Sample:
+    event = backend.wait()
+    assert isinstance(event, SampleFinished)
+    return event.sample
+
+
+def next_aborted(backend: RolloutBackend) -> Sample:
+    event = backend.wait()
+    assert isinstance(event, SampleAborted)
+    return event.sample
+
+
+def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_told(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 2, key(0, 2): 30}, Pool())
+    keys = (key(0, 0), key(0, 1), key(0, 2))
+    backend = begin(house, keys)
+    first = next_finished(backend)
+    assert first.key == keys[0]
+    backend.apply(Abort(keys[1:]))  # the first of them has finished in the same plan
+    untold, running = next_aborted(backend), next_aborted(backend)
+    assert [(s.key, s.finish_reason) for s in (untold, running)] == [(k, "abort") for k in keys[1:]]
+    assert (len(untold), len(running)) == (2, 5), "the tokens of the plan in flight are not waited for"
+    house.engine.drain()
+    assert house.engine.is_idle
+    backend.apply(Score(PROMPTS[0], first))
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[0]
+    with pytest.raises(RuntimeError, match="nothing is running or being scored"):
+        backend.wait()
+
+
+def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 7, key(0, 2): 30}, Pool())
+    keys = (key(0, 0), key(0, 1), key(0, 2))
+    backend = begin(house, keys)
+    assert next_finished(backend).key == keys[0]
+    backend.apply(Abort(keys[1:], keep=True))
+    ended = next_finished(backend)
+    assert (ended.key, len(ended)) == (keys[1], 7), "it ended in the plan in flight, which was waited for"
+    begun = next_aborted(backend)
+    assert (begun.key, len(begun), begun.versions.tolist()) == (keys[2], 9, [0] * 9)
+    backend.end()
+
+    backend.leave_rollout()
+    backend.enter_rollout(1)
+    backend.begin(2, PARAMS)
+    backend.wait()
+    backend.apply(Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,)))
+    whole = next_finished(backend)
+    assert (whole.key, len(whole)) == (keys[2], 30), "the finished one is not run again"
+    assert whole.versions.tolist() == [0] * 9 + [1] * 21
+    assert whole.token_ids.tolist()[:9] == begun.token_ids.tolist()
+    assert whole.text == Bytes().decode(whole.token_ids.tolist())
+    backend.end()
+
+
+def test_a_verdict_is_awaited_without_a_plan_and_one_that_is_cancelled_never_comes(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 3, key(0, 2): 30}, Pool(hold=[key(0, 0)]))
+    keys = (key(0, 0), key(0, 1), key(0, 2))
+    backend = begin(house, keys)
+    for _ in range(2):
+        backend.apply(Score(PROMPTS[0], next_finished(backend)))
+    backend.apply(AwaitVerdict(keys[0]))
+    num_plans = len(house.progress)
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[0]
+    assert len(house.progress) == num_plans, "no plan was made while the verdict was awaited"
+    backend.apply(CancelScore(keys[1:2]))  # it has come in, untold
+    assert next_finished(backend).key == keys[2], "and not the verdict"
+    backend.end()
+
+
+def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 3}, Pool(hold=[key(0, 0)]))
+    keys = (key(0, 0), key(0, 1))
+    backend = begin(house, keys)
+    samples = [next_finished(backend) for _ in keys]
+    for sample in samples:
+        backend.apply(Score(PROMPTS[0], sample))
+    backend._take(house.pool.completed())
+    backend.apply(CancelScore(keys[:1]))
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[1]
+    backend.apply(Score(PROMPTS[0], samples[0]))  # asked for again: one verdict follows
+    house.pool.hold = []
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[0]
+    with pytest.raises(RuntimeError, match="nothing is running or being scored"):
+        backend.wait()
+    backend.end()
+
+
+def test_a_pool_that_loses_a_sample_is_found_out(houses: Any):
+    class Leaky(Pool):
+        def submit(self, prompt: Prompt, sample: Sample) -> None:
+            if sample.key != key(2, 1):
+                super().submit(prompt, sample)
+
+    house = houses(LENGTHS, Leaky())
+    with pytest.raises(RuntimeError, match=r"pool has lost SampleKey\(.*prompt_index=2, sample_index=1"):
+        house.run_round(PROMPTS, 2)
+
+
+def test_memory_phases(houses: Any):
+    house = houses(LENGTHS, Pool())
+    house.run_round(PROMPTS, 2)
+    house.backend.end()
+    house.backend.leave_rollout()
+    house.backend.leave_rollout()
+    house.backend.enter_rollout(1)
+    house.backend.enter_rollout(2)
+    assert house.worker.calls == [
+        ("sync", "weights", 0),
+        "allocate",
+        ("release", True),
+        ("sync", "weights", 1),
+        "allocate",
+        ("sync", "weights", 2),
+    ]
+    round, _ = house.run_round(PROMPTS, 2, step=3)
+    assert {v for g in round.groups() for s in g.samples for v in s.versions.tolist()} == {2}
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+def request_with(*stops: str) -> Request:
+    return Request(0, key(0), (1,), SamplingParams(stop_strings=stops))
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "kept"),
+    [
+        ("abcdef", ("cd",), 4),
+        ("abcdef", ("zz",), None),
+        ("abcdef", ("f", "bc"), 3),
+        ("abcabc", ("abc",), 3),
+        ("a", ("a",), 1),
+        ("abcdef", ("abcdef",), 6),
+    ],
+)
+def test_stop_strings_keep_the_first_prefix_that_holds_one(text: str, stops: tuple[str, ...], kept: int | None):
+    ids = np.asarray([ord(c) - 97 for c in text])
+    assert stop_string_check(Bytes())(request_with(*stops), ids) == kept
+
+
+def test_a_stop_string_may_end_inside_a_token_and_characters_may_span_tokens():
+    class Pieces:
+        words = ("x", "ab", "cd", "é")
+
+        def decode(self, ids: Sequence[int]) -> str:
+            data = b"".join(bytes([i - 300]) if i >= 300 else self.words[i].encode() for i in ids)
+            return data.decode(errors="replace")
+
+    check = stop_string_check(Pieces())
+    assert check(request_with("bc"), [0, 1, 2, 0]) == 3
+    first, second = "é".encode()
+    assert check(request_with("é"), [0, 300 + first, 300 + second, 1]) == 3
+    assert check(request_with("é"), [0, 300 + first]) is None
+
+
+def test_a_stop_string_ends_a_request_in_the_engine():
+    worker = Worker({key(0): 30})
+    engine = Engine(worker, BatcherConfig(decode_steps=4), stop_check=stop_string_check(Bytes()))
+    whole = Engine(Worker({key(0): 30}), BatcherConfig(decode_steps=4)).generate(
+        [Request(0, key(0), (1, 2), SamplingParams(max_tokens=40))]
+    )[0]
+    stop = Bytes().decode(whole.token_ids.tolist())[9:12]
+    text = Bytes().decode(whole.token_ids.tolist())
+    cut = engine.generate([Request(0, key(0), (1, 2), SamplingParams(max_tokens=40, stop_strings=(stop,)))])[0]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids.tolist() == whole.token_ids.tolist()[: text.index(stop) + len(stop)]

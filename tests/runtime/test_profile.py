@@ -1,0 +1,115 @@
+"""Adaptive layouts of a run: options, profiles that are refused, sizes, and the session between backend and rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.models.shapes import named_shape
+from jaxrl.runtime.memory import layout_degrees, layout_sizes
+from jaxrl.runtime.profile import checked_profile, identity_of, load_profile
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile
+from jaxrl.sharding.mesh import make_mesh
+
+MODEL = named_shape("SmolLM2-135M")
+
+
+def config(layout: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    return from_mapping(
+        {
+            "model": {"path": "models/tiny"},
+            "rollout": {"n": 4, "max_num_seqs": 8, **rollout, "layout": {"planner": True, **(layout or {})}},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "rollout", "message"),
+    [
+        ({"switch": True}, {}, r"rollout.layout.profile is missing: rollout.layout.switch needs a file"),
+        ({"switch": True, "profile": "p", "direction": "both"}, {}, r"direction must be up where .*planner is on"),
+        (
+            {"degrees": [2, 4]},
+            {},
+            r"degrees \[2, 4\] must ascend .*tensor_model_parallel_size \(1\) among",
+        ),
+        ({"degrees": [1, 2, 3]}, {}, r"each dividing the next"),
+        ({"degrees": [1, 4, 2]}, {}, r"must ascend from at least 1"),
+        ({"reversal_factor": 1.0}, {}, r"reversal_factor must be above 1, found 1.0"),
+        ({"cooldown": 0}, {}, r"rollout.layout.cooldown must be at least 1, found 0"),
+        ({"min_gain": 1.0}, {}, r"rollout.layout.min_gain must be in \[0, 1\), found 1.0"),
+        ({"state": "teleport"}, {}, r"rollout.layout.state must be one of cheaper, migrate, recompute"),
+        ({"swich": True}, {}, r"unknown option rollout.layout.swich: did you mean rollout.layout.switch\?"),
+    ],
+)
+def test_options_that_cannot_be(layout: dict[str, Any], rollout: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        config(layout, **rollout)
+
+
+def test_degrees():
+    assert layout_degrees(config(), 8) == (1, 2, 4, 8)
+    assert layout_degrees(config(), 12) == (1, 2, 4, 12)
+    assert layout_degrees(config({"devices_per_host": 4}), 8) == (1, 2, 4)
+    assert layout_degrees(config({"degrees": [1, 4]}), 8) == (1, 4)
+    assert layout_degrees(config({"planner": False}), 8) == (1,)
+    with pytest.raises(ValueError, match=r"degrees: tp 3 must be one of 1, 2, 4, 8 \(which the 8 devices"):
+        layout_degrees(config({"degrees": [1, 3]}), 8)
+    with pytest.raises(ValueError, match=r"tp 8 must be .* at most the 4 devices of a host"):
+        layout_degrees(config({"degrees": [1, 8], "devices_per_host": 4}), 8)
+
+
+def test_sizes_of_layouts():
+    known = layout_sizes(config(num_blocks=101), MODEL, 8, None)
+    assert known == {1: (8, 101), 2: (16, 201), 4: (32, 401), 8: (64, 801)}, "rows and blocks of all groups stay"
+    alike = layout_sizes(config({"scale_rows": False}, num_blocks=101), MODEL, 8, None)
+    assert set(alike.values()) == {(8, 101)}
+    tight = layout_sizes(config({"scale_rows": False}, max_num_seqs=512), MODEL, 8, 2 << 30)
+    assert tight[1][1] < tight[2][1] < tight[4][1], "a larger tp leaves more memory for KV"
+    with pytest.raises(ValueError, match=r"tp 1 a pool has 4 blocks, one of them reserved, and one request of 384"):
+        layout_sizes(replace_blocks(config(tensor_model_parallel_size=8), 25), MODEL, 8, None)
+
+
+def replace_blocks(c: Config, num_blocks: int) -> Config:
+    return replace(c, rollout=replace(c.rollout, num_blocks=num_blocks))
+
+
+def test_profiles_of_something_else_are_refused(tmp_path: Path):
+    mesh = make_mesh()
+    file = tmp_path / "profile.json"
+    c = config({"switch": True, "profile": str(file)})
+    with pytest.raises(ConfigError, match=r"profile.json does not exist: make it with `jaxrl profile`"):
+        load_profile(file)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"profile.json cannot be used: Expecting"):
+        load_profile(file)
+    file.write_text(json.dumps({"schema": 99}))
+    with pytest.raises(ConfigError, match=r"cannot be used: latency profile of schema 99: this version reads 2"):
+        load_profile(file)
+    identity = identity_of(c, MODEL, mesh)
+    assert (identity.model, identity.device_count, identity.jax_version) == ("tiny", 8, jax.__version__)
+    good = Profile(identity, (Measurement(1, 1, 8, 0.1),))
+    file.write_text(json.dumps(good.to_json()))
+    assert checked_profile(c, MODEL, mesh) == good
+    stale = replace(good, identity=replace(identity, jax_version="0.4.1", device_kind="H100"))
+    file.write_text(json.dumps(stale.to_json()))
+    with pytest.raises(ConfigError, match=r"device_kind is 'H100' there .*jax_version is '0.4.1' there and"):
+        checked_profile(c, MODEL, mesh)
+    file.write_text(json.dumps(replace(good, source="synthetic").to_json()))
+    with pytest.raises(ConfigError, match=r"was made up \(source: synthetic\)"):
+        checked_profile(c, MODEL, mesh)
+    willing = config({"switch": True, "profile": str(file), "allow_synthetic": True})
+    assert checked_profile(willing, MODEL, mesh).source == "synthetic"
+
+
+def test_the_fingerprint_is_of_the_shape():
+    mesh = make_mesh()
+    one, other = (identity_of(config(), named_shape(name), mesh) for name in ("SmolLM2-135M", "Qwen2.5-1.5B"))
+    assert one.fingerprint != other.fingerprint
+    assert identity_of(config(), named_shape("SmolLM2-135M"), mesh) == one

@@ -1,0 +1,133 @@
+"""From a configuration to its batch rule, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.runtime.rules import batch_rule, carried
+from jaxrl.scheduling.rounds.batches import FreshBatches
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout, PartialRolloutConfig
+from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+
+
+def config(**options: Any) -> Config:
+    """`rollout__tail_batching__enable=True` and the like, on top of 4 prompts × 3 samples."""
+    values: dict[str, Any] = {"model": {"path": "m"}, "data": {"train_batch_size": 4}, "rollout": {"n": 3}}
+    for path, value in options.items():
+        *sections, option = path.split("__")
+        node = values
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[option] = value
+    return from_mapping(values)
+
+
+def test_plain_batches_are_the_default():
+    rule = batch_rule(config(reward__score_when="rollout", rollout__max_active_requests=9))
+    assert isinstance(rule, FreshBatches)
+    assert rule.name == "plain batches"
+    limits = rule.limits
+    assert (limits.num_groups, limits.group_size, limits.num_responses, limits.num_spare) == (4, 3, 3, 0)
+    assert (limits.score_when, limits.max_active, limits.dynamic_sampling) == ("rollout", 9, None)
+
+
+def test_over_provisioning():
+    rule = batch_rule(config(rollout__over_provisioning={"enable": True, "prompt_factor": 1.5, "response_factor": 2.0}))
+    assert isinstance(rule, FreshBatches)
+    assert (rule.name, rule.limits.num_spare, rule.limits.num_responses) == ("over-provisioning", 2, 6)
+    off = batch_rule(config(rollout__over_provisioning={"prompt_factor": 1.5}))
+    assert isinstance(off, FreshBatches)
+    assert not off.limits.is_race, "factors count where the switch is on"
+
+
+def test_tail_batching():
+    tail = {"enable": True, "prompt_factor": 1.5, "max_age_steps": 7, "at_end": "leave", "keep_finished": True}
+    rule = batch_rule(
+        config(
+            rollout__tail_batching=tail,
+            rollout__max_active_requests=20,
+            reward__score_when="group",
+            algorithm__filter_groups={"enable": True, "max_num_gen_batches": 3, "max_unscored_groups": 2},
+        )
+    )
+    assert isinstance(rule, TailBatching)
+    assert rule.config == TailBatchingConfig(
+        4, 3, 1.5, 1.25, 7, "leave", True, "group", DynamicSampling(2, 3), max_active_requests=20
+    )
+
+
+@pytest.mark.parametrize(("one_step_off", "staleness", "cap"), [(False, -1, None), (False, 0, 0), (True, 1, 1)])
+def test_partial_rollout(one_step_off: bool, staleness: int, cap: int | None):
+    partial = {"enable": True, "max_staleness": staleness, "max_restarts": 2, "at_end": "leave"}
+    rule = batch_rule(config(rollout__partial_rollout=partial, trainer__one_step_off=one_step_off))
+    assert isinstance(rule, PartialRollout)
+    lag = int(one_step_off)
+    assert rule.config == PartialRolloutConfig(4, 3, 2.0, cap, max_restarts=2, version_lag=lag, at_end="leave")
+
+
+ON = {"enable": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rollout__tail_batching": ON, "rollout__partial_rollout": ON},
+            "tail batching and partial rollout exclude each other: each decides what becomes of unfinished responses",
+        ),
+        ({"rollout__over_provisioning": ON, "rollout__partial_rollout": ON}, "exclude each other"),
+        ({"rollout__tail_batching": ON, "rollout__over_provisioning": ON}, "exclude each other"),
+        (
+            {"rollout__partial_rollout": ON | {"max_staleness": 0}, "trainer__one_step_off": True},
+            r"rollout\.partial_rollout\.max_staleness \(0 versions\) must be >= 1 with one-step-off",
+        ),
+        ({"rollout__partial_rollout": ON, "reward__score_when": "rollout"}, r"reward\.score_when must be"),
+        (
+            {
+                "rollout__tail_batching": ON,
+                "reward__score_when": "rollout",
+                "algorithm__filter_groups": ON,
+            },
+            r"dynamic sampling with tail batching .* reward\.score_when must",
+        ),
+        (
+            {"rollout__n": 1, "algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__filter_groups": ON},
+            r"dynamic sampling needs rollout\.n >= 2, found 1",
+        ),
+        ({"rollout__stale_tokens": "mask", "trainer__one_step_off": True}, r"mask excludes trainer\.one_step_off"),
+        (
+            {"rollout__tail_batching": ON, "rollout__max_active_requests": 3},
+            r"rollout\.max_active_requests \(3 samples\) must hold one prompt's responses \(4 samples\)",
+        ),
+        (
+            {"rollout__tail_batching": ON | {"prompt_factor": 3.0, "max_age_steps": 1}},
+            r"rollout\.tail_batching\.max_age_steps \(1 steps\) must be >= 2",
+        ),
+        ({"rollout__tail_batching": ON | {"prompt_factor": float("inf")}}, r"prompt_factor \(inf\) must be a finite"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message) as caught:
+        batch_rule(config(**options))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["tail_batching.prompt_factor", "over_provisioning.response_factor"])
+def test_factors_below_one_are_refused(option: str):
+    section, name = option.split(".")
+    with pytest.raises(ConfigError, match=rf"rollout\.{section}\.{name} must be at least 1, found 0\.8"):
+        config(**{f"rollout__{section}": {"enable": True, name: 0.8}})
+
+
+def test_a_group_of_one_with_a_group_relative_advantage_is_refused():
+    with pytest.raises(ConfigError, match=r"rollout\.n \(1\) must be at least 2 with algorithm\.adv_estimator=grpo"):
+        config(rollout__n=1, rollout__tail_batching=ON)
+
+
+def test_what_the_summary_says_of_carried_prompts():
+    assert carried("tail batching", 0) == {}
+    assert carried("tail batching", 3) == {"prompts begun and not trained on": "3 (tail batching)"}

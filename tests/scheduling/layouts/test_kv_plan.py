@@ -1,0 +1,196 @@
+"""Migration plans: every live position arrives, nothing is copied twice, no pool overflows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, blocks_needed, plan_migration
+from jaxrl.scheduling.layouts.situation import LiveRow, regroup
+from jaxrl.scheduling.tokens.blocks import BlockManager
+
+BLOCK = 4
+
+
+def live(request_id, group, num_written, blocks, share=None, prompt_len=0, num_tokens=None):
+    return LiveBlocks(request_id, group, tuple(blocks), num_written, num_tokens or num_written, share, prompt_len)
+
+
+@st.composite
+def generations(draw):
+    """(live requests as a real BlockManager holds them, dp groups before, new groups by `regroup`)."""
+    dp_before, dp_after = (2 ** draw(st.integers(0, 3)) for _ in range(2))
+    manager = BlockManager(dp_before, 400, BLOCK)
+    prompts = draw(st.lists(st.integers(1, 21), min_size=1, max_size=4))
+    requests, rows = [], [[] for _ in range(dp_before)]
+    for request_id in range(draw(st.integers(0, 14))):
+        prompt = draw(st.integers(0, len(prompts) - 1))
+        prompt_len, group = prompts[prompt], draw(st.integers(0, dp_before - 1))
+        share = draw(st.sampled_from([None, f"p{prompt}"]))
+        num_tokens = prompt_len + draw(st.integers(0, 17))
+        shared = manager.allocate(request_id, group, num_tokens, share, prompt_len)
+        num_written = draw(st.integers(max(shared, 1), num_tokens))
+        if draw(st.booleans()):  # whoever is silent gives the next one a copy of its own
+            manager.publish(request_id, min(num_written, prompt_len))
+        requests.append((request_id, group, num_written, num_tokens, share, prompt_len))
+        rows[group].append(LiveRow(request_id, num_written, num_written + 5))
+    held = [
+        LiveBlocks(i, group, manager.table(i), written, tokens, share, prompt_len)
+        for i, group, written, tokens, share, prompt_len in requests
+    ]
+    groups = [[row.request_id for row in group] for group in regroup([tuple(each) for each in rows], dp_after)]
+    return held, dp_before, groups
+
+
+def contents(requests):
+    """What each (group, block, offset) holds: (prompt or request, position), the same for all who share it."""
+    pool = {}
+    for r in requests:
+        for position in range(r.num_written):
+            owner = r.share if r.share is not None and position < r.prompt_len else r.request_id
+            at = (r.group, r.table[position // BLOCK], position % BLOCK)
+            assert pool.setdefault(at, (owner, position)) == (owner, position)
+    return pool
+
+
+def carry_out(plan, pool):
+    """The new pools' contents after the plan's copies."""
+    new = {}
+    for copy in plan.copies:
+        for offset in range(BLOCK):
+            value = pool.get((copy.source_group, copy.source_block, offset))
+            if value is not None:
+                new[copy.target_group, copy.target_block, offset] = value
+    return new
+
+
+@settings(max_examples=300, deadline=None)
+@given(generations())
+def test_every_position_arrives(generation):
+    requests, dp_before, groups = generation
+    num_blocks = 1 + max([1, *(blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups)])
+    plan = plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
+    plan.blocks.check()
+    new = carry_out(plan, contents(requests))
+    for request in requests:
+        placed = plan.placements[request.request_id]
+        assert request.request_id in groups[placed.group]
+        assert placed.table == plan.blocks.table(request.request_id)
+        assert len(placed.table) == -(-request.num_tokens // BLOCK)
+        assert request.num_written <= placed.num_written <= request.num_tokens
+        for position in range(placed.num_written):
+            is_prompt = request.share is not None and position < request.prompt_len
+            owner = request.share if is_prompt else request.request_id
+            assert new[placed.group, placed.table[position // BLOCK], position % BLOCK] == (owner, position)
+    targets = [(copy.target_group, copy.target_block) for copy in plan.copies]
+    assert len(set(targets)) == len(targets)
+    ways = [(copy.source_group, copy.source_block, copy.target_group) for copy in plan.copies]
+    assert len(set(ways)) == len(ways), "a block was copied twice into one group"
+    used = [plan.blocks.capacity - plan.blocks.num_free(g) for g in range(len(groups))]
+    assert max(used) <= num_blocks - 1
+    assert used == [blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups]
+
+
+@settings(max_examples=150, deadline=None)
+@given(generations())
+def test_lanes_say_the_same_as_the_copies(generation):
+    requests, dp_before, groups = generation
+    plan = plan_migration(requests, dp_before, groups, 500, BLOCK)
+    sources, targets = plan.lanes()
+    assert sources.shape == targets.shape
+    assert len(sources) == plan.num_lanes == max(dp_before, len(groups))
+    np.testing.assert_array_equal(sources < 0, targets < 0)
+    found = {
+        (lane // (plan.num_lanes // dp_before), source, lane // (plan.num_lanes // len(groups)), target)
+        for lane, row in enumerate(zip(sources.tolist(), targets.tolist(), strict=True))
+        for source, target in zip(*row, strict=True)
+        if source >= 0
+    }
+    assert found == {(c.source_group, c.source_block, c.target_group, c.target_block) for c in plan.copies}
+
+
+@settings(max_examples=150, deadline=None)
+@given(generations(), st.integers(2, 12))
+def test_a_pool_that_is_too_small_is_refused_and_none_else(generation, num_blocks):
+    requests, dp_before, groups = generation
+    needs = [blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups]
+    if max(needs) < num_blocks:
+        plan_migration(requests, dp_before, groups, num_blocks, BLOCK).blocks.check()
+    else:
+        with pytest.raises(ValueError, match=rf"needs {max(needs)} blocks .* raise rollout.num_blocks \({num_blocks}"):
+            plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
+
+
+def test_shared_prompts_are_joined_and_copied_once_per_group():
+    # one prompt of 9 tokens, so two full blocks are shared; its samples in two dp groups
+    a = [live(1, 0, 10, (3, 4, 5), "p", 9), live(2, 0, 12, (3, 4, 6), "p", 9)]
+    b = [live(3, 1, 11, (7, 8, 9), "p", 9)]
+    merged = plan_migration([*a, *b], 2, [[1, 2, 3]], 8, BLOCK)
+    assert [merged.placements[i].table for i in (1, 2, 3)] == [(1, 2, 3), (1, 2, 4), (1, 2, 5)]
+    assert len(merged.copies) == 5
+    assert {copy.source_group for copy in merged.copies if copy.target_block <= 2} == {0}
+    split = plan_migration(a, 1, [[1], [2]], 8, BLOCK)
+    assert [split.placements[i].table for i in (1, 2)] == [(1, 2, 3), (1, 2, 3)]
+    assert [(c.source_block, c.target_group) for c in split.copies] == [
+        (3, 0), (4, 0), (5, 0), (3, 1), (4, 1), (6, 1)
+    ]  # fmt: skip
+    sources, targets = split.lanes()
+    assert sources.tolist() == [[3, 4, 5], [3, 4, 6]]
+    assert targets.tolist() == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_only_what_is_written_moves_and_tables_cover_what_was_asked():
+    plan = plan_migration([live(1, 0, 5, (9, 2, 7, 6), num_tokens=14)], 1, [[1]], 6, BLOCK)
+    assert plan.placements[1].table == (1, 2, 3, 4)
+    assert [copy.source_block for copy in plan.copies] == [9, 2]
+
+
+def test_an_unfinished_prefill_gets_the_prompt_of_another():
+    early = live(1, 0, 5, (1, 2, 3), "p", 12, num_tokens=12)
+    done = live(2, 1, 13, (1, 2, 3, 4), "p", 12)
+    plan = plan_migration([early, done], 2, [[1, 2]], 9, BLOCK)
+    assert plan.placements[1].num_written == 8  # two full blocks in front of the last token
+    assert plan.placements[1].table[:2] == plan.placements[2].table[:2]
+    assert len(plan.copies) == 4, "its own start is not needed"
+
+
+def test_into_the_pools_of_another_worker():
+    blocks = BlockManager(1, 8, BLOCK)
+    blocks.allocate(1, 0, 10, "p", 9)
+    blocks.publish(1, 9)
+    plan = plan_migration([live(2, 0, 11, (5, 6, 7), "p", 9)], 1, [[2]], 8, BLOCK, into=blocks)
+    assert plan.blocks is blocks
+    assert plan.placements[2].table == (1, 2, 4)
+    assert [(c.source_block, c.target_block) for c in plan.copies] == [(7, 4)]
+    with pytest.raises(ValueError, match=r"dp group 0 of 1 needs 7 blocks for its 2 requests, and 3 of its pool's 7"):
+        plan_migration([live(3, 0, 4, (5,)), live(4, 0, 24, range(9, 15))], 1, [[3, 4]], 8, BLOCK, into=blocks)
+    blocks.check()
+    assert blocks.num_free(0) == 3, "a refusal gives everything back"
+    with pytest.raises(ValueError, match=r"the pools to go into are 1 of 8 blocks of 4 positions"):
+        plan_migration([], 1, [[]], 9, BLOCK, into=blocks)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([[1], [2], [3]], r"4 dp groups cannot become 3"),
+        ([[1, 2], []], r"every live request must be in exactly one new dp group: \[3\]"),
+        ([[1, 2, 3, 1], []], r"exactly one new dp group: \[1\]"),
+        ([[1, 2, 3, 9], []], r"exactly one new dp group: \[9\]"),
+        ([[1, 2], [3]], r"request 2 is in dp group 2 of 4 and cannot get to group 0 of 2: neighbouring"),
+        ([[], [1], [2], [3]], r"request 1 is in dp group 0 of 4 and cannot get to group 1 of 4"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(groups, words):
+    requests = [live(1, 0, 4, (1,)), live(2, 2, 4, (1,)), live(3, 3, 4, (1,))]
+    with pytest.raises(ValueError, match=words):
+        plan_migration(requests, 4, groups, 9, BLOCK)
+
+
+def test_requests_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"num_tokens \(3\) must cover what is written \(4\) and the prompt \(0\)"):
+        plan_migration([live(1, 0, 4, (1,), num_tokens=3)], 1, [[1]], 9, BLOCK)
+    with pytest.raises(ValueError, match=r"its 1 blocks of 4 positions cannot hold the 5 that are written"):
+        plan_migration([live(1, 0, 5, (1,))], 1, [[1]], 9, BLOCK)

@@ -1,0 +1,438 @@
+"""The latency profile and what is predicted from it: numbers worked out by hand, and properties over any table."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.layouts.latency import CorrectionConfig, LatencyPredictor, kv_move_s, rms_context
+from jaxrl.scheduling.layouts.latency_profile import (
+    Measurement,
+    Profile,
+    ProfileIdentity,
+    ProfilePoint,
+    RowSizes,
+    SwitchCost,
+    missing_points,
+    prefill_points,
+    profile_points,
+)
+
+IDENTITY = ProfileIdentity("tiny", "abc", "cpu", 8, "0.10.2", "float32")
+
+# Two batches at tp 2; total contexts 200, 400 (batch 2) and 400, 800 (batch 4).
+DECODE = (
+    Measurement(2, 2, 100, 0.010),
+    Measurement(2, 2, 200, 0.014),
+    Measurement(2, 4, 100, 0.020),
+    Measurement(2, 4, 200, 0.032),
+    Measurement(4, 1, 100, 0.008),
+)
+PREFILL = (
+    Measurement(4, 2, 100, 0.1),
+    Measurement(4, 2, 200, 0.3),
+    Measurement(4, 4, 100, 0.2),
+    Measurement(4, 4, 200, 0.7),
+)
+SWITCHES = (SwitchCost(2, 4, 1.5, 0.001, 0.5), SwitchCost(4, 2, 2.0, 0.003, 0.25))
+PROFILE = Profile(IDENTITY, DECODE, PREFILL, SWITCHES, (RowSizes(2, (1, 2, 3, 4)),))
+
+
+@pytest.mark.parametrize(
+    ("tp", "batch", "context", "expected"),
+    [
+        (2, 2, 200, 0.010),
+        (2, 4, 800, 0.032),
+        (2, 2, 300, 0.012),  # halfway between 200 and 400 tokens
+        (2, 4, 500, 0.023),  # a quarter of the way from 400 to 800: 0.020 + 0.25 x 0.012
+        # batch 3, 400 tokens: batch 2 says 0.014, batch 4 says 0.020; halfway
+        (2, 3, 400, 0.017),
+        # batch 3, 600 tokens: batch 2 beyond its last, slope 0.004 / 200: 0.014 + 200 x 0.00002 = 0.018; batch 4: 0.026
+        (2, 3, 600, 0.022),
+        (2, 2, 50, 0.010),  # below the first context
+        (2, 4, 1200, 0.044),  # above the last: 0.032 + 400 x 0.012 / 400
+        (2, 1, 300, 0.012),  # below the smallest batch: that of batch 2
+        # batch 6: growth per row is the mean over batch 4's contexts of (batch 4 - batch 2) / 2. At 400: 0.020 - 0.014;
+        # at 800: 0.032 - (0.014 + 400 x 0.00002 = 0.022) = 0.010; mean 0.008, per row 0.004. 0.020 + 2 x 0.004
+        (2, 6, 400, 0.028),
+        (4, 1, 250, 0.020),  # one point only: in proportion, 0.008 + 150 x 0.008 / 100
+        (4, 3, 100, 0.024),  # one batch only: in proportion
+    ],
+)
+def test_decode_steps_by_hand(tp: int, batch: int, context: float, expected: float):
+    assert LatencyPredictor(PROFILE).decode_step_s(tp, batch, context) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "expected"),
+    [
+        (2, 100, 0.1),
+        (2, 150, 0.2),
+        (3, 200, 0.5),  # halfway between 0.3 and 0.7
+        (3, 150, 0.325),  # halfway between 0.2 and 0.45
+        (1, 200, 0.3),  # below the smallest batch
+        (2, 10, 0.1),  # below the first context
+        (2, 400, 1.2),  # twice the last context: four times 0.3
+        (8, 200, 1.4),  # twice the largest batch: twice 0.7
+    ],
+)
+def test_prefill_by_hand(batch: int, context: float, expected: float):
+    assert LatencyPredictor(PROFILE).prefill_s(4, batch, context) == pytest.approx(expected, rel=1e-12)
+
+
+def test_move_and_recompute_by_the_equations():
+    predictor = LatencyPredictor(PROFILE)
+    assert predictor.move_s(2, 4, 1200) == pytest.approx(1.2)  # 1200 tokens x 1 ms
+    assert predictor.move_s(4, 2, 1200) == pytest.approx(3.6)  # the way back costs 3 ms a token
+    # Equation 3: sqrt((100^2 + 100^2 + 100^2 + 300^2) / 4) = sqrt(120000 / 4) = sqrt(30000) = 173.205
+    lengths = (100, 100, 100, 300)
+    assert rms_context(lengths) == pytest.approx(math.sqrt(30_000))
+    assert len(lengths) * rms_context(lengths) ** 2 == pytest.approx(sum(n * n for n in lengths)), "B L_rms^2 is kept"
+    # Equation 4: batch 4 at 173.205: 0.2 + 0.73205 x 0.5
+    assert predictor.recompute_s(4, lengths) == pytest.approx(0.2 + 0.5 * (math.sqrt(30_000) - 100) / 100)
+    assert predictor.recompute_s(4, ()) == 0.0
+
+
+def test_move_by_bytes_and_bandwidth():
+    # PAT §5.4: nine rows at 12 K in LLaMA3.1-8B (32 layers, H 4096, two bytes), from tp 2:
+    # 2 x 32 x 9 x 12288 x (4096 / 2) x 2 bytes = 28,991,029,248; at 12.5 GB/s 2.3193 s (the paper measured 2.36 s).
+    seconds = kv_move_s([12_288] * 9, num_layers=32, kv_width=4096, element_bytes=2, from_tp=2, bytes_per_s=12.5e9)
+    assert seconds == pytest.approx(28_991_029_248 / 12.5e9, rel=1e-12)
+    # A table's entry is the same for one token.
+    per_token = kv_move_s([1], 32, 4096, 2, 2, 12.5e9)
+    profile = replace(PROFILE, switches=(SwitchCost(2, 4, 0.0, per_token, 0.0),))
+    assert LatencyPredictor(profile).move_s(2, 4, 9 * 12_288) == pytest.approx(seconds, rel=1e-12)
+
+
+# Properties
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Any table of one degree; time rises with context, and does whatever it likes with the batch."""
+    batches = draw(st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True))
+    points = []
+    for batch in batches:
+        contexts = sorted(draw(st.lists(st.integers(1, 500), min_size=1, max_size=5, unique=True)))
+        times = sorted(draw(st.lists(st.floats(1e-4, 1.0), min_size=len(contexts), max_size=len(contexts))))
+        points += [Measurement(1, batch, context, s) for context, s in zip(contexts, times, strict=True)]
+    return Profile(IDENTITY, tuple(points), tuple(points))
+
+
+@settings(deadline=None)
+@given(profiles())
+def test_exact_at_profiled_points(profile: Profile):
+    predictor = LatencyPredictor(profile)
+    for point in profile.decode:
+        assert predictor.decode_step_s(1, point.batch, point.batch * point.context) == point.seconds
+        assert predictor.prefill_s(1, point.batch, point.context) == pytest.approx(point.seconds, rel=1e-12)
+
+
+@settings(deadline=None)
+@given(profiles(), st.integers(1, 200), st.lists(st.floats(0, 1e6), min_size=2, max_size=8))
+def test_positive_and_rising_with_context(profile: Profile, batch: int, contexts: list[float]):
+    predictor = LatencyPredictor(profile)
+    contexts.sort()
+    for times in (
+        predictor.decode_steps_s(1, np.full(len(contexts), batch), np.array(contexts)),
+        np.array([predictor.prefill_s(1, batch, context) for context in contexts]),
+    ):
+        assert np.all(times > 0)
+        assert np.all(np.isfinite(times))
+        assert np.all(np.diff(times) >= -1e-9 * times[1:])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=5),
+    st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=5),
+    st.integers(1, 20),
+)
+def test_a_noisy_table_does_not_fall_beyond_its_end(few: list[float], many: list[float], batch: int):
+    """Measured times that fall by chance must not send predictions below zero."""
+    points = [Measurement(1, b, 8 << i, s) for b, times in ((1, few), (8, many)) for i, s in enumerate(times)]
+    predictor = LatencyPredictor(Profile(IDENTITY, tuple(points)))
+    contexts = np.geomspace(8 * (8 << 5), 1e7, 9)
+    times = predictor.decode_steps_s(1, np.full(9, batch), contexts)
+    assert np.all(times > 0)
+    assert np.all(np.diff(times) >= 0)
+
+
+@settings(deadline=None)
+@given(profiles(), st.lists(st.integers(1, 300), min_size=2, max_size=6), st.floats(1, 1e5))
+def test_beyond_the_largest_batch_time_does_not_fall(profile: Profile, more: list[int], context: float):
+    predictor = LatencyPredictor(profile)
+    largest = max(point.batch for point in profile.decode)
+    rows = np.array([largest, *(largest + extra for extra in sorted(more))])
+    assert np.all(np.diff(predictor.decode_steps_s(1, rows, np.full(len(rows), context))) >= -1e-12)
+    prefills = [predictor.prefill_s(1, int(batch), context) for batch in rows]
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(prefills))
+
+
+@settings(deadline=None)
+@given(
+    st.floats(1e-3, 1e-1),
+    st.floats(0, 1e-3),
+    st.floats(0, 1e-6),
+    st.lists(st.tuples(st.integers(1, 40), st.floats(1, 9e4))),
+)
+def test_a_linear_machine_is_predicted_exactly(
+    base: float, per_row: float, per_token: float, loads: list[tuple[int, float]]
+):
+    """What is linear in rows and tokens is so in the predictions, beyond the table as well."""
+    points = [Measurement(1, b, n, base + per_row * b + per_token * b * n) for b in (1, 4, 16) for n in (8, 64, 512)]
+    predictor = LatencyPredictor(Profile(IDENTITY, tuple(points)))
+    for batch, context in loads:
+        context = max(context, 16 * 8.0)  # below a batch's first point time stays what it is there
+        expected = base + per_row * batch + per_token * context
+        assert predictor.decode_step_s(1, batch, context) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(deadline=None)
+@given(profiles(), st.lists(st.tuples(st.integers(1, 99), st.floats(1, 1e5)), min_size=1, max_size=9))
+def test_many_at_once_are_as_one_by_one(profile: Profile, loads: list[tuple[int, float]]):
+    predictor = LatencyPredictor(profile)
+    rows, tokens = np.array([row for row, _ in loads]), np.array([token for _, token in loads])
+    together = predictor.decode_steps_s(1, rows, tokens)
+    assert together.tolist() == [predictor.decode_step_s(1, row, token) for row, token in loads]
+
+
+# Correction
+
+
+def test_correction_by_hand():
+    predictor = LatencyPredictor(PROFILE, CorrectionConfig(weight=0.5, max_factor=2.0))
+    assert predictor.ratio(2) == 1.0
+    # Predicted 10 ms, real 12.1: log ratio 0 + 0.5 x log 1.21 = log 1.1.
+    assert predictor.observe(2, 2, 200, 0.0121) == pytest.approx(1.1)
+    assert predictor.decode_step_s(2, 4, 800) == pytest.approx(0.032 * 1.1)
+    assert predictor.ratio(4) == pytest.approx(1.1), "what was not observed is taken to be as slow as the rest"
+    # 50 ms instead of 10 count as 20: 0.5 x log 1.1 + 0.5 x log 2 = log sqrt(2.2).
+    assert predictor.observe(2, 2, 200, 0.05) == pytest.approx(math.sqrt(2.2))
+    # tp 4 goes on from there. Predicted 8 ms, real 8: log sqrt(2.2) / 2.
+    assert predictor.observe(4, 1, 100, 0.008) == pytest.approx(2.2**0.25)
+    assert predictor.ratio(2) == pytest.approx(math.sqrt(2.2)), "each degree has its own"
+
+
+def test_no_correction_with_weight_zero():
+    predictor = LatencyPredictor(PROFILE, CorrectionConfig(weight=0.0))
+    assert predictor.observe(2, 2, 200, 1.0) == 1.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([2, 4]), st.floats(1e-6, 1e3)), max_size=30), st.floats(1, 4))
+def test_correction_is_clamped_deterministic_and_saved(steps: list[tuple[int, float]], max_factor: float):
+    config = CorrectionConfig(max_factor=max_factor)
+    first, second = LatencyPredictor(PROFILE, config), LatencyPredictor(PROFILE, config)
+    for i, (tp, step_s) in enumerate(steps):
+        ratio = first.observe(tp, 2, 200, step_s)
+        assert 1 / max_factor * (1 - 1e-9) <= ratio <= max_factor * (1 + 1e-9)
+        assert second.observe(tp, 2, 200, step_s) == ratio
+        if i % 3 == 0:
+            state = second.state_dict()
+            second = LatencyPredictor(PROFILE, config)
+            second.load_state_dict(state)
+    assert [second.ratio(tp) for tp in (2, 4)] == [first.ratio(tp) for tp in (2, 4)]
+
+
+def test_correction_converges_on_a_slower_machine():
+    predictor = LatencyPredictor(PROFILE)
+    for _ in range(100):
+        predictor.observe(2, 4, 500, 0.023 * 1.3)
+    assert predictor.decode_step_s(2, 4, 800) == pytest.approx(0.032 * 1.3, rel=1e-3)
+
+
+def test_correction_of_another_profile_is_dropped():
+    old = LatencyPredictor(PROFILE)
+    old.observe(2, 2, 200, 0.02)
+    new = LatencyPredictor(replace(PROFILE, identity=replace(IDENTITY, jax_version="0.11.2")))
+    new.observe(2, 2, 200, 0.02)
+    new.load_state_dict(old.state_dict())
+    assert new.ratio(2) == 1.0
+    with pytest.raises(ValueError, match=r"schema 7: this version reads 1"):
+        new.load_state_dict({**old.state_dict(), "schema": 7})
+
+
+# The table
+
+
+def test_json_round_trip():
+    text = json.dumps(PROFILE.to_json())
+    assert Profile.from_json(json.loads(text)) == PROFILE
+    synthetic = replace(PROFILE, source="synthetic")
+    assert Profile.from_json(synthetic.to_json()).source == "synthetic"
+    assert synthetic.digest != PROFILE.digest == Profile.from_json(json.loads(text)).digest
+
+
+@settings(deadline=None)
+@given(profiles())
+def test_any_profile_survives_json(profile: Profile):
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model", "big", "model is 'tiny' there and 'big' here: make a new one with `jaxrl profile`"),
+        ("fingerprint", "xyz", "fingerprint is 'abc' there and 'xyz' here"),
+        ("device_kind", "H100", "device_kind is 'cpu' there and 'H100' here"),
+        ("device_count", 4, "device_count is 8 there and 4 here"),
+        ("jax_version", "0.11.2", "jax_version is '0.10.2' there and '0.11.2' here"),
+        ("dtype", "bfloat16", "dtype is 'float32' there and 'bfloat16' here"),
+    ],
+)
+def test_a_foreign_table_is_refused(field: str, value: object, message: str):
+    PROFILE.check(IDENTITY)
+    with pytest.raises(ValueError, match="something else") as error:
+        PROFILE.check(replace(IDENTITY, **{field: value}))
+    assert message in str(error.value)
+    assert str(error.value).count(" there and ") == 1
+
+
+def broken(**changes: object) -> dict:
+    return {**PROFILE.to_json(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (broken(schema=1), r"schema 1: this version reads 2: make a new one with `jaxrl profile`"),
+        ({}, r"schema None"),
+        (broken(extra=1), r"its keys must be"),
+        ({k: v for k, v in PROFILE.to_json().items() if k != "prefill"}, r"its keys must be"),
+        (broken(identity={"model": "tiny"}), r"identity: .* must have exactly the fields"),
+        (broken(decode=[{"tp": 1, "batch": 1, "context": 8}]), r"decode: .* must have exactly the fields"),
+        (broken(decode=[{"tp": 1, "batch": 1.5, "context": 8, "seconds": 1.0}]), r"batch \(1.5\) must be of type int"),
+        (broken(decode=[{"tp": True, "batch": 1, "context": 8, "seconds": 1.0}]), r"tp \(True\) must be of type int"),
+        (broken(decode=[{"tp": 3, "batch": 1, "context": 8, "seconds": 1.0}]), r"tp \(3\): it must divide .* \(8\)"),
+        (broken(decode=[{"tp": 1, "batch": 1, "context": 8, "seconds": 0.0}]), r"must be > 0, and finite"),
+        (broken(prefill=[{"tp": 1, "batch": 0, "context": 8, "seconds": 1.0}]), r"must be > 0, and finite"),
+        (broken(decode=[PROFILE.to_json()["decode"][0]] * 2), r"more than once"),
+        (broken(switches=[PROFILE.to_json()["switches"][0]] * 2), r"more than once"),
+        (broken(switches=[{**PROFILE.to_json()["switches"][0], "to_tp": 2}]), r"two different degrees"),
+        (broken(switches=[{**PROFILE.to_json()["switches"][0], "fixed_s": -1.0}]), r"seconds >= 0"),
+        (broken(row_sizes=[{"tp": 2, "sizes": [8, 4]}]), r"sizes must be >= 1 and ascend"),
+        (broken(row_sizes=[{"tp": 2, "sizes": []}]), r"at least one"),
+        (broken(row_sizes=[{"tp": 3, "sizes": [4]}]), r"must divide the number of devices"),
+        (broken(row_sizes=[{"tp": 2, "sizes": [4.5]}]), r"4.5 must be of type int"),
+        (broken(row_sizes=[{"tp": 2, "sizes": 4}]), r"must have exactly the fields"),
+        (broken(source="guessed"), r"source 'guessed' must be one of measured, synthetic"),
+        (broken(identity={**PROFILE.to_json()["identity"], "device_count": 0}), r"device_count \(0\) must be >= 1"),
+    ],
+)
+def test_a_malformed_table_is_refused(entry: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Profile.from_json(entry)
+
+
+def test_what_the_table_lacks_is_refused():
+    predictor = LatencyPredictor(PROFILE)
+    for ask, message in [
+        (lambda: predictor.decode_step_s(8, 1, 8), r"no decode points for tp 8, only \(2, 4\): make a new one"),
+        (lambda: predictor.prefill_s(2, 1, 8), r"no prefill points for tp 2"),
+        (lambda: predictor.move_s(2, 8, 1), r"no costs for a switch from tp 2 to 8"),
+        (lambda: predictor.observe(2, 1, 8, 0.0), r"observed step time \(0.0\)"),
+        (lambda: LatencyPredictor(Profile(IDENTITY)), r"no decode points"),
+        (lambda: CorrectionConfig(weight=2.0), r"weight \(2.0\) must be in \[0, 1\]"),
+        (lambda: CorrectionConfig(max_factor=0.5), r"max_factor \(0.5\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ask()
+
+
+# What to measure
+
+
+def test_points_by_hand():
+    points = profile_points(max_batch=6, token_budget=2048, degrees=(4, 2), device_count=4, max_context=1024)
+    # tp 2 has two dp groups: three rows and 1024 tokens each; tp 4 has one: six rows and 2048 tokens. Contexts double
+    # up to 512, then x4, cut at 1024.
+    contexts = [8, 16, 32, 64, 128, 256, 512, 1024]
+    expected = [(2, 1, n) for n in contexts]  # 1 x 1024 <= 1024
+    expected += [(2, 2, n) for n in contexts[:7]]  # 2 x 512 <= 1024
+    expected += [(2, 3, n) for n in contexts[:6]]  # 3 x 256 <= 1024
+    expected += [(4, 1, n) for n in contexts] + [(4, 2, n) for n in contexts]
+    expected += [(4, 4, n) for n in contexts[:7]] + [(4, 6, n) for n in contexts[:6]]
+    assert points == tuple(ProfilePoint(*each) for each in expected)
+
+
+def test_points_are_the_sizes_of_the_programs_up_to_the_one_that_holds_the_largest_batch():
+    sizes = {2: (4, 8, 16), 4: (4, 8, 16, 32)}
+    points = profile_points(10, 1 << 20, (2, 4), device_count=4, max_context=16, row_sizes=sizes)
+    assert {(point.tp, point.batch) for point in points} == {(2, 4), (2, 8), (4, 4), (4, 8), (4, 16)}
+    few = profile_points(2, 1 << 20, (2,), device_count=4, max_context=16, row_sizes=sizes)
+    assert {point.batch for point in few} == {4}, "one row runs as four"
+
+
+def test_a_step_takes_as_long_as_the_rows_that_it_is_padded_to():
+    points = tuple(Measurement(2, b, n, 0.01 * b) for b in (4, 16) for n in (8, 64))
+    predictor = LatencyPredictor(Profile(IDENTITY, points, row_sizes=(RowSizes(2, (4, 8, 16)),)))
+    # 4 and 16 were profiled; 8 was not and is interpolated; beyond the largest programs nothing is padded
+    seconds = {1: 0.04, 4: 0.04, 5: 0.08, 8: 0.08, 9: 0.16, 16: 0.16, 18: 0.18}
+    for batch, expected in seconds.items():
+        assert predictor.decode_step_s(2, batch, 100.0) == pytest.approx(expected), batch
+    predictor.observe(2, 9, 100.0, 0.16)
+    assert predictor.ratio(2) == pytest.approx(1.0), "observed steps are padded too"
+    own = LatencyPredictor(predictor.profile, row_sizes={2: (16,)})
+    assert own.decode_step_s(2, 5, 100.0) == pytest.approx(0.16), "the programs that run, not those profiled"
+
+
+def test_the_papers_setting():
+    """A40: batches up to 256, contexts 8 to 128 K, 2^20 tokens on eight devices; in one dp group of tp 8."""
+    points = profile_points(256, 1 << 20, (1, 2, 4, 8), device_count=8, max_context=1 << 17)
+    at_8 = [point for point in points if point.tp == 8]
+    assert {point.batch for point in at_8} == {1, 2, 4, 8, 16, 32, 64, 128, 256}
+    assert {point.context for point in at_8} == {8, 16, 32, 64, 128, 256, 512, 2048, 8192, 32768, 131072}
+    assert max(point.batch for point in points if point.tp == 1) == 32, "a dp group's share of 256 rows"
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 1 << 20),
+    st.sets(st.sampled_from([1, 2, 4, 8]), min_size=1),
+    st.integers(2, 1 << 17),
+    st.integers(1, 64),
+)
+def test_points_fit_and_are_resumed(max_batch: int, budget: int, degrees: set[int], longest: int, shortest: int):
+    assume(shortest < longest)
+    assume(min(2 * shortest, longest) <= budget * min(degrees) // 8)  # two contexts of one row fit everywhere
+    points = profile_points(max_batch, budget, degrees, 8, longest, shortest)
+    assert list(points) == sorted(set(points)), "sorted, each once"
+    assert {point.tp for point in points} == degrees
+    for point in points:
+        dp = 8 // point.tp
+        assert point.batch * point.context * dp <= budget
+        assert (point.batch - 1) * dp < max_batch
+        assert shortest <= point.context <= longest
+        assert sum((other.tp, other.batch) == (point.tp, point.batch) for other in points) > 1
+    half = tuple(Measurement(p.tp, p.batch, p.context, 1.0) for p in points[::2])
+    rest = missing_points(half, points)
+    assert rest == points[1::2]
+    chosen = prefill_points(points)
+    assert set(chosen) <= set(points)
+    assert {point.tp for point in chosen} == {point.tp for point in points}
+    for tp in {point.tp for point in points}:
+        own = [point for point in points if point.tp == tp]
+        batches = {point.batch for point in own}
+        assert {point.batch for point in chosen if point.tp == tp} == {min(batches), max(batches)}
+        longest = max(point.context for point in own if point.batch == min(batches))
+        assert any((p.tp, p.batch, p.context) == (tp, min(batches), longest) for p in chosen)
+
+
+def test_points_that_cannot_be():
+    with pytest.raises(ValueError, match=r"tp \(3\) must divide the number of devices \(8\)"):
+        profile_points(8, 1 << 20, (3,), 8, 1024)
+    with pytest.raises(ValueError, match=r"budget of 64 leaves 8 tokens per dp group at tp 1"):
+        profile_points(8, 64, (1,), 8, 1024)
+    with pytest.raises(ValueError, match=r"two contexts \(\[8, 16\]\) of 4 rows must fit"):
+        profile_points(8, 256, (1,), 8, 1024, row_sizes={1: (4,)})
+    with pytest.raises(ValueError, match=r"contexts from 8 to 8"):
+        profile_points(8, 1 << 20, (1,), 8, 8)

@@ -1,0 +1,224 @@
+"""Changes of layout in the middle of a batch, on the books: nobody is lost, nothing is read that was not written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from checking import assert_empty, assert_whole, make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Capacity, Request
+from jaxrl.types import Sample, SampleKey
+
+DEVICES = 8
+
+
+def layouts(num_slots: int = 4, num_blocks: int = 40) -> dict[int, Capacity]:
+    """A larger tp has fewer dp groups and larger pools."""
+    return {
+        tp: Capacity(DEVICES // tp, num_slots * tp, (num_blocks - 1) * tp + 1, block_size=4, max_prefill_tokens=16)
+        for tp in (1, 2, 4, 8)
+    }
+
+
+def engine_of(lengths: dict[SampleKey, int], tp: int, offered: dict[int, Capacity]) -> Engine:
+    own = offered[tp]
+    engine, _ = make_engine(
+        lengths,
+        BatcherConfig(decode_steps=4),
+        num_groups=own.num_groups,
+        num_slots=own.num_slots,
+        num_blocks=own.num_blocks,
+        block_size=own.block_size,
+        max_prefill_tokens=own.max_prefill_tokens,
+        layouts=offered,
+        tp=tp,
+    )
+    return engine
+
+
+def run(engine: Engine, requests: Sequence[Request], switches: dict[int, tuple[int, str]]) -> dict[int, Sample]:
+    """Runs requests, switching before the steps that `switches` names: step -> (tp, how)."""
+    for request in requests:
+        engine.add(request)
+    samples: dict[int, Sample] = {}
+    step = 0
+    while not engine.is_idle:
+        if step in switches:
+            tp, how = switches[step]
+            if tp != engine.executor.tp:  # pyright: ignore[reportAttributeAccessIssue]
+                switched = engine.switch(tp, how)  # pyright: ignore[reportArgumentType]
+                assert switched.num_live <= len(engine.unfinished())
+                engine.batcher.blocks.check()
+        for finished in engine.step():
+            assert finished.request_id not in samples, "told twice"
+            samples[finished.request_id] = finished.sample
+        step += 1
+    return samples
+
+
+def some_requests(count: int, samples: int = 3) -> list[Request]:
+    return [
+        make_request(i, num_prompt=3 + 5 * (i // samples), prompt=i // samples, sample=i % samples, share=True)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("how", ["migrate", "recompute"])
+@pytest.mark.parametrize(("start", "target"), [(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a != b])
+def test_every_pair_of_degrees(start: int, target: int, how: str):
+    requests = some_requests(12)
+    lengths = {request.key: 3 + request.request_id for request in requests}
+    engine = engine_of(lengths, start, layouts())
+    samples = run(engine, requests, {2: (target, how)})
+    for request in requests:
+        assert_whole(samples[request.request_id], request, lengths[request.key])
+    assert_empty(engine)
+    assert engine.executor.num_groups == DEVICES // target
+    assert (engine.counters.admissions > len(requests)) == (how == "recompute")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_switches_at_any_time(data: st.DataObject):
+    """Long prompts (prefills are cut), small pools (rows are evicted), several switches."""
+    offered = layouts(data.draw(st.integers(1, 4), "slots"), data.draw(st.integers(13, 24), "blocks"))
+    count = data.draw(st.integers(1, 24), "requests")
+    requests = [
+        make_request(
+            i,
+            num_prompt=3 + 7 * ((i // 3) % 4),
+            prompt=i // 3,
+            sample=i % 3,
+            share=data.draw(st.booleans()) if i % 3 == 0 else True,
+        )
+        for i in range(count)
+    ]
+    lengths = {request.key: data.draw(st.integers(1, 20), "length") for request in requests}
+    ways = st.tuples(st.sampled_from((1, 2, 4, 8)), st.sampled_from(("migrate", "recompute")))
+    switches = data.draw(st.dictionaries(st.integers(0, 12), ways, max_size=6), "switches")
+    engine = engine_of(lengths, data.draw(st.sampled_from((1, 2, 4, 8)), "tp"), offered)
+    samples = run(engine, requests, switches)
+    for request in requests:
+        assert_whole(samples[request.request_id], request, lengths[request.key])
+    assert_empty(engine)
+
+
+def test_the_youngest_give_way_where_the_pool_shrinks():
+    requests = [make_request(i, num_prompt=8, max_tokens=20, prompt=i) for i in range(8)]
+    engine = engine_of(dict.fromkeys((r.key for r in requests), 20), 8, layouts(num_slots=4, num_blocks=9))
+    for request in requests:
+        engine.add(request)
+    while not all(engine.batcher.progress(i).tokens for i in engine.unfinished()):
+        engine.step()
+    before = engine.counters.preemptions
+    switched = engine.switch(1)
+    rows = rows_of(engine.batcher)
+    assert switched.num_live == 8
+    assert [len(each) for each in rows] == [1] * 8, "a pool of eight blocks holds one request with what it grows by"
+    assert switched.num_evicted == 0
+    engine.switch(8, "recompute")
+    while len([row for each in rows_of(engine.batcher) for row in each]) < 8:
+        engine.step()
+    small = engine.executor.capacity(1)  # pyright: ignore[reportAttributeAccessIssue]
+    engine.drain()
+    one_group = Capacity(1, 3, 20, small.block_size, small.max_prefill_tokens)
+    move = plan_relayout(engine.batcher, 8, 8, one_group, "migrate")
+    assert move.evicted == (7, 6, 5, 4, 3), "three rows fit, the oldest"
+    assert engine.counters.preemptions == before
+    move.apply(engine.batcher)
+    assert engine.counters.preemptions == before + 5
+
+
+def test_a_request_that_fits_no_pool_is_refused_before_anything_moves():
+    request = make_request(0, num_prompt=8, max_tokens=60)
+    offered = layouts(num_blocks=20)
+    offered[1] = Capacity(8, 4, 9, block_size=4, max_prefill_tokens=16)
+    engine = engine_of({request.key: 50}, 8, offered)
+    engine.add(request)
+    engine.step()
+    with pytest.raises(ValueError, match=r"may grow to 68 tokens, which take 17 blocks of 4, and a pool .* has 8"):
+        engine.switch(1)
+    assert engine.executor.num_groups == 1
+    (sample,) = run(engine, [], {}).values()
+    assert_whole(sample, request, 50)
+
+
+def test_switches_that_make_no_sense_are_refused():
+    engine = engine_of({}, 2, layouts())
+    with pytest.raises(ValueError, match="switch to tp 2: that is the layout in use"):
+        engine.switch(2)
+    with pytest.raises(ValueError, match=r"by='teleport' must be one of migrate, recompute"):
+        engine.switch(4, "teleport")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="no layout with tp 3"):
+        engine.switch(3)
+    engine.executor = object()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="object cannot change its layout"):
+        engine.switch(4)
+
+
+def test_who_ended_while_a_switch_drained_is_told_afterwards():
+    request = make_request(0)
+    engine = engine_of({request.key: 5}, 1, layouts())
+    engine.add(request)
+    engine.step()
+    engine.switch(2)
+    assert not engine.unfinished()
+    assert not engine.is_idle, "its end has not been told"
+    (finished,) = engine.step()
+    assert_whole(finished.sample, request, 5)
+    assert_empty(engine)
+
+
+def fail_once(executor: Any, error: Exception) -> None:
+    """The executor's next switch fails: before anything moves, or halfway."""
+    switch = executor.switch
+
+    def fail(move: Relayout) -> None:
+        executor.switch = switch
+        raise error
+
+    executor.switch = fail
+
+
+@pytest.mark.parametrize("error", [MemoryError("before"), SwitchFailed("halfway", is_usable=True)])
+def test_the_engine_goes_on_after_a_failure(error: Exception):
+    requests = some_requests(9)
+    lengths = {request.key: 12 for request in requests}
+    engine = engine_of(lengths, 2, layouts())
+    fail_once(engine.executor, error)
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    engine.step()
+    with pytest.raises(type(error)):
+        engine.switch(4)
+    assert engine.executor.tp == 2  # pyright: ignore[reportAttributeAccessIssue]
+    running = engine.batcher.num_running
+    assert running == (0 if isinstance(error, SwitchFailed) else 9), "after a failure halfway all KV counts as lost"
+    samples = run(engine, [], {1: (4, "migrate")})
+    for request in requests:
+        assert_whole(samples[request.request_id], request, 12)
+    assert_empty(engine)
+
+
+def test_an_idle_engine_follows_its_executor_and_a_busy_one_refuses():
+    requests = some_requests(6)
+    lengths = {request.key: 5 + request.request_id for request in requests}
+    engine = engine_of(lengths, 2, layouts())
+    run(engine, requests, {})
+    engine.executor = engine_of(lengths, 1, layouts()).executor
+    engine.executor.plans.extend([None] * engine.batcher.next_index)  # pyright: ignore[reportAttributeAccessIssue]
+    engine.follow_executor()
+    assert engine.batcher.capacity == layouts()[1]
+    engine.add(requests[0])
+    with pytest.raises(ValueError, match=r"1 requests are unfinished: use Engine\.switch"):
+        engine.follow_executor()
+    samples = run(engine, requests[1:], {})
+    assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}

@@ -1,0 +1,493 @@
+"""The layout switch rule: a decision table by hand, the true optimum by brute force, and no oscillation under noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, predictor, situation
+
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, Situation, regroup
+from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchConfig, LayoutSwitchRule, Switch
+
+# PAT §3.1 (A40, eight devices): a step takes 15.37 -> 9.64 ms from tp 2 to tp 8 with one row, 24.41 -> 30.87 ms with
+# 128 rows in all: 32 in each of the four dp groups of tp 2. §5.4: a switch takes 1.03 s for weights, 2.36 s for the KV
+# of nine rows at 12 K (over four groups three are in the fullest: 36,864 tokens, 64 us each) and 2.13 s for the rest; a
+# full prefill takes 19.01 s.
+PAT = predictor(
+    {(2, 1): 0.01537, (2, 32): 0.02441, (8, 1): 0.00964, (8, 128): 0.03087},
+    {(2, 8): (1.03, 2.36 / 36_864, 2.13)},
+    prefill={8: 19.01},
+)
+PAT_CONFIG = LayoutSwitchConfig((2, 8), min_gain=0.0)
+NINE = [[(12_288, 1000)] * 3] + [[(12_288, 1000)] * 2] * 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the decision table: what is expected is (to_tp, how), or None."""
+
+    name: str
+    model: LatencyPredictor
+    config: LayoutSwitchConfig
+    now: Situation
+    expected: tuple[int, str] | None
+
+
+TABLE = [
+    # One row on tp 2, context 100: the KV takes 100 x 64 us = 6.4 ms, so T_switch = 1.03 + 2.13 + 0.0064 = 3.1664 s. A
+    # step gains 5.73 ms: 3.1664 / 0.00573 = 552.6 steps.
+    Case("PAT, one row, just too late", PAT, PAT_CONFIG, situation(2, [[(100, 552)]]), None),
+    Case("PAT, one row, just in time", PAT, PAT_CONFIG, situation(2, [[(100, 553)]]), (8, "migrate")),
+    Case(
+        "PAT, one row, 5 % of what is left", PAT, replace(PAT_CONFIG, min_gain=0.05), situation(2, [[(100, 553)]]), None
+    ),
+    # 128 rows: a step loses 6.46 ms. No number of steps makes up for that.
+    Case("PAT, 128 rows: too early", PAT, PAT_CONFIG, situation(2, [[(100, 10_000)] * 32] * 4), None),
+    # Nine rows at 12 K: tp 2 has three in the fullest group: 15.37 + 2 / 31 x 9.04 = 15.953 ms; tp 8 has nine:
+    # 9.64 + 8 / 127 x 21.23 = 10.977 ms. A step gains 4.976 ms; T_switch 5.52 s: 1109.3 steps.
+    Case("PAT, nine rows at 12 K, 1000 steps: cost above gain", PAT, PAT_CONFIG, situation(2, NINE), None),
+    Case(
+        "PAT, nine rows at 12 K, 1110 steps",
+        PAT,
+        PAT_CONFIG,
+        situation(2, [[(n, 1110) for n, _ in rows] for rows in NINE]),
+        (8, "migrate"),
+    ),
+    # Recomputing takes 19.01 s instead of 2.36: 22.17 / 0.00497591 = 4455.5 steps.
+    Case(
+        "PAT, nine rows, must recompute, too late",
+        PAT,
+        replace(PAT_CONFIG, state="recompute"),
+        situation(2, [[(n, 4455) for n, _ in rows] for rows in NINE]),
+        None,
+    ),
+    Case(
+        "PAT, nine rows, must recompute, in time",
+        PAT,
+        replace(PAT_CONFIG, state="recompute"),
+        situation(2, [[(n, 4456) for n, _ in rows] for rows in NINE]),
+        (8, "recompute"),
+    ),
+    # SIMPLE, one row of 1000 tokens: T_switch = 1 + 0.1 s to anywhere. tp 1 takes 10 ms a step.
+    # 183 steps: stay 1.83; tp 8: 0.732 + 1.1 = 1.832. 184: 1.84 against 1.836.
+    Case("no gain by a step", SIMPLE, MOVE, situation(1, [[(1000, 183)]]), None),
+    Case("gain by a step", SIMPLE, MOVE, situation(1, [[(1000, 184)]]), (8, "migrate")),
+    # 5000 tokens: migrating takes 0.5 s, a prefill 0.25 s, and 2500 tokens take as long either way.
+    Case("recompute is cheaper", SIMPLE, UP, situation(1, [[(5000, 1000)]]), (8, "recompute")),
+    Case("equally dear: migrate", SIMPLE, UP, situation(1, [[(2500, 1000)]]), (8, "migrate")),
+    Case("migrate is cheaper", SIMPLE, UP, situation(1, [[(1000, 1000)]]), (8, "migrate")),
+    # Eight rows, one in each group at tp 1: 10 ms. tp 2 has two: 8 + 2 = 10; tp 4 four: 5 + 12 = 17; tp 8: 4 + 56 = 60.
+    Case("no degree is faster", SIMPLE, MOVE, situation(1, [[(10, 100_000)]] * 8), None),
+    # Four rows in groups 0, 2, 4, 6: tp 2 has one in each: 8 ms; tp 4 two: 5 + 4 = 9 ms; tp 8 four: 4 + 24.
+    Case("the middle one is best", SIMPLE, MOVE, situation(1, [[(10, 10_000)], []] * 4), (2, "migrate")),
+    # The same four in groups 0 to 3: tp 2 has two in each: 8 + 2 = 10 ms, no gain; tp 4: 5 + 12; so nothing, though tp
+    # 2 over evenly dealt rows would gain: neighbours merge.
+    Case("merged where the mesh merges", SIMPLE, MOVE, situation(1, [[(10, 10_000)]] * 4), None),
+    # Two rows in groups 0 and 4: alone at tp 2 (8 ms) and at tp 4 (5 ms), together at tp 8: 4 + 8 = 12 ms.
+    Case("two rows far apart", SIMPLE, MOVE, situation(1, [[(10, 10_000)], [], [], []] * 2), (4, "migrate")),
+    # Chain: from the middle one row is left; at tp 2 8 ms, at tp 8 4 ms.
+    Case("onwards in a chain", SIMPLE, MOVE, situation(2, [[(10, 1000)]]), (8, "migrate")),
+    Case("at the largest degree", SIMPLE, MOVE, situation(8, [[(10, 1000)]]), None),
+    # 64 rows at tp 8: 4 + 8 x 63 = 508 ms. Down, tp 1 would have eight in each: 10 + 7 = 17 ms.
+    Case("down is not allowed", SIMPLE, MOVE, situation(8, [[(10, 1000)] * 64]), None),
+    Case("down is allowed", SIMPLE, BOTH, situation(8, [[(10, 1000)] * 64]), (1, "migrate")),
+    Case("nothing lives", SIMPLE, MOVE, situation(1, []), None),
+    Case("all rows are at their limits", SIMPLE, MOVE, situation(1, [[(10, 0)]]), None),
+    Case("requests wait", SIMPLE, MOVE, situation(1, [[(1000, 1000)]], num_waiting=1), None),
+    Case("no other layout", SIMPLE, MOVE, situation(1, [[(10, 10_000)]], capacities={1: ROOMY}), None),
+    Case(
+        "no room for a row at tp 8, so tp 4 (5 ms)",
+        SIMPLE,
+        MOVE,
+        situation(1, [[(10, 10_000)]], capacities={1: ROOMY, 4: ROOMY, 8: GroupCapacity(1 << 40, 0)}),
+        (4, "migrate"),
+    ),
+    # 1000 + 32 tokens of headroom, and the row may become 1500 long.
+    Case(
+        "memory for the row as it is, not for its limit",
+        SIMPLE,
+        MOVE,
+        situation(1, [[(1000, 500)]], capacities={8: GroupCapacity(1499, 10)}),
+        None,
+    ),
+    Case(
+        "memory just enough",
+        SIMPLE,
+        MOVE,
+        situation(1, [[(1000, 500)]], capacities={8: GroupCapacity(1500, 10)}),
+        (8, "migrate"),
+    ),
+    # Two rows in neighbouring groups, 2000 steps: 20 s at tp 1. Together at tp 4: 5 + 4 = 9 ms, 18 s; T_switch 1.5 s.
+    # With headroom they need 2 x (5000 + 32) tokens.
+    Case(
+        "memory too small for two with headroom",
+        SIMPLE,
+        MOVE,
+        situation(1, [[(5000, 2000)]] * 2, capacities={4: GroupCapacity(10_063, 10)}),
+        None,
+    ),
+    Case(
+        "memory for two with headroom",
+        SIMPLE,
+        MOVE,
+        situation(1, [[(5000, 2000)]] * 2, capacities={4: GroupCapacity(10_064, 10)}),
+        (4, "migrate"),
+    ),
+]
+
+
+def test_the_table_is_large_enough_and_its_names_differ():
+    assert len({case.name for case in TABLE}) == len(TABLE) >= 20
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_decision_table(case: Case):
+    switch = LayoutSwitchRule(case.config, case.model).decide(case.now)
+    assert (None if switch is None else (switch.to_tp, switch.how)) == case.expected
+
+
+def test_expected_length_from_history():
+    """One row, 1000 tokens, at most 5000 more: with the limit a switch pays, with 100 expected steps it does not."""
+    known = LiveRow(1, 1000, 6000, expected_remaining=99.5)
+    now = situation(1, [[(1000, 5000)]])
+    for row, bound, expected in [
+        (known, "max_length", 8),
+        (known, "expected", None),
+        (replace(known, expected_remaining=None), "expected", 8),  # history knows nothing: the limit
+        (replace(known, expected_remaining=184.0), "expected", 8),
+        (replace(known, expected_remaining=183.0), "expected", None),
+        (replace(known, expected_remaining=1e9), "expected", 8),  # never beyond the limit
+    ]:
+        rule = LayoutSwitchRule(replace(MOVE, bound=bound), SIMPLE)
+        switch = rule.decide(replace(now, groups=((row,), *now.groups[1:])))
+        assert (switch and switch.to_tp) == expected
+    assert [replace(known, expected_remaining=x).steps_left("expected") for x in (-5.0, 0.0, 1.2, 9e9)] == [
+        1,
+        1,
+        2,
+        5000,
+    ]
+
+
+def test_what_a_switch_says():
+    """Two rows in neighbouring groups: 1000 tokens, 1000 steps left, and 2000 tokens, 900 left; tp 1 to 4."""
+    rule = LayoutSwitchRule(MOVE, SIMPLE)
+    switch = rule.decide(situation(1, [[(1000, 1000)], [(2000, 900)]], dispatch=7, capacities={4: ROOMY}))
+    assert switch is not None
+    # Staying: 1000 steps of 10 ms. At tp 4: 900 steps of two rows, 9 ms, then 100 of one, 5 ms. KV: 2000 tokens in the
+    # fullest group, 0.1 ms each.
+    assert (switch.dispatch, switch.from_tp, switch.to_tp, switch.num_live, switch.num_tokens) == (7, 1, 4, 2, 3000)
+    assert switch.stay_s == pytest.approx(10.0)
+    assert switch.remaining_s == pytest.approx(8.1 + 0.5)
+    assert (switch.weights_s, switch.state_s, switch.fixed_s) == pytest.approx((0.5, 0.2, 0.5))
+    assert switch.cost_s == pytest.approx(1.2)
+    assert switch.gain_s == pytest.approx(10.0 - 8.6 - 1.2)
+    assert (switch.step_before_s, switch.step_after_s) == pytest.approx((0.010, 0.009))
+
+
+def test_every_refusal_has_its_reason():
+    capacities = {1: ROOMY, 4: GroupCapacity(100, 10), 8: GroupCapacity(1 << 40, 0)}
+    rule = LayoutSwitchRule(BOTH, SIMPLE)
+    stay, *others = rule.evaluate(situation(1, [[(1000, 500)]], capacities=capacities))
+    assert (stay.tp, stay.refused, stay.cost_s) == (1, None, 0.0)
+    assert [candidate.refused for candidate in others] == [
+        "tp 2: this layout is not possible here",
+        "tp 4: 1500 tokens in a dp group that has room for 100",
+        "tp 8: 1 rows in a dp group that has room for 0",
+    ]
+    up = LayoutSwitchRule(MOVE, SIMPLE)
+    assert (
+        up.evaluate(situation(2, [[(1000, 500)]]))[1].refused
+        == "tp 1: within a generation tp only grows (direction 'up')"
+    )
+
+
+# Several switches, and never back and forth
+
+
+def chain_model() -> LatencyPredictor:
+    """Best at tp 1 from three rows in a dp group on; two rows at tp 2, one row at tp 4. Switches are cheap."""
+    steps = {(1, 1): 10.0, (1, 4): 10.0, (2, 1): 8.0, (2, 2): 8.0, (2, 3): 30.0, (4, 1): 5.0, (4, 2): 30.0}
+    costs = {(a, b): (1.0, 0.0, 0.0) for a in (1, 2, 4) for b in (1, 2, 4) if a != b}
+    return predictor({load: s / 1000 for load, s in steps.items()}, costs, num_devices=4)
+
+
+def test_a_chain_over_a_draining_batch():
+    """Four rows, one per dp group at tp 1, that end one after another: 1 -> 2 -> 4."""
+    rule = LayoutSwitchRule(LayoutSwitchConfig((1, 2, 4), min_gain=0.0, cooldown=2, state="migrate"), chain_model())
+    alive = {0: 4000, 1: 4000, 2: 4000, 3: 4000}  # request -> tokens it may gain still; ids are dp groups at tp 1
+    tp, seen = 1, []
+    ends = {3: [1], 9: [2, 3]}  # dispatch -> who has ended by then
+    for dispatch in range(14):
+        for request in ends.get(dispatch, []):
+            del alive[request]
+        rows = {r: LiveRow(r, 100 + 10 * dispatch, 100 + 10 * dispatch + left) for r, left in alive.items()}
+        alone = tuple((rows[g],) if g in rows else () for g in range(4))
+        switch = rule.decide(Situation(dispatch, tp, regroup(alone, 4 // tp), dict.fromkeys((1, 2, 4), ROOMY)))
+        if switch is not None:
+            seen.append((dispatch, switch.from_tp, switch.to_tp))
+            tp = switch.to_tp
+    # At the start two rows share a group at tp 2 (8 ms), four one at tp 4: 40 s stay, 32 + 1 s at tp 2.
+    assert seen == [(0, 1, 2), (9, 2, 4)]
+
+
+def test_cooldown_counts_plans():
+    rule = LayoutSwitchRule(replace(BOTH, cooldown=3), SIMPLE)
+    one_row = [[(10, 10_000)]]
+    assert rule.decide(situation(1, one_row, dispatch=5, capacities={2: ROOMY})) is not None
+    for dispatch in (5, 6, 7):
+        assert rule.decide(situation(2, one_row, dispatch=dispatch)) is None
+    switch = rule.decide(situation(2, one_row, dispatch=8))
+    assert switch is not None
+    assert switch.to_tp == 8
+    with pytest.raises(ValueError, match=r"dispatch 2 comes before the last switch \(8\)"):
+        rule.decide(situation(8, one_row, dispatch=2))
+    rule.start_generation()
+    assert rule.decide(situation(2, one_row, dispatch=2)) is not None
+
+
+@pytest.mark.parametrize(("rows", "turns"), [(3, False), (4, True), (7, True)])
+def test_a_way_back_down_needs_a_batch_that_has_grown(rows: int, turns: bool):
+    """Up to tp 8 with two rows in one dp group of eight; back down only once there are four."""
+    steps = {(tp, b): s for tp in DEGREES for b, s in ((1, 0.01), (2, 0.02 / tp), (3, 0.02 * tp))}
+    costs = {(a, b): (0.1, 0.0, 0.0) for a in DEGREES for b in DEGREES if a != b}
+    rule = LayoutSwitchRule(replace(BOTH, cooldown=1), predictor(steps, costs))
+    switch = rule.decide(situation(1, [[(10, 1000)] * 2]))
+    assert switch is not None
+    assert switch.to_tp == 8
+    now = situation(8, [[(10, 1000)] * rows], dispatch=1)
+    refused = rule.evaluate(now)[1].refused
+    assert (rule.decide(now) is not None) == turns == (refused is None)
+    if not turns:
+        assert refused == "tp 1: to turn back down, the 2 rows of the last switch must grow by 2.0"
+
+
+@pytest.mark.parametrize(("rows", "turns"), [(64, False), (33, False), (32, True), (1, True)])
+def test_a_way_back_up_needs_a_batch_that_has_shrunk(rows: int, turns: bool):
+    """Down from tp 8 with 64 rows; back up only once there are 32, though larger degrees look better at once."""
+    rule = LayoutSwitchRule(replace(BOTH, cooldown=1), SIMPLE)
+    switch = rule.decide(situation(8, [[(10, 1000)] * 64], capacities={1: ROOMY}))
+    assert switch is not None
+    assert switch.to_tp == 1
+    now = situation(1, [[(10, 100_000)] * rows], dispatch=1)  # in one dp group: 2 to 64 ms a step
+    changed = LayoutSwitchRule(replace(BOTH, cooldown=1), cheap_large_degrees())
+    changed.record(switch)
+    refused = changed.evaluate(now)[-1].refused
+    assert (changed.decide(now) is not None) == turns == (refused is None)
+    if not turns:
+        assert refused == "tp 8: to turn back up, the 64 rows of the last switch must fall by 2.0"
+
+
+def cheap_large_degrees() -> LatencyPredictor:
+    """As if the correction had turned everything round: the larger tp, the faster."""
+    costs = {(a, b): (0.1, 0.0, 0.0) for a in DEGREES for b in DEGREES if a != b}
+    return predictor({(tp, 1): 0.01 / tp for tp in DEGREES} | {(tp, 64): 0.02 / tp for tp in DEGREES}, costs)
+
+
+@dataclass
+class Noisy:
+    """Answers at random, each time anew: the worst predictor there is."""
+
+    rng: np.random.Generator
+    num_devices: int = 8
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        return np.full(batch_S.shape, 10.0 ** self.rng.uniform(-4, 2))
+
+    def switch_cost(self, from_tp: int, to_tp: int) -> SwitchCost:
+        return SwitchCost(from_tp, to_tp, *self.rng.uniform(0, 0.1, 3))
+
+    def move_s(self, from_tp: int, to_tp: int, tokens: int) -> float:
+        return float(self.rng.uniform(0, 0.1))
+
+    def recompute_s(self, to_tp: int, lengths: Sequence[int]) -> float:
+        return float(self.rng.uniform(0, 0.1))
+
+
+def run_noisy(config: LayoutSwitchConfig, counts: Sequence[int], tp: int, seed: int) -> list[Switch]:
+    """A generation that has counts[i] live rows before plan i, with random predictions; returns its switches."""
+    rule = LayoutSwitchRule(config, Noisy(np.random.default_rng(seed)))
+    switches = []
+    for dispatch, count in enumerate(counts):
+        groups = [[(10 + dispatch, 100)] * len(part) for part in np.array_split(np.arange(count), 8 // tp)]
+        switch = rule.decide(situation(tp, groups, dispatch=dispatch))
+        if switch is not None:
+            assert (switch.dispatch, switch.from_tp) == (dispatch, tp)
+            assert switch.to_tp != tp
+            switches.append(switch)
+            tp = switch.to_tp
+    return switches
+
+
+def directions(switches: Sequence[Switch]) -> list[bool]:
+    return [switch.to_tp > switch.from_tp for switch in switches]
+
+
+def num_turns(switches: Sequence[Switch]) -> int:
+    return sum(a != b for a, b in pairwise(directions(switches)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.sampled_from(DEGREES), st.integers(0, 1 << 32))
+def test_a_draining_batch_never_oscillates(counts: list[int], tp: int, seed: int):
+    draining = sorted(counts, reverse=True)
+    up = run_noisy(replace(UP, cooldown=1), draining, tp, seed)
+    assert all(directions(up))
+    assert len(up) <= len(DEGREES) - 1
+    both = run_noisy(replace(UP, cooldown=1, direction="both"), draining, tp, seed)
+    assert num_turns(both) <= 1
+    assert directions(both) == sorted(directions(both)), "down first, then up"
+    assert len(both) <= 2 * (len(DEGREES) - 1)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 40),
+    st.lists(st.integers(-2, 2), max_size=60),
+    st.sampled_from(DEGREES),
+    st.integers(1, 5),
+    st.floats(1.1, 4.0),
+    st.integers(0, 1 << 32),
+)
+def test_turns_are_paid_for_by_the_batch(
+    start: int, changes: list[int], tp: int, cooldown: int, factor: float, seed: int
+):
+    """However a batch grows and shrinks: each turn takes a change of its size by the factor, not a change of mind."""
+    counts = [start]
+    for change in changes:
+        counts.append(max(counts[-1] + change, 1))
+    config = replace(UP, cooldown=cooldown, direction="both", reversal_factor=factor)
+    switches = run_noisy(config, counts, tp, seed)
+    moved = sum(abs(math.log(b / a)) for a, b in pairwise(counts))
+    assert num_turns(switches) <= moved / math.log(factor) + 1e-9
+    assert all(b.dispatch - a.dispatch >= cooldown for a, b in pairwise(switches))
+
+
+# Against brute force
+
+
+def brute_force(model: LatencyPredictor, now: Situation, tp: int) -> float:
+    """The remaining time of a constant degree, step by step and row by row, with the cost of getting there."""
+    dp = 8 // tp
+    if tp >= now.tp:
+        size = tp // now.tp
+        groups = [[(r.length, r.limit) for g in now.groups[i * size : (i + 1) * size] for r in g] for i in range(dp)]
+    else:
+        groups = [[(row.length, row.limit) for row in g] for g in regroup(now.groups, dp)]
+    total = 0.0
+    while any(groups := [[(n, limit) for n, limit in g if n < limit] for g in groups]):
+        rows, tokens = max(map(len, groups)), max(sum(n for n, _ in g) for g in groups)
+        total += model.decode_step_s(tp, rows, tokens)
+        groups = [[(n + 1, limit) for n, limit in g] for g in groups]
+    if tp == now.tp:
+        return total
+    cost = model.switch_cost(now.tp, tp)
+    moved = max(sum(row.length for row in g) for g in now.groups) * cost.kv_s_per_token
+    again = 0.0
+    for g in regroup(now.groups, dp):
+        if g:
+            rms = math.sqrt(sum(row.length**2 for row in g) / len(g))
+            again = max(again, model.prefill_s(tp, len(g), rms))
+    return total + cost.weights_s + cost.fixed_s + min(moved, again)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> LatencyPredictor:
+    """A machine that is whatever it is: any step times, rising with context, for four degrees."""
+    seconds = st.floats(1e-4, 0.1)
+    decode, prefill = [], []
+    for tp in DEGREES:
+        for batch in (1, 4, 16):
+            base, slope = draw(seconds), draw(st.floats(0, 1e-4))
+            decode += [Measurement(tp, batch, n, base + slope * batch * n) for n in (8, 64)]
+        base = draw(seconds)
+        prefill += [Measurement(tp, b, n, base * b * n / 8) for b in (1, 16) for n in (8, 64)]
+    cost = st.floats(0, 0.05)
+    pairs = [(a, b) for a in DEGREES for b in DEGREES if a != b]
+    switches = [SwitchCost(a, b, draw(cost), draw(cost) / 50, draw(cost)) for a, b in pairs]
+    return LatencyPredictor(
+        Profile(ProfileIdentity("any", "", "", 8, "", ""), tuple(decode), tuple(prefill), tuple(switches))
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    machines(),
+    st.sampled_from(DEGREES),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 90), st.integers(0, 40)), min_size=1, max_size=12),
+)
+def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, rows: list[tuple[int, int, int]]):
+    groups = [[(n, left) for g, n, left in rows if g % (8 // tp) == i] for i in range(8 // tp)]
+    now = situation(tp, groups)
+    rule = LayoutSwitchRule(replace(UP, direction="both"), model)
+    times = {candidate: brute_force(model, now, candidate) for candidate in DEGREES}
+    for candidate in rule.evaluate(now):
+        assert candidate.total_s == pytest.approx(times[candidate.tp], rel=1e-9, abs=1e-12)
+    switch = rule.decide(now)
+    chosen = tp if switch is None else switch.to_tp
+    assert times[chosen] <= min(times.values()) * (1 + 1e-9)
+    if switch is not None:
+        assert times[chosen] < times[tp]
+        assert switch.remaining_s + switch.cost_s == pytest.approx(times[chosen], rel=1e-9)
+        assert switch.gain_s == pytest.approx(times[tp] - times[chosen], rel=1e-6, abs=1e-9)
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"degrees": ()}, r"degrees \(\) must ascend"),
+        ({"degrees": (2, 1)}, r"degrees \(2, 1\) must ascend"),
+        ({"degrees": (0, 1)}, r"must ascend from >= 1"),
+        ({"degrees": (2, 3)}, r"each dividing the next"),
+        ({"bound": "hope"}, r"bound 'hope' must be one of max_length, expected"),
+        ({"direction": "down"}, r"direction 'down' must be one of up, both"),
+        ({"state": "guess"}, r"state 'guess' must be one of cheaper, migrate, recompute"),
+        ({"min_gain": 1.0}, r"min_gain \(1.0\) must be in \[0, 1\)"),
+        ({"cooldown": 0}, r"cooldown \(0\) >= 1"),
+        ({"headroom_tokens": -1}, r"headroom_tokens \(-1\) >= 0"),
+        ({"reversal_factor": 1.0}, r"reversal_factor \(1.0\) must be > 1"),
+    ],
+)
+def test_config_is_checked(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        LayoutSwitchConfig(**{"degrees": DEGREES, **options})
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (replace(situation(1, []), tp=3), r"tp \(3\) must be one of the degrees \(1, 2, 4, 8\)"),
+        (replace(situation(1, []), tp=2), r"dp \(8\) × tp \(2\) must equal the number of devices \(8\)"),
+    ],
+)
+def test_situations_are_checked(now: Situation, message: str):
+    with pytest.raises(ValueError, match=message):
+        LayoutSwitchRule(UP, SIMPLE).decide(now)
+
+
+def test_a_profile_that_lacks_something_is_refused_at_once():
+    steps = {(tp, b): 0.01 for tp in (1, 2) for b in (1, 2)}
+    config = LayoutSwitchConfig((1, 2))
+    with pytest.raises(ValueError, match=r"no decode points for tp 4"):
+        LayoutSwitchRule(LayoutSwitchConfig((1, 2, 4)), predictor(steps, {}))
+    with pytest.raises(ValueError, match=r"no costs for a switch from tp 1 to 2"):
+        LayoutSwitchRule(config, predictor(steps, {}))
+    costs = {(1, 2): (0.0, 0.0, 0.0)}
+    with pytest.raises(ValueError, match=r"no prefill points for tp 2"):
+        LayoutSwitchRule(config, predictor(steps, costs))
+    LayoutSwitchRule(replace(config, state="migrate"), predictor(steps, costs))
+    LayoutSwitchRule(config, predictor(steps, costs, prefill={2: 1.0}))
+    with pytest.raises(ValueError, match=r"no costs for a switch from tp 2 to 1"):
+        LayoutSwitchRule(replace(config, direction="both"), predictor(steps, costs, prefill={1: 1.0, 2: 1.0}))

@@ -1,0 +1,153 @@
+"""The planner of tp between rounds: tables by hand, its state, and how it goes with switches inside a round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layouts.tp_planner import TpPlanner, TpPlannerConfig, profiled_degree
+
+DEGREES = (1, 2, 4, 8)
+CONFIG = TpPlannerConfig(DEGREES, initial=2, max_degree=8)
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "degrees"),
+    [
+        ([10], [2]),  # nothing to compare with
+        ([100, 105], [2, 2]),  # 105 is 1.05 x 100, not more
+        ([100, 106], [2, 4]),
+        ([100, 106, 110], [2, 4, 4]),  # 1.05 x 106 = 111.3
+        ([100, 106, 112], [2, 4, 8]),
+        ([100, 106, 112, 118], [2, 4, 8, 8]),  # 118 > 117.6, and 8 is the largest
+        ([100, 50, 53], [2, 2, 4]),  # against the round before, which had 50: 53 > 52.5
+        ([0, 1], [2, 4]),  # from none to some
+        ([0, 0, 0, 0], [2, 2, 2, 1]),
+        ([0, 0, 0, 0, 0, 0, 0, 0], [2, 2, 2, 1, 1, 1, 1, 1]),  # 1 is the smallest
+        ([0, 0, 0, 1, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4]),  # three quiet ones twice are not four in a row
+        ([0, 0, 0, 1, 0, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4, 2]),
+        ([5, 6, 0, 0, 0, 0, 0, 0, 0, 0], [2, 4, 4, 4, 4, 2, 2, 2, 2, 1]),  # each halving takes four of its own
+        ([0, 0, 0, 0, 3], [2, 2, 2, 1, 2]),  # halved, and back
+        ([7, 7, 7, 7, 7], [2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_rule(preemptions: list[int], degrees: list[int]):
+    planner = TpPlanner(CONFIG)
+    assert planner.degree() == 2
+    assert [planner.observe(count) for count in preemptions] == degrees
+    assert planner.degree() == degrees[-1]
+
+
+def test_kinds_of_rounds_are_compared_with_their_like():
+    """Short rounds have 1.79 times the preemptions of long ones: that is no rise (RollPacker §4.2)."""
+    rounds = [("short", 179), ("short", 179), ("long", 100), ("short", 179), ("long", 120), ("short", 170)]
+    planner, mixed = TpPlanner(CONFIG), TpPlanner(CONFIG)
+    assert [planner.observe(count, kind) for kind, count in rounds] == [2, 2, 2, 2, 4, 2]
+    assert (planner.degree("short"), planner.degree("long"), planner.degree("other")) == (2, 4, 2)
+    assert [mixed.observe(count) for _, count in rounds] == [2, 2, 2, 4, 4, 8]
+
+
+def test_tp_stays_in_one_host_and_on_allowed_degrees():
+    planner = TpPlanner(replace(CONFIG, max_degree=4))
+    assert [planner.observe(count) for count in (1, 2, 4, 8)] == [2, 4, 4, 4]
+    odd = TpPlanner(TpPlannerConfig((1, 3, 6), initial=1, max_degree=6))
+    assert [odd.observe(count) for count in (1, 2, 4, 0, 0, 0, 0)] == [1, 3, 6, 6, 6, 6, 3]
+
+
+def test_other_constants():
+    planner = TpPlanner(replace(CONFIG, rise=2.0, quiet_rounds=1))
+    assert [planner.observe(count) for count in (10, 20, 41, 0)] == [2, 2, 4, 2]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["short", "long"]), st.integers(0, 5)), max_size=40), st.integers(0, 40))
+def test_state_is_saved_and_a_step_is_one_degree(rounds: list[tuple[str, int]], cut: int):
+    whole, first = TpPlanner(CONFIG), TpPlanner(CONFIG)
+    for kind, count in rounds:
+        before = whole.degree(kind)
+        after = whole.observe(count, kind)
+        assert abs(DEGREES.index(after) - DEGREES.index(before)) <= 1
+        assert after >= before or count == 0, "only quiet rounds lower tp"
+        assert after <= before or count > 0
+    for kind, count in rounds[:cut]:
+        first.observe(count, kind)
+    second = TpPlanner(CONFIG)
+    second.load_state_dict(first.state_dict())
+    for kind, count in rounds[cut:]:
+        second.observe(count, kind)
+    assert [second.degree(kind) for kind in ("short", "long")] == [whole.degree(kind) for kind in ("short", "long")]
+    assert second.state_dict()["kinds"] == whole.state_dict()["kinds"]
+    np.testing.assert_array_equal(second.state_dict()["state"], whole.state_dict()["state"])
+
+
+def test_restored_on_another_machine():
+    planner = TpPlanner(CONFIG)
+    for count in (1, 2, 4):
+        planner.observe(count)
+    assert planner.degree() == 8
+    smaller = TpPlanner(TpPlannerConfig((1, 2, 4), initial=1, max_degree=4))
+    smaller.load_state_dict(planner.state_dict())
+    assert (smaller.degree(), smaller.observe(5)) == (4, 4)
+    coarser = TpPlanner(TpPlannerConfig((3, 6), initial=3, max_degree=6))
+    low = TpPlanner(replace(CONFIG, initial=1))
+    low.observe(0)
+    coarser.load_state_dict(low.state_dict())
+    assert coarser.degree() == 3, "nothing allowed is as small: the smallest"
+    with pytest.raises(ValueError, match=r"tp planner of schema 4: this version reads schema 1"):
+        smaller.load_state_dict({**planner.state_dict(), "schema": 4})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"degrees": ()}, r"degrees \(\) must ascend"),
+        ({"degrees": (2, 2)}, r"degrees \(2, 2\) must ascend"),
+        ({"initial": 3}, r"initial degree \(3\) must be one of \(1, 2, 4, 8\)"),
+        ({"initial": 8, "max_degree": 4}, r"initial degree \(8\) must be one of .* at most max_degree \(4\)"),
+        ({"rise": 0.9}, r"rise \(0.9\)"),
+        ({"quiet_rounds": 0}, r"quiet_rounds \(0\)"),
+    ],
+)
+def test_config_is_checked(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **options)
+
+
+def test_preemptions_are_counts():
+    with pytest.raises(ValueError, match=r"preemptions \(-1\) of a 'long' round must be >= 0"):
+        TpPlanner(CONFIG).observe(-1, "long")
+
+
+# With the profile
+
+
+def make_model() -> LatencyPredictor:
+    """Four devices. One row takes 10, 8, 4 ms at tp 1, 2, 4; each row more in a dp group costs 4 ms x tp."""
+    points = [
+        Measurement(tp, rows, context, base + 0.004 * tp * (rows - 1))
+        for tp, base in ((1, 0.010), (2, 0.008), (4, 0.004))
+        for rows in (1, 33)
+        for context in (1, 1 << 20)
+    ]
+    costs = [SwitchCost(a, b, 0.1, 0.0, 0.0) for a in (1, 2, 4) for b in (1, 2, 4) if a != b]
+    return LatencyPredictor(Profile(ProfileIdentity("m", "", "", 4, "", ""), tuple(points), (), tuple(costs)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "expected"),
+    [
+        (1, 4),  # 10, 8, 4 ms
+        (2, 2),  # 10; 8; 4 + 16 = 20
+        (4, 1),  # 10; 8 + 8 = 16; 4 + 48
+        (5, 1),  # two rows somewhere: 14; three: 24
+    ],
+)
+def test_the_degree_to_begin_with(num_rows: int, expected: int):
+    assert profiled_degree(make_model(), (1, 2, 4), num_rows, prompt_tokens=10, response_tokens=100) == expected
+    assert profiled_degree(make_model(), (2,), num_rows, 10, 100) == 2

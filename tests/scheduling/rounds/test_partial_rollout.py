@@ -1,0 +1,392 @@
+"""Active partial rollout: tables of events and commands by hand, and random runs on a small fake rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_rollout import (
+    FakePrompts,
+    FakeRollout,
+    FakeTraining,
+    count_tokens,
+    fingerprint,
+    make_sample,
+    run_with_crashes,
+    tangled,
+    through_disk,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.rounds.batches import RoundTime
+from jaxrl.scheduling.rounds.events import (
+    Abort,
+    Command,
+    Event,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.partial_rollout import (
+    PartialRollout,
+    PartialRolloutConfig,
+    old_logprobs_by_version,
+    on_policy_mask,
+    version_spans,
+)
+from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.types import Sample, SampleKey
+
+START = RoundStarted(0.0)
+
+
+def key(index: int, i: int, attempt: int = 0) -> SampleKey:
+    return SampleKey(0, index, i, attempt)
+
+
+def finish(k: SampleKey, versions: list[int]) -> SampleFinished:
+    return SampleFinished(1.0, make_sample(k, versions, "stop"), 1)
+
+
+def aborted(k: SampleKey, versions: list[int]) -> SampleAborted:
+    return SampleAborted(1.0, make_sample(k, versions, "abort"), 1)
+
+
+def verdict(k: SampleKey) -> Verdict:
+    return Verdict(2.0, k, float(k.sample_index))
+
+
+def names(commands: Iterable[Command]) -> list[tuple]:
+    """Commands as plain tuples; of resumed samples the versions that they have."""
+    out = []
+    for command in commands:
+        match command:
+            case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=ended):
+                has = [("has", sample.key) for sample in ended]
+                on = [("on", sample.key, sample.versions.tolist()) for sample in resumed]
+                out.append(("launch", prompt.index, *keys, *has, *on))
+            case Score(sample=sample):
+                out.append(("score", sample.key))
+            case Abort(keys=keys, keep=keep):
+                assert keep
+                out.append(("abort", *keys))
+            case _:
+                raise AssertionError(command)
+    return out
+
+
+def check_table(current: Round, table: list[tuple[Event, list[tuple]]]) -> None:
+    for event, commands in table:
+        assert not current.done
+        assert names(current.handle(event)) == commands, event
+    assert current.done
+
+
+def launch(p: int) -> tuple:
+    return ("launch", p, key(p, 0), key(p, 1))
+
+
+def verdicts(*keys: SampleKey) -> list[tuple[Event, list[tuple]]]:
+    return [(verdict(k), []) for k in keys]
+
+
+def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
+    """N = 2, N' = 3, two samples each."""
+    rule = PartialRollout(PartialRolloutConfig(2, 2, over_provision=1.5))
+    prompts = FakePrompts(10)
+    current = rule.plan(prompts, RoundTime(1, 0))
+    assert current.kind == "partial"
+    check_table(
+        current,
+        [
+            (START, [launch(0), launch(1), launch(2)]),
+            (finish(key(0, 0), [0]), []),
+            (finish(key(1, 0), [0]), []),
+            (finish(key(1, 1), [0, 0]), [("score", key(1, 0)), ("score", key(1, 1))]),
+            (verdict(key(1, 0)), []),
+            (
+                finish(key(0, 1), [0, 0]),
+                [("score", key(0, 0)), ("score", key(0, 1)), ("abort", key(2, 0), key(2, 1))],
+            ),
+            (finish(key(2, 0), [0, 0]), []),  # it ended in the plan in flight
+            *verdicts(key(1, 1), key(0, 0), key(0, 1)),
+            (aborted(key(2, 1), [0, 0, 0]), []),
+        ],
+    )
+    result = rule.settle(current)
+    assert [group.prompt.index for group in result.groups] == [0, 1]
+    assert result.metrics["rollout/thrown_tokens"] == 0
+    assert result.metrics["rollout/aborted_samples"] == 1
+    assert result.metrics["rollout/queue_length"] == 1
+    assert result.metrics["rollout/buffered_tokens"] == 5
+    assert result.metrics["rollout/resumed_share"] == 0
+
+    state = through_disk(rule.state_dict())
+    rule = PartialRollout(rule.config)
+    rule.load_state_dict(state)
+    current = rule.plan(prompts, RoundTime(2, 1))
+    goes_on = ("launch", 2, key(2, 1), ("has", key(2, 0)), ("on", key(2, 1), [0, 0, 0]))
+    check_table(
+        current,
+        [
+            (START, [goes_on, launch(3), launch(4)]),
+            (finish(key(3, 0), [1, 1]), []),
+            (finish(key(3, 1), [1, 1]), [("score", key(3, 0)), ("score", key(3, 1))]),
+            (
+                finish(key(2, 1), [0, 0, 0, 1, 1]),
+                [("score", key(2, 0)), ("score", key(2, 1)), ("abort", key(4, 0), key(4, 1))],
+            ),
+            (aborted(key(4, 0), [1]), []),
+            (aborted(key(4, 1), []), []),
+            *verdicts(key(3, 0), key(3, 1), key(2, 0), key(2, 1)),
+        ],
+    )
+    result = rule.settle(current)
+    assert [[s.key for s in g.samples] for g in result.groups] == [[key(2, 0), key(2, 1)], [key(3, 0), key(3, 1)]]
+    expected = {
+        "rollout/launched_prompts": 3,
+        "rollout/launched_samples": 5,
+        "rollout/kept_samples": 4,
+        "rollout/aborted_samples": 2,
+        "rollout/thrown_tokens": 0,
+        "rollout/resumed_tokens": 3,
+        "rollout/buffered_tokens": 1,
+        "rollout/trained_age_steps/max": 1,
+        "rollout/trained_age_steps/mean": 0.5,
+        "rollout/resumed_share": 5 / 11,
+        "training/off_policy/spans/max": 2,
+        "training/off_policy/spans/mean": 1.25,
+        "rollout/long_round": 0,
+    }
+    assert {name: result.metrics[name] for name in expected} == expected
+
+
+def test_groups_that_complete_too_late_are_the_first_of_the_next_round():
+    rule = PartialRollout(PartialRolloutConfig(1, 1, over_provision=3.0))
+    prompts = FakePrompts(10)
+    current = rule.plan(prompts, RoundTime(1, 0))
+    one = [key(p, 0) for p in range(6)]
+    check_table(
+        current,
+        [
+            (START, [("launch", p, one[p]) for p in range(3)]),
+            (finish(one[0], [0]), [("score", one[0]), ("abort", one[1], one[2])]),
+            (aborted(one[1], [0]), []),
+            (finish(one[2], [0]), []),
+            (verdict(one[0]), []),
+        ],
+    )
+    assert rule.settle(current).metrics["rollout/surplus_prompts"] == 1
+    current = rule.plan(prompts, RoundTime(2, 1))  # nothing has to be launched
+    check_table(current, [(START, [("launch", 2, ("has", one[2])), ("score", one[2])]), *verdicts(one[2])])
+    result = rule.settle(current)
+    assert result.groups[0].samples[0].reward == 0.0
+    assert result.metrics["rollout/resumed_share"] == 1
+    assert [group.key for group in rule.buffer] == [(0, 1)]
+
+
+def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
+    """N = 1 of 2. Prompt 0 is long; version 0's tokens are over the cap of 1 in step 3; step 4 waits for what began
+    in step 3."""
+
+    def length(k: SampleKey) -> int:
+        return (1000 if k.attempt == 0 else 40) if k.prompt_index == 0 else 3
+
+    rule = PartialRollout(PartialRolloutConfig(1, 1, max_staleness=1))
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(length), None)
+    results = [training.run_step() for _ in range(6)]
+    assert [result.groups[0].prompt.index for result in results] == [1, 2, 3, 0, 4, 5]
+    # in each round the long one gets 3 tokens, and one more from the plan in flight
+    assert [result.metrics["rollout/thrown_tokens"] for result in results] == [0, 0, 8, 0, 0, 0]
+    assert [result.metrics["rollout/restarted_samples"] for result in results] == [0, 0, 1, 0, 0, 0]
+    waited_for = results[3].groups[0].samples[0]
+    assert waited_for.key == key(0, 0, attempt=1)
+    assert version_spans(waited_for.versions) == [(2, 0, 4), (3, 4, 40)]
+    assert results[3].metrics["rollout/surplus_prompts"] == 1
+    assert results[4].metrics["rollout/launched_samples"] == 0
+
+
+def test_without_restarts_the_round_waits_before_tokens_are_over_the_cap():
+    rule = PartialRollout(PartialRolloutConfig(1, 1, max_staleness=1, max_restarts=0))
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 30), None)
+    results = [training.run_step() for _ in range(4)]
+    assert [result.groups[0].prompt.index for result in results] == [1, 0, 2, 3]
+    assert all(result.metrics["rollout/thrown_tokens"] == 0 for result in results)
+    assert results[1].groups[0].samples[0].key.attempt == 0
+
+
+def test_the_pipelines_lag_counts_against_the_same_cap():
+    for lag, step_of_restart in ((0, 3), (1, 2)):
+        config = PartialRolloutConfig(1, 1, max_staleness=1, version_lag=lag, max_restarts=9)
+        training = FakeTraining(
+            PartialRollout(config), FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 1000), None
+        )
+        restarted = [training.run_step().metrics["rollout/restarted_samples"] for _ in range(3)]
+        assert restarted.index(1) + 1 == step_of_restart
+
+
+@pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
+def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
+    rule = PartialRollout(PartialRolloutConfig(2, 2, at_end=at_end))
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), 4)
+    for _ in range(4):
+        assert len(training.run_step().groups) == 2
+    assert (rule.num_carried, training.prompts.position) == (carried, drawn)
+
+
+def test_the_staleness_of_tokens_for_training():
+    sample = make_sample(key(0, 0), [3, 3, 4, 5, 5], "stop")
+    assert on_policy_mask(sample.versions, 5).tolist() == [False, False, False, True, True]
+    assert version_spans(sample.versions) == [(3, 0, 2), (4, 2, 3), (5, 3, 5)]
+    assert version_spans(sample.versions[:0]) == []
+    now = np.asarray([-1, -2, -3, -4, -5], np.float64)
+    (old,) = old_logprobs_by_version([sample.rollout_logprobs], [now], [sample], 5)
+    assert old.dtype == np.float32
+    assert old.tolist() == [-3.5, -3.5, -4.5, -4, -5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"over_provision": 0.5}, r"over_provision \(0.5\) must be a finite number >= 1"),
+        ({"num_groups": 0}, r"train_batch_size \(0 prompts\)"),
+        ({"max_restarts": -1}, "max_restarts"),
+        ({"max_staleness": 0, "version_lag": 1}, "max_staleness .0 versions. must be >= 1"),
+        ({"max_staleness": -1}, "max_staleness .-1 versions. must be >= 0"),
+        ({"at_end": "drop"}, "'flush' or 'leave'"),
+        ({"max_active_requests": 1}, "max_active_requests"),
+        ({"group_size": 1, "dynamic_sampling": DynamicSampling()}, "at least 2 samples"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        PartialRolloutConfig(**{"num_groups": 2, "group_size": 2, **options})
+
+
+def test_states_of_another_make_are_refused():
+    rule = PartialRollout(PartialRolloutConfig(2, 2))
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), None)
+    training.run_step()
+    state = rule.state_dict()
+    with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
+        rule.load_state_dict({**state, "schema": 9})
+    with pytest.raises(ValueError, match=r"must keep rollout\.n"):
+        PartialRollout(PartialRolloutConfig(2, 3)).load_state_dict(state)
+    with pytest.raises(ValueError, match="4 samples for 1 groups of 2"):
+        rule.load_state_dict({**state, "groups": state["groups"][:1]})
+
+
+# -- random runs -------------------------------------------------------------------------------------------------------
+
+
+def lengths(seed: int) -> Callable[[SampleKey], int]:
+    def length(k: SampleKey) -> int:
+        own = tangled(seed, k.epoch, k.prompt_index, k.sample_index, k.attempt)
+        return 1 + own % 4 + (10 if tangled(seed, k.prompt_index) % 6 == 0 else 0) + (25 if own % 9 == 0 else 0)
+
+    return length
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> PartialRolloutConfig:
+    sampling = draw(st.none() | st.builds(DynamicSampling, st.integers(0, 3), st.just(1000)))
+    lag = draw(st.integers(0, 1))
+    return PartialRolloutConfig(
+        draw(st.integers(1, 4)),
+        draw(st.integers(2 if sampling else 1, 3)),
+        over_provision=draw(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.5])),
+        max_staleness=draw(st.none() | st.integers(lag, lag + 2)),
+        max_restarts=draw(st.integers(0, 2)),
+        version_lag=lag,
+        at_end=draw(st.sampled_from(["flush", "leave"])),
+        dynamic_sampling=sampling,
+        max_active_requests=draw(st.sampled_from([0, 3, 7])),
+    )
+
+
+@given(
+    config=configs(),
+    seed=st.integers(0, 1000),
+    num_prompts=st.integers(1, 12),
+    num_slots=st.integers(2, 20),
+    plan_tokens=st.integers(1, 4),
+    total=st.integers(1, 8),
+    crashes=st.dictionaries(st.integers(1, 8), st.sampled_from(["boundary", "round"])),
+)
+@settings(max_examples=60, deadline=None)
+def test_random_runs_keep_the_book(
+    config: PartialRolloutConfig,
+    seed: int,
+    num_prompts: int,
+    num_slots: int,
+    plan_tokens: int,
+    total: int,
+    crashes: Any,
+):
+    def make(slow: int, eager: bool = False) -> FakeTraining:
+        rollout = FakeRollout(
+            lengths(seed),
+            lambda k: (float(tangled(seed, k.prompt_index, k.sample_index, k.attempt, k.epoch) % 2), "ok"),
+            num_slots,
+            plan_tokens,
+            delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
+            eager=eager,
+        )
+        return FakeTraining(PartialRollout(config), FakePrompts(num_prompts), rollout, total)
+
+    training = run_with_crashes(lambda: make(0), total, crashes)
+    for version, result in enumerate(training.results):
+        assert len(result.groups) == config.num_groups
+        assert result.metrics["rollout/queue_length"] <= config.num_spare
+        for group in result.groups:
+            assert sorted(s.key.sample_index for s in group.samples) == list(range(config.group_size))
+            for sample in group.samples:
+                check_trained(sample, version, config, lengths(seed))
+    if config.at_end == "flush":
+        assert training.rule.num_carried == 0
+        assert training.departures.counts["trained"] == total * config.num_groups
+    for slow, eager in ((0, False), (2, True), (5, False)):
+        other = make(slow, eager)
+        for result in training.results:
+            assert fingerprint(other.run_step()) == fingerprint(result)
+            check_resumption(other)
+        buffered = len(other.rule.state_dict()["samples"]["token_ids"])
+        tokens = count_tokens(other)
+        assert other.rollout.num_drawn == sum(tokens.values()) + buffered
+        if config.max_staleness is None:
+            assert tokens["thrown"] == 0
+
+
+def check_trained(
+    sample: Sample, version: int, config: PartialRolloutConfig, length: Callable[[SampleKey], int]
+) -> None:
+    """Whole, scored, with each token's own records, and within the cap."""
+    assert sample.reward is not None
+    assert len(sample) == length(sample.key)
+    assert np.all(np.diff(sample.versions) >= 0)
+    assert sample.versions.max() <= version
+    expected = make_sample(sample.key, sample.versions.tolist(), "stop")
+    for name in ("token_ids", "rollout_logprobs", "sampled_logprobs"):
+        assert np.array_equal(getattr(sample, name), getattr(expected, name))
+    if config.max_staleness is None:
+        assert sample.key.attempt == 0
+    else:
+        assert version + config.version_lag - sample.versions.min() <= config.max_staleness
+
+
+def check_resumption(training: FakeTraining) -> None:
+    """Without a cap, incomplete prompts are launched in the order in which they were drawn: old ones first."""
+    if training.rule.config.max_staleness is not None:  # pyright: ignore
+        return
+    drawn = FakePrompts(training.prompts.num_prompts).next(training.prompts.position)
+    place = {prompt.key: i for i, prompt in enumerate(drawn)}
+    launches = [c for c in training.rollout.commands if isinstance(c, Launch) and c.keys]
+    places = [place[command.prompt.key] for command in launches]
+    assert places == sorted(places)

@@ -1,0 +1,165 @@
+"""Tail batching on random workloads with crashes and failed rewards: each prompt leaves exactly once, runs repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from fake_rollout import (
+    FakePrompts,
+    FakeRollout,
+    FakeTraining,
+    count_tokens,
+    fingerprint,
+    run_with_crashes,
+    tangled,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.rounds.batches import FreshBatches
+from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.types import SampleKey
+
+
+def tail_lengths(seed: int) -> Callable[[SampleKey], int]:
+    """Most are short, some prompts long in every attempt, some responses very long."""
+
+    def length(k: SampleKey) -> int:
+        of_prompt = tangled(seed, k.prompt_index) % 8
+        own = tangled(seed, k.epoch, k.prompt_index, k.sample_index, k.attempt)
+        return 1 + own % 4 + (8 if of_prompt == 0 else 0) + (12 if own % 11 == 0 else 0)
+
+    return length
+
+
+def random_rewards(seed: int) -> Callable[[SampleKey], Any]:
+    """Three in ten scorings fail; whatever the machine does, the same ones."""
+
+    def reward(k: SampleKey) -> Any:
+        number = tangled(seed, k.prompt_index, k.sample_index, k.attempt, k.epoch)
+        return (0.0, ("timeout", "crash", "error")[number % 3]) if number % 10 < 3 else (float(number % 2), "ok")
+
+    return reward
+
+
+factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TailBatchingConfig:
+    sampling = draw(st.none() | st.builds(DynamicSampling, st.integers(0, 3), st.just(1000)))
+    groups = draw(st.integers(1, 4))
+    size = draw(st.integers(2 if sampling else 1, 3))
+    config = TailBatchingConfig(groups, size, draw(factors), draw(factors))
+    return TailBatchingConfig(
+        groups,
+        size,
+        config.prompt_factor,
+        config.response_factor,
+        max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda age: age and max(age, config.least_age_bound))),
+        at_end=draw(st.sampled_from(["flush", "leave"])),
+        keep_finished=draw(st.booleans()),
+        score_when=draw(st.sampled_from(["sample", "group"])),
+        dynamic_sampling=sampling,
+        max_active_requests=draw(st.sampled_from([0, 8, 12])),
+    )
+
+
+@given(
+    config=configs(),
+    seed=st.integers(0, 1000),
+    num_prompts=st.integers(1, 12),
+    num_slots=st.integers(2, 20),
+    plan_tokens=st.integers(1, 4),
+    total=st.integers(1, 7),
+    steps_per_version=st.integers(1, 3),
+    crashes=st.dictionaries(st.integers(1, 9), st.sampled_from(["boundary", "round"])),
+)
+@settings(max_examples=80, deadline=None)
+def test_random_runs_keep_the_book(
+    config: TailBatchingConfig,
+    seed: int,
+    num_prompts: int,
+    num_slots: int,
+    plan_tokens: int,
+    total: int,
+    steps_per_version: int,
+    crashes: Any,
+):
+    def make(slow: int, eager: bool = False) -> FakeTraining:
+        rollout = FakeRollout(
+            tail_lengths(seed),
+            random_rewards(seed),
+            num_slots,
+            plan_tokens,
+            delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
+            eager=eager,
+        )
+        return FakeTraining(TailBatching(config), FakePrompts(num_prompts), rollout, total, steps_per_version)
+
+    training = run_with_crashes_and_queue_checks(lambda: make(0), total, crashes)
+    for result in training.results:
+        assert len(result.groups) == config.num_groups
+        assert all(len(group.samples) == config.group_size for group in result.groups)
+        assert all(sample.reward is not None for group in result.groups for sample in group.samples)
+        assert result.metrics["rollout/resumed_share"] == 0
+        if config.max_age_steps:
+            assert result.metrics["rollout/trained_age_steps/max"] <= config.max_age_steps
+            assert result.metrics["rollout/queue_age_steps/max"] <= config.max_age_steps
+    if config.at_end == "flush":
+        assert training.rule.num_carried == 0
+        assert training.departures.counts["trained"] == total * config.num_groups
+        if config.dynamic_sampling is None:
+            assert training.prompts.position == total * config.num_groups
+    # the clock of the reward pool decides nothing
+    for slow, eager in ((2, True), (5, False)):
+        other = make(slow, eager)
+        for result in training.results:
+            assert fingerprint(other.run_step()) == fingerprint(result)
+
+
+def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: int, crashes: Any) -> FakeTraining:
+    """Runs; and checks that the queue is first in, first out."""
+    training = run_with_crashes(make, total, crashes)
+    straight = make()
+    before: list[Any] = []
+    for result in training.results:
+        assert fingerprint(straight.run_step()) == fingerprint(result)
+        assert isinstance(straight.rule, TailBatching)
+        after = [deferred.key for deferred in straight.rule.queue]
+        waited = [prompt_key for prompt_key in before if prompt_key in after]
+        assert before[len(before) - len(waited) :] == waited == after[: len(waited)]
+        assert result.kind == "long" or waited == before
+        before = after
+    state = straight.rule.state_dict()
+    assert np.array_equal(state["queue"], training.rule.state_dict()["queue"])
+    tokens = count_tokens(straight)
+    assert straight.rollout.num_drawn == sum(tokens.values()) + len(state["kept"]["token_ids"])
+    return training
+
+
+@given(
+    factor=factors,
+    responses=factors,
+    seed=st.integers(0, 1000),
+    sampling=st.none() | st.builds(DynamicSampling, st.integers(0, 3), st.just(1000)),
+    num_slots=st.integers(2, 20),
+    slow=st.integers(0, 4),
+    crashes=st.dictionaries(st.integers(1, 5), st.sampled_from(["boundary", "round"])),
+)
+@settings(max_examples=30, deadline=None)
+def test_random_runs_of_the_baselines_keep_the_book(
+    factor: float, responses: float, seed: int, sampling: Any, num_slots: int, slow: int, crashes: Any
+):
+    def make(delay: int) -> FakeTraining:
+        rule = FreshBatches(3, 2, prompt_factor=factor, response_factor=responses, dynamic_sampling=sampling)
+        rollout = FakeRollout(tail_lengths(seed), random_rewards(seed), num_slots, 2, lambda k: delay)
+        return FakeTraining(rule, FakePrompts(7), rollout, None)
+
+    training, other = run_with_crashes(lambda: make(0), 5, crashes), make(slow)
+    for result in training.results:
+        assert [len(group.samples) for group in result.groups] == [2, 2, 2]
+        assert fingerprint(other.run_step()) == fingerprint(result)

@@ -1,0 +1,521 @@
+"""Tail batching and the baselines: tables of events and commands by hand, and random runs on a small fake rollout."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_rollout import (
+    FakePrompts,
+    FakeRollout,
+    FakeTraining,
+    make_sample,
+    tangled,
+    through_disk,
+)
+
+from jaxrl.scheduling.rounds.batches import (
+    BatchRule,
+    FreshBatches,
+    RoundTime,
+    check_composition,
+    pack_samples,
+    unpack_samples,
+)
+from jaxrl.scheduling.rounds.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Command,
+    Event,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.round import Round, SynchronousRule
+from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.types import SampleKey
+
+START = RoundStarted(0.0)
+
+
+def key(index: int, i: int, attempt: int = 0) -> SampleKey:
+    return SampleKey(0, index, i, attempt)
+
+
+def finish(k: SampleKey, length: int = 2, version: int = 0) -> SampleFinished:
+    return SampleFinished(1.0, make_sample(k, [version] * length, "stop"), 1)
+
+
+def aborted(k: SampleKey, length: int = 1, version: int = 0) -> SampleAborted:
+    return SampleAborted(1.0, make_sample(k, [version] * length, "abort"), 1)
+
+
+def verdict(k: SampleKey, reward: float | None = None, status: Any = "ok") -> Verdict:
+    return Verdict(2.0, k, float(k.sample_index) if reward is None else reward, status)
+
+
+def names(commands: Iterable[Command]) -> list[tuple]:
+    """Commands as plain tuples."""
+    out = []
+    for command in commands:
+        match command:
+            case Launch(prompt=prompt, keys=keys, finished=ended):
+                out.append(("launch", prompt.index, *keys, *(("has", sample.key) for sample in ended)))
+            case Score(sample=sample):
+                out.append(("score", sample.key))
+            case Abort(keys=keys):
+                out.append(("abort", *keys))
+            case CancelScore(keys=keys):
+                out.append(("cancel", *keys))
+            case AwaitVerdict(key=k):
+                out.append(("await", k))
+    return out
+
+
+def check_table(current: Round, table: list[tuple[Event, list[tuple]]]) -> None:
+    """Every event brings its commands; the round is done after the last one, and not before."""
+    for event, commands in table:
+        assert not current.done
+        assert names(current.handle(event)) == commands, event
+    assert current.done
+
+
+def batch_keys(groups: Any) -> list[list[SampleKey]]:
+    return [[sample.key for sample in group.samples] for group in groups]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
+    rule = TailBatching(TailBatchingConfig(num_groups=2, group_size=2))  # ceil(1.25 * 2) = 3 prompts of 3 responses
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    assert current.kind == "short"
+    launches = [("launch", p, key(p, 0), key(p, 1), key(p, 2)) for p in range(3)]
+    check_table(
+        current,
+        [
+            (START, launches),
+            (finish(key(1, 2), 3), [("score", key(1, 2))]),
+            (finish(key(0, 0), 4), [("score", key(0, 0))]),
+            (finish(key(1, 0), 5), [("score", key(1, 0)), ("abort", key(1, 1))]),
+            (aborted(key(1, 1), 5), []),
+            (verdict(key(1, 2)), []),
+            (finish(key(2, 1), 6), [("score", key(2, 1))]),
+            (
+                finish(key(0, 2), 7),
+                [
+                    ("score", key(0, 2)),
+                    ("abort", key(0, 1)),
+                    ("abort", key(2, 0), key(2, 2)),
+                    ("cancel", key(2, 1)),
+                ],
+            ),
+            (verdict(key(0, 0)), []),
+            (aborted(key(0, 1), 7), []),
+            (verdict(key(1, 0)), []),
+            (aborted(key(2, 0), 7), []),
+            (verdict(key(0, 2)), []),
+            (aborted(key(2, 2), 0), []),
+        ],
+    )
+    result = rule.settle(current)
+    assert batch_keys(result.groups) == [[key(0, 0), key(0, 2)], [key(1, 0), key(1, 2)]]
+    assert [(d.key, d.attempt, d.first_step, d.kept) for d in rule.queue] == [((0, 2), 0, 1, ())]
+    assert result.left == {}
+    expected = {
+        "rollout/long_round": 0,
+        "rollout/launched_prompts": 3,
+        "rollout/launched_samples": 9,
+        "rollout/kept_prompts": 2,
+        "rollout/kept_samples": 4,
+        "rollout/aborted_samples": 4,
+        "rollout/filtered_prompts": 0,
+        "rollout/failed_prompts": 0,
+        "rollout/filtered_tokens": 0,
+        "rollout/thrown_tokens": 5 + 7 + 7 + 0 + 6,  # four aborted, and (2, 1), which had ended
+        "rollout/trained_age_steps/mean": 0,
+        "rollout/trained_age_steps/max": 0,
+        "rollout/resumed_share": 0,
+        "rollout/deferred_prompts": 1,
+        "rollout/queue_length": 1,
+        "rollout/queue_age_steps/mean": 0,
+        "rollout/queue_age_steps/max": 0,
+        "rollout/queue_age_rounds/mean": 0,
+        "rollout/queue_age_rounds/max": 0,
+    }
+    assert result.metrics == expected
+
+
+def run(rule: BatchRule, length: Callable[[SampleKey], int], steps: int, total: int | None = None, **rollout: Any):
+    training = FakeTraining(rule, FakePrompts(100), FakeRollout(length, num_slots=100, **rollout), total)
+    return training, [training.run_step() for _ in range(steps)]
+
+
+def long_every_fifth(k: SampleKey) -> int:
+    """Prompts 4, 9, 14, ... are long, and those with a higher index longer; sample i has i more tokens."""
+    return (100 + k.prompt_index if k.prompt_index % 5 == 4 else 10) + k.sample_index
+
+
+def test_four_short_rounds_and_a_long_one():
+    """RollPacker §3: P0 = 4, R0 = 4, η = 1.25: one prompt of five is deferred, and the fifth round runs those four."""
+    rule = TailBatching(TailBatchingConfig(num_groups=4, group_size=4))
+    training, results = run(rule, long_every_fifth, 6)
+    assert [result.kind for result in results] == ["short"] * 4 + ["long", "short"]
+    assert [result.metrics["rollout/launched_samples"] for result in results] == [25] * 4 + [16, 25]
+    assert [result.metrics["rollout/queue_length"] for result in results] == [1, 2, 3, 4, 0, 1]
+    assert [result.metrics["rollout/queue_age_steps/max"] for result in results] == [0, 1, 2, 3, 0, 0]
+    assert [result.metrics["rollout/queue_age_steps/mean"] for result in results] == [0, 0.5, 1, 1.5, 0, 0]
+    assert results[4].metrics["rollout/trained_age_steps/max"] == 4
+    assert results[4].metrics["rollout/thrown_tokens"] == 0
+    long = results[4].groups
+    assert [group.prompt.index for group in long] == [4, 9, 14, 19]
+    assert batch_keys(long)[0] == [key(4, i, attempt=1) for i in range(4)]
+    for result in results[:4]:
+        # the first four of five responses, of lengths 10 .. 14
+        assert all([s.key.sample_index for s in group.samples] == [0, 1, 2, 3] for group in result.groups)
+    assert training.departures.counts["trained"] == 24
+
+
+def test_factors_scale_prompts_and_responses_apart():
+    for prompts, responses, launched in ((1.0, 1.5, [4, 24]), (1.5, 1.0, [6, 24]), (1.1, 1.0, [5, 20])):
+        config = TailBatchingConfig(4, 4, prompt_factor=prompts, response_factor=responses)
+        _, (result,) = run(TailBatching(config), long_every_fifth, 1)
+        metrics = result.metrics
+        assert [metrics["rollout/launched_prompts"], metrics["rollout/launched_samples"]] == launched
+    # the factor is taken as it is written: in binary, 1.1 * 50 is a little above 55
+    assert TailBatchingConfig(50, 4, prompt_factor=1.1).num_spare == 5
+
+
+def test_without_prompt_speculation_the_queue_stays_empty():
+    _, results = run(TailBatching(TailBatchingConfig(4, 4, prompt_factor=1.0)), long_every_fifth, 5)
+    assert all(result.kind == "short" and result.metrics["rollout/queue_length"] == 0 for result in results)
+
+
+def test_the_age_bound_brings_the_long_round_forward():
+    rule = TailBatching(TailBatchingConfig(4, 4, max_age_steps=2))
+    _, results = run(rule, long_every_fifth, 6)
+    # the prompt deferred in step 1 must be run by step 3, with two new prompts to fill the batch
+    assert [result.kind for result in results] == ["short", "short", "long"] * 2
+    assert [group.prompt.index for group in results[2].groups] == [4, 9, 10, 11]
+    assert results[2].metrics["rollout/trained_age_steps/max"] == 2
+    assert all(len(group.samples) == 4 for result in results for group in result.groups)
+
+
+@pytest.mark.parametrize(("at_end", "carried"), [("flush", 0), ("leave", 2)])
+def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int):
+    rule = TailBatching(TailBatchingConfig(4, 4, at_end=at_end))
+    training, results = run(rule, long_every_fifth, 7, total=7)
+    assert rule.num_carried == carried
+    kinds = [result.kind for result in results]
+    # flush: of the 28 prompts that can be trained on, 4 * 5 are drawn by short rounds, 4 wait, and 8 are left: 5 and 3
+    last = ["short", "long"] if at_end == "flush" else ["short", "short"]
+    assert kinds == ["short"] * 4 + ["long", *last]
+    assert training.prompts.position == 28 + carried
+    assert all(len(result.groups) == 4 for result in results)
+
+
+def test_kept_responses_count_while_no_update_lies_between():
+    config = TailBatchingConfig(2, 2, max_age_steps=1, keep_finished=True)
+    short: list[Event] = [START, finish(key(2, 1), 6), finish(key(0, 0)), finish(key(0, 1)), aborted(key(0, 2))]
+    short += [finish(key(1, 0)), finish(key(1, 1)), aborted(key(1, 2)), aborted(key(2, 0)), aborted(key(2, 2))]
+    short += [verdict(k) for k in (key(0, 0), key(0, 1), key(1, 0), key(1, 1))]
+    state: Any = None
+    for later_version, launch, thrown in (
+        (0, ("launch", 2, key(2, 0, 1), ("has", key(2, 1))), 0),
+        (1, ("launch", 2, key(2, 0, 1), key(2, 1, 1)), 6),
+    ):
+        prompts = FakePrompts(10)
+        rule = TailBatching(config)
+        if state is None:
+            current = rule.plan(prompts, RoundTime(1, 0))
+            for event in short:
+                current.handle(event)
+            assert rule.settle(current).metrics["rollout/thrown_tokens"] == 4  # one token of each that was aborted
+            state = through_disk(rule.state_dict())
+        prompts = FakePrompts(10, position=3)
+        rule = TailBatching(config)
+        rule.load_state_dict(copy.deepcopy(state))
+        current = rule.plan(prompts, RoundTime(2, later_version))
+        assert current.kind == "long"
+        commands = names(current.handle(START))
+        assert commands[0] == launch
+        scored = [("score", key(2, 1))] if later_version == 0 else []
+        assert commands[1:] == [*scored, ("launch", 3, key(3, 0), key(3, 1))]
+        new = [k for kind, _, *keys in commands if kind == "launch" for k in keys if isinstance(k, SampleKey)]
+        for k in new:
+            current.handle(finish(k, version=later_version))
+        for k in [key(2, 1), *new] if later_version == 0 else new:
+            current.handle(verdict(k))
+        result = rule.settle(current)
+        assert [len(group.samples) for group in result.groups] == [2, 2]
+        assert result.metrics["rollout/thrown_tokens"] == thrown
+        assert not rule.queue
+
+
+def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
+    """P0 = 2 of 3 prompts under way: verdicts are asked for when they could end the round, and then nothing decodes."""
+    config = TailBatchingConfig(2, 2, prompt_factor=1.5, response_factor=1.0, dynamic_sampling=DynamicSampling())
+    rule = TailBatching(config)
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    table: list[tuple[Event, list[tuple]]] = [
+        (START, [("launch", p, key(p, 0), key(p, 1)) for p in range(3)]),
+        (finish(key(0, 0)), [("score", key(0, 0))]),
+        (finish(key(0, 1)), [("score", key(0, 1))]),
+        (finish(key(1, 0)), [("score", key(1, 0))]),
+        (finish(key(1, 1)), [("score", key(1, 1)), ("await", key(0, 1))]),
+        (finish(key(2, 0)), []),  # it waits for the verdict, too
+        (verdict(key(0, 0), 1.0), []),
+        (verdict(key(0, 1), 1.0), [("launch", 3, key(3, 0), key(3, 1)), ("score", key(2, 0))]),
+        (verdict(key(1, 0), 0.0), []),
+        (verdict(key(1, 1), 1.0), []),
+        (finish(key(3, 0)), [("score", key(3, 0))]),
+        (finish(key(2, 1)), [("score", key(2, 1)), ("await", key(2, 1))]),
+        (verdict(key(2, 0), 0.0), []),
+        (verdict(key(3, 0), 0.0), []),
+        (verdict(key(2, 1), 1.0), [("abort", key(3, 1))]),
+        (aborted(key(3, 1), 9), []),
+    ]
+    check_table(current, table)
+    result = rule.settle(current)
+    assert result.left == {(0, 0): "filtered"}
+    assert [group.prompt.index for group in result.groups] == [1, 2]
+    assert [d.key for d in rule.queue] == [(0, 3)]
+    assert result.metrics["rollout/filtered_prompts"] == 1
+    assert result.metrics["rollout/filtered_tokens"] == 4
+    assert result.metrics["rollout/thrown_tokens"] == 2 + 9
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: bool):
+    """Whether its end is told before the verdict comes is the clock's business, and nothing may follow from it."""
+    config = TailBatchingConfig(
+        1, 2, prompt_factor=2.0, response_factor=1.0, keep_finished=True, dynamic_sampling=DynamicSampling()
+    )
+    rule = TailBatching(config)
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    commands: list[tuple] = []
+    for event in (START, finish(key(0, 0)), finish(key(1, 1)), finish(key(0, 1))):
+        commands = names(current.handle(event))
+    assert commands == [("score", key(0, 1)), ("await", key(0, 1))]
+    if is_told:
+        assert current.handle(finish(key(1, 0))) == []
+    current.handle(verdict(key(0, 0)))
+    current.handle(verdict(key(1, 1)))
+    commands = names(current.handle(verdict(key(0, 1))))
+    assert commands == ([] if is_told else [("abort", key(1, 0))])
+    if not is_told:
+        current.handle(aborted(key(1, 0), 2))
+    result = rule.settle(current)
+    assert [[sample.key for sample in deferred.kept] for deferred in rule.queue] == [[key(1, 1)]]
+    assert result.metrics["rollout/aborted_samples"] == 1
+    assert result.metrics["rollout/thrown_tokens"] == 2
+
+
+def test_few_verdicts_may_be_due_while_generation_goes_on():
+    config = TailBatchingConfig(
+        4, 2, prompt_factor=1.25, response_factor=1.0, dynamic_sampling=DynamicSampling(max_unscored_groups=1)
+    )
+    current = TailBatching(config).plan(FakePrompts(10), RoundTime(1, 0))
+    events = [START, *(finish(key(p, i)) for p in (0, 1) for i in (0, 1))]
+    assert [names(current.handle(event))[-1] for event in events][-1] == ("await", key(0, 1))
+
+
+def test_where_nobody_races_replacements_come_at_a_logical_time_as_well():
+    """A prompt brought in by a verdict enters a plan, and decodes beside others: no clock may say which."""
+    rule = FreshBatches(3, 2, dynamic_sampling=DynamicSampling(max_unscored_groups=1))
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    for event in (START, finish(key(0, 0)), finish(key(0, 1)), finish(key(1, 0))):
+        current.handle(event)
+    assert current.handle(verdict(key(0, 0), 1.0)) == current.handle(verdict(key(0, 1), 1.0)) == [], "not yet"
+    assert names(current.handle(finish(key(1, 1)))) == [
+        ("score", key(1, 1)),
+        ("launch", 3, key(3, 0), key(3, 1)),
+    ], "two are complete, one verdict may be due"
+
+
+def test_a_group_whose_scorings_all_fail_leaves_as_failed():
+    rule = FreshBatches(1, 2, dynamic_sampling=DynamicSampling())
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    for event in (
+        START,
+        *(finish(key(0, i)) for i in (0, 1)),
+        verdict(key(0, 0), 0.0, "timeout"),
+        verdict(key(0, 1), 0.0, "crash"),
+        *(finish(key(1, i)) for i in (0, 1)),
+        *(verdict(key(1, i)) for i in (0, 1)),
+    ):
+        current.handle(event)
+    result = rule.settle(current)
+    assert result.left == {(0, 0): "failed"}
+    assert result.metrics["rollout/failed_prompts"] == 1
+
+
+def test_dynamic_sampling_gives_up_on_problems_that_teach_nothing():
+    rule = FreshBatches(2, 2, dynamic_sampling=DynamicSampling(max_num_gen_batches=3))
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3, lambda k: (0.0, "ok")), None)
+    with pytest.raises(ValueError, match=r"6 prompts launched in one round, 5 of them .*max_num_gen_batches \(3\)"):
+        training.run_step()
+
+
+def test_the_cap_on_active_requests_lets_prompts_in_as_others_end():
+    rule = TailBatching(TailBatchingConfig(2, 2, prompt_factor=1.5, response_factor=1.0, max_active_requests=4))
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    assert names(current.handle(START)) == [("launch", p, key(p, 0), key(p, 1)) for p in (0, 1)]
+    assert names(current.handle(finish(key(0, 0)))) == [("score", key(0, 0))]
+    assert names(current.handle(finish(key(1, 0)))) == [("score", key(1, 0)), ("launch", 2, key(2, 0), key(2, 1))]
+
+
+def test_synchronous_batches_do_what_the_synchronous_rule_does():
+    length = lambda k: 1 + tangled(3, k.prompt_index, k.sample_index) % 7  # noqa: E731
+    rollouts = [FakeRollout(length, num_slots=3) for _ in range(2)]
+    rounds = [
+        FreshBatches(3, 2).plan(FakePrompts(10), RoundTime(1, 0)),
+        Round(FakePrompts(10).next(3), 2, SynchronousRule()),
+    ]
+    for current, rollout in zip(rounds, rollouts, strict=True):
+        rollout.play(current, 0)
+    assert names(rollouts[0].commands) == names(rollouts[1].commands)
+    assert batch_keys(rounds[0].groups()) == batch_keys(rounds[1].groups())
+
+
+def test_rewards_after_the_rollout():
+    current = FreshBatches(2, 1, score_when="rollout").plan(FakePrompts(10), RoundTime(1, 0))
+    table: list[tuple[Event, list[tuple]]] = [
+        (START, [("launch", 0, key(0, 0)), ("launch", 1, key(1, 0))]),
+        (finish(key(1, 0)), []),
+        (finish(key(0, 0)), [("score", key(1, 0)), ("score", key(0, 0))]),
+        (verdict(key(1, 0)), []),
+        (verdict(key(0, 0)), []),
+    ]
+    check_table(current, table)
+    # with dynamic sampling: generate, score, and generate what is missing
+    sampling = FreshBatches(1, 2, score_when="rollout", dynamic_sampling=DynamicSampling())
+    current = sampling.plan(FakePrompts(10), RoundTime(1, 0))
+    table = [
+        (START, [("launch", 0, key(0, 0), key(0, 1))]),
+        (finish(key(0, 1)), []),
+        (finish(key(0, 0)), [("score", key(0, 1)), ("score", key(0, 0)), ("await", key(0, 0))]),
+        (verdict(key(0, 1), 1.0), []),
+        (verdict(key(0, 0), 1.0), [("launch", 1, key(1, 0), key(1, 1))]),
+        (finish(key(1, 0)), []),
+        (finish(key(1, 1)), [("score", key(1, 0)), ("score", key(1, 1)), ("await", key(1, 1))]),
+        (verdict(key(1, 0)), []),
+        (verdict(key(1, 1)), []),
+    ]
+    check_table(current, table)
+
+
+def test_over_provisioning_discards_those_that_lose():
+    rule = FreshBatches(4, 4, prompt_factor=1.25, response_factor=1.25)
+    training, results = run(rule, long_every_fifth, 3)
+    assert [result.left for result in results] == [{(0, p): "filtered"} for p in (4, 9, 14)]
+    assert all(result.metrics["rollout/discarded_prompts"] == 1 for result in results)
+    assert training.departures.counts == {"trained": 12, "filtered": 3, "failed": 0}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TailBatchingConfig(4, 4, prompt_factor=0.9), r"prompt_factor \(0.9\) must be a finite number >= 1"),
+        (lambda: TailBatchingConfig(4, 4, response_factor=float("nan")), "response_factor"),
+        (lambda: FreshBatches(4, 4, prompt_factor=0.5), r"rollout\.over_provisioning\.prompt_factor"),
+        (lambda: TailBatchingConfig(0, 4), r"train_batch_size \(0 prompts\)"),
+        (lambda: TailBatchingConfig(2, 0), r"rollout\.n \(0 samples"),
+        (lambda: TailBatchingConfig(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
+        (lambda: TailBatchingConfig(4, 4, max_active_requests=4), "must hold one prompt's responses .5 samples."),
+        (lambda: TailBatchingConfig(4, 1, dynamic_sampling=DynamicSampling()), "at least 2 samples"),
+        (
+            lambda: TailBatchingConfig(4, 4, score_when="rollout", dynamic_sampling=DynamicSampling()),
+            "must be 'sample' or 'group'",
+        ),
+        (lambda: TailBatchingConfig(4, 4, at_end="drop"), "'flush' or 'leave'"),  # pyright: ignore
+        (lambda: DynamicSampling(max_unscored_groups=-1), "max_unscored_groups"),
+        (lambda: DynamicSampling(max_num_gen_batches=0), "max_num_gen_batches"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"tail_batching": True, "partial_rollout": True}, "tail batching and partial rollout exclude each other"),
+        ({"tail_batching": True, "over_provisioning": True}, "tail batching and over-provisioning exclude each other"),
+        ({"ranking_groups": True}, "ranking groups need one-step-off"),
+        (
+            {"partial_rollout": True, "one_step_off": True, "max_staleness": 0},
+            "max_staleness .0 versions. must be >= 1",
+        ),
+        ({"dynamic_sampling": True, "group_size": 1}, "rollout.n >= 2, found 1"),
+        ({"streaming": True, "score_when": "rollout"}, "streaming needs rewards during the rollout"),
+        ({"dynamic_sampling": True, "score_when": "rollout", "tail_batching": True}, "say when it ends"),
+        ({"streaming": True, "needs_whole_batch": "reinforce_plus_plus"}, "adv_estimator=reinforce_plus_plus"),
+    ],
+)
+def test_compositions_that_are_refused(settings: dict[str, Any], sentence: str):
+    refusal = check_composition(**settings)
+    assert refusal is not None
+    assert re.search(sentence, refusal)
+
+
+def test_compositions_of_the_design_go_together():
+    for tail, partial in ((True, False), (False, True), (False, False)):
+        for off in (True, False):
+            assert (
+                check_composition(
+                    tail_batching=tail,
+                    partial_rollout=partial,
+                    one_step_off=off,
+                    dynamic_sampling=True,
+                    streaming=True,
+                    ranking_groups=off,
+                    max_staleness=1,
+                )
+                is None
+            )
+    assert check_composition(dynamic_sampling=True, score_when="rollout") is None
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def test_states_of_another_make_are_refused():
+    rule = TailBatching(TailBatchingConfig(4, 4))
+    state = rule.state_dict()
+    with pytest.raises(ValueError, match="tail batching: state of schema 9"):
+        rule.load_state_dict({**state, "schema": 9})
+    with pytest.raises(ValueError, match="the queue counts 1"):
+        rule.load_state_dict({**state, "queue": np.asarray([[0, 1, 0, 1, 1, 1]])})
+    fresh = FreshBatches(4, 4)
+    fresh.load_state_dict(through_disk(fresh.state_dict()))
+    with pytest.raises(ValueError, match="schema 2"):
+        fresh.load_state_dict({"schema": 2})
+
+
+def test_packed_samples_come_back_as_they_were():
+    samples = [make_sample(key(p, 1, 2), [p] * p, reason) for p, reason in enumerate(("stop", "abort", None, "length"))]
+    samples[3].text = "naïve \n text"
+    back = unpack_samples(through_disk(pack_samples(samples)))
+    for one, other in zip(samples, back, strict=True):
+        assert (one.key, one.finish_reason, one.text) == (other.key, other.finish_reason, other.text)
+        for name in ("token_ids", "rollout_logprobs", "sampled_logprobs", "versions"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+    assert unpack_samples(through_disk(pack_samples([]))) == []
+    with pytest.raises(ValueError, match="must fit together"):
+        unpack_samples({**pack_samples(samples), "texts": []})

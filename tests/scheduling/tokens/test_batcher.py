@@ -1,0 +1,272 @@
+"""What the batcher decides, plan by plan. Results are made by hand: whatever a device might answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, RowResult
+from jaxrl.scheduling.tokens.progress import Admitted, Completed, Ended, Preempted, TraceEvent
+from jaxrl.types import SampleKey, SamplingParams
+
+STOP = 2
+
+
+def make_batcher(
+    decode_steps: int = 4,
+    leave_after: int = 1,
+    num_groups: int = 1,
+    num_slots: int = 2,
+    num_blocks: int = 33,
+    block_size: int = 4,
+    max_prefill_tokens: int = 16,
+) -> tuple[Batcher, list[TraceEvent]]:
+    trace: list[TraceEvent] = []
+    capacity = Capacity(num_groups, num_slots, num_blocks, block_size, max_prefill_tokens)
+    return Batcher(BatcherConfig(decode_steps, leave_after), capacity, trace.append), trace
+
+
+def make_request(request_id: int, num_prompt: int = 4, max_tokens: int = 16, share: object = None) -> Request:
+    first = 100 * request_id if share is None else 7
+    prompt = tuple(range(first, first + num_prompt))
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
+    return Request(request_id, SampleKey(0, request_id, 0), prompt, params, share)
+
+
+def plan_of(batcher: Batcher) -> Plan:
+    plan = batcher.schedule()
+    assert plan is not None
+    return plan
+
+
+def answer(batcher: Batcher, index: int, rows: Mapping[int, list[int]], stopped: set[int] | None = None) -> list[Ended]:
+    """Hands in the result of a plan in which these requests gained these tokens."""
+    results = {
+        request_id: RowResult(
+            np.asarray(tokens, np.int32),
+            np.full((len(tokens),), -0.5, np.float32),
+            np.full((len(tokens),), -0.25, np.float32),
+            request_id in (stopped or set()),
+        )
+        for request_id, tokens in rows.items()
+    }
+    return batcher.update(PlanResult(index, results, num_steps=4, policy_version=index))
+
+
+def starts(plan: Plan) -> list[tuple[int, int, int]]:
+    """(request, dp group, slot) of every chunk."""
+    return [(c.request.request_id, c.dp_group, c.slot) for c in plan.prefill]
+
+
+def decoding(plan: Plan) -> list[int]:
+    return [row.request_id for row in plan.decode]
+
+
+def test_a_plan_from_an_empty_batcher_is_none():
+    batcher, _ = make_batcher()
+    assert batcher.schedule() is None
+    assert batcher.is_idle
+
+
+def test_first_come_first_served_and_lowest_slot_first():
+    batcher, _ = make_batcher()
+    for i in range(3):
+        batcher.add(make_request(i))
+    plan = plan_of(batcher)
+    assert starts(plan) == [(0, 0, 0), (1, 0, 1)]
+    assert (plan.index, plan.num_steps, decoding(plan)) == (0, 4, [0, 1])
+    assert (batcher.num_running, batcher.num_waiting) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "max_prefill_tokens", "num_blocks", "leave_after"),
+    [
+        (2, 16, 33, UNLIMITED),  # nobody waits
+        (3, 16, 33, 1),  # one waits for a slot
+        (2, 4, 33, UNLIMITED),  # one waits for prefill budget: the next plan has some
+        (2, 16, 6, 1),  # one waits for blocks
+    ],
+)
+def test_plans_are_left_early_only_for_someone_who_could_come_in(
+    num_requests: int, max_prefill_tokens: int, num_blocks: int, leave_after: int
+):
+    batcher, _ = make_batcher(max_prefill_tokens=max_prefill_tokens, num_blocks=num_blocks)
+    for i in range(num_requests):
+        batcher.add(make_request(i))
+    assert plan_of(batcher).leave_after == leave_after
+
+
+def test_who_reaches_the_limit_in_flight_is_in_no_further_plan():
+    batcher, _ = make_batcher(num_slots=2)
+    for i, max_tokens in enumerate((5, 9)):
+        batcher.add(make_request(i, max_tokens=max_tokens))
+    assert decoding(plan_of(batcher)) == [0, 1]  # a token from the prefill, and four steps
+    assert decoding(plan_of(batcher)) == [1]
+    assert batcher.schedule() is None
+    assert [ended.progress.request.request_id for ended in answer(batcher, 0, {0: [5] * 5, 1: [5] * 5}, {0})] == [0]
+    assert batcher.schedule() is None
+
+
+def test_a_plan_that_may_be_left_early_takes_nobody_to_the_limit_for_sure():
+    batcher, _ = make_batcher(num_slots=1)
+    for i in range(2):
+        batcher.add(make_request(i, max_tokens=5))
+    assert plan_of(batcher).leave_after == 1
+    assert decoding(plan_of(batcher)) == [0]
+
+
+def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
+    batcher, _ = make_batcher(num_groups=2, num_slots=3, max_prefill_tokens=64)
+    for i, share in enumerate(["a", "a", "a", "b", "b"]):
+        batcher.add(make_request(i, num_prompt=9, share=share))
+    plan = plan_of(batcher)
+    assert starts(plan) == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1)]
+    assert [chunk.start for chunk in plan.prefill] == [0, 8, 8, 0, 8]
+    assert batcher.counters.shared_tokens == 24
+
+
+def test_a_prompt_whose_group_is_full_spills_into_another():
+    batcher, _ = make_batcher(num_groups=2, num_slots=2, max_prefill_tokens=64)
+    for i in range(3):
+        batcher.add(make_request(i, num_prompt=9, share="a"))
+    plan = plan_of(batcher)
+    assert starts(plan) == [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
+    assert plan.prefill[2].start == 0
+
+
+def test_a_prompt_whose_group_has_no_budget_waits_for_it_and_others_pass():
+    batcher, _ = make_batcher(num_groups=2, num_slots=4, max_prefill_tokens=9)
+    batcher.add(make_request(0, num_prompt=9, share="a"))
+    batcher.add(make_request(1, num_prompt=9, share="a"))
+    batcher.add(make_request(2, num_prompt=6))
+    assert starts(plan_of(batcher)) == [(0, 0, 0), (2, 1, 0)]
+    plan = plan_of(batcher)
+    assert (starts(plan), plan.prefill[0].start) == ([(1, 0, 1)], 8)
+
+
+def test_prompts_too_short_to_share_are_spread():
+    batcher, _ = make_batcher(num_groups=2)
+    for i in range(2):
+        batcher.add(make_request(i, num_prompt=4, share="a"))
+    assert starts(plan_of(batcher)) == [(0, 0, 0), (1, 1, 0)]
+
+
+def test_blocks_cover_the_plan_in_flight_and_never_pass_the_limit():
+    batcher, _ = make_batcher(decode_steps=4, block_size=1)
+    batcher.add(make_request(0, num_prompt=4, max_tokens=10))
+    sizes = [len(plan_of(batcher).decode[0].block_table)]
+    for index, gained in enumerate([[5, 5, 5, 5, 5], [5, 5, 5, 5]]):
+        sizes.append(len(plan_of(batcher).decode[0].block_table))
+        answer(batcher, index, {0: gained})
+    # prompt + 4 steps; + 4 steps unseen; then prompt + max_tokens, where one plan more would reach 16.
+    assert sizes == [8, 12, 14]
+
+
+@pytest.mark.parametrize(("num_blocks", "comes_in"), [(7, False), (8, True)])
+def test_a_new_request_leaves_the_running_ones_room_for_a_plan(num_blocks: int, comes_in: bool):
+    batcher, _ = make_batcher(num_blocks=num_blocks, max_prefill_tokens=64)
+    batcher.add(make_request(0, num_prompt=4, max_tokens=20))
+    plan_of(batcher)
+    batcher.add(make_request(1, num_prompt=4, max_tokens=20))
+    plan = plan_of(batcher)
+    assert len(plan.decode[0].block_table) == 3
+    # The new one wants 3 blocks for two plans, the other one will want its fourth.
+    assert bool(plan.prefill) == comes_in
+
+
+def crowd() -> tuple[Batcher, list[TraceEvent]]:
+    """A pool of 7 blocks after two plans: two requests run, plan 1 is in flight, a third request waits."""
+    batcher, trace = make_batcher(num_blocks=8, max_prefill_tokens=64, num_slots=3)
+    for i in range(3):
+        batcher.add(make_request(i, num_prompt=2, max_tokens=20))
+    assert starts(plan_of(batcher)) == [(0, 0, 0), (1, 0, 1)]
+    assert decoding(plan_of(batcher)) == [0, 1]
+    answer(batcher, 0, {0: [5] * 5, 1: [6] * 5})
+    return batcher, trace
+
+
+def test_the_youngest_is_preempted_and_comes_back_first_with_its_tokens():
+    batcher, trace = crowd()
+    plan = plan_of(batcher)
+    assert decoding(plan) == [0], "14 positions for the first take the last block"
+    assert trace[-1] == Preempted(2, SampleKey(0, 1, 0), dp_group=0, slot=1)
+    assert plan.leave_after == 1
+    assert (batcher.num_running, batcher.num_waiting, batcher.counters.preemptions) == (1, 2, 1)
+    answer(batcher, 1, {0: [5] * 4, 1: [6] * 4})
+    assert not plan_of(batcher).prefill, "no room"
+    (ended,) = answer(batcher, 2, {0: [5, STOP]}, stopped={0})
+    assert (ended.reason, ended.dispatch, ended.slot) == ("stop", 2, 0)
+    chunk = plan_of(batcher).prefill[0]
+    assert (chunk.request.request_id, chunk.slot, chunk.start, chunk.num_generated) == (1, 0, 0, 9)
+    assert chunk.tokens == (100, 101, *[6] * 9), "tokens that arrived late are kept"
+    assert trace[-1] == Admitted(4, SampleKey(0, 1, 0), 0, 0, 0)
+    assert batcher.progress(1).sample("abort").versions.tolist() == [0] * 5 + [1] * 4
+
+
+def test_a_preempted_request_may_turn_out_finished():
+    batcher, trace = crowd()
+    plan_of(batcher)
+    (ended,) = answer(batcher, 1, {0: [5] * 4, 1: [6, 6, STOP]}, stopped={1})
+    assert (ended.progress.request.request_id, ended.reason, ended.slot) == (1, "stop", 1)
+    assert trace[-1] == Completed(1, SampleKey(0, 1, 0), 0, 1, 8, "stop")
+    assert batcher.live() == (0, 2)
+    assert batcher.num_waiting == 1
+
+
+def test_tokens_of_an_aborted_request_are_dropped_and_it_returns_when_none_are_in_flight():
+    batcher, _ = make_batcher(num_slots=4)
+    request = make_request(0)
+    batcher.add(request)
+    plan_of(batcher)
+    (progress,) = batcher.abort([0])
+    assert progress.tokens == []
+    batcher.add(request)
+    assert batcher.schedule() is None, "plan 0 is in flight and names it"
+    assert answer(batcher, 0, {0: [5] * 5}) == []
+    assert batcher.counters.dropped_tokens == 5
+    chunk = plan_of(batcher).prefill[0]
+    assert (chunk.slot, chunk.num_generated, batcher.progress(0).tokens) == (0, 0, [])
+
+
+def test_a_freed_slot_is_reused_in_the_next_plan():
+    batcher, _ = make_batcher(num_slots=1)
+    for i in range(2):
+        batcher.add(make_request(i))
+    plan_of(batcher)
+    plan_of(batcher)
+    answer(batcher, 0, {0: [STOP]}, stopped={0})
+    plan = plan_of(batcher)
+    assert (starts(plan), decoding(plan)) == ([(1, 0, 0)], [1])
+    answer(batcher, 1, {0: []})
+    assert batcher.live() == (1,), "the old row's empty result means nothing to the new one"
+
+
+def test_counters_of_a_plan():
+    batcher, _ = make_batcher(num_slots=4)
+    for i in range(2):
+        batcher.add(make_request(i))
+    plan_of(batcher)
+    answer(batcher, 0, {0: [5, 5, STOP], 1: [5] * 5}, stopped={0})
+    counters = batcher.counters
+    assert (counters.plans, counters.steps, counters.admissions, counters.prefill_tokens) == (1, 4, 2, 8)
+    assert (counters.busy_row_steps, counters.offered_row_steps) == (2 + 4, 4 * 4)
+    assert counters.bubble_ratio == 1 - 6 / 16
+
+
+def test_results_must_come_in_order():
+    batcher, _ = make_batcher()
+    batcher.add(make_request(0))
+    plan_of(batcher)
+    with pytest.raises(AssertionError, match="plan 0 is due"):
+        answer(batcher, 1, {})
+
+
+@pytest.mark.parametrize(
+    "options", [{"decode_steps": 0}, {"leave_after": 0}, {"num_slots": 0}, {"max_prefill_tokens": 0}]
+)
+def test_impossible_options_are_refused(options: dict[str, int]):
+    with pytest.raises(ValueError, match=r"rollout\."):
+        make_batcher(**options)

@@ -1,0 +1,117 @@
+"""Block accounting: examples, and the invariants after any sequence of calls."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.tokens.blocks import BlockManager
+
+
+def test_blocks_are_given_in_order_and_come_back():
+    blocks = BlockManager(num_groups=2, num_blocks=5, block_size=4)
+    assert blocks.allocate(1, group=0, num_tokens=9) == 0
+    assert blocks.table(1) == (1, 2, 3)
+    assert (blocks.num_free(0), blocks.num_free(1)) == (1, 4)
+    assert blocks.allocate(2, group=0, num_tokens=5) is None
+    assert blocks.extend(1, num_tokens=12)
+    assert blocks.extend(1, num_tokens=16)
+    assert not blocks.extend(1, num_tokens=17)
+    assert blocks.num_held(1) == 4
+    blocks.free(1)
+    assert blocks.num_free(0) == 4
+    blocks.check()
+
+
+def test_a_published_prompt_is_shared_and_outlives_its_writer():
+    blocks = BlockManager(num_groups=2, num_blocks=9, block_size=4)
+    blocks.allocate(1, 0, num_tokens=10, share="p", prompt_len=9)
+    assert blocks.num_published(0, "p", 9) == 0, "no chunk is in a plan yet"
+    blocks.publish(1, num_tokens=7)
+    assert blocks.num_published(0, "p", 9) == 1, "one full block"
+    blocks.publish(1, num_tokens=9)
+    assert blocks.allocate(2, 0, num_tokens=10, share="p", prompt_len=9) == 8
+    assert blocks.table(2)[:2] == blocks.table(1)[:2]
+    assert blocks.table(2)[2] != blocks.table(1)[2]
+    assert blocks.num_published(1, "p", 9) == 0, "pools of other groups know nothing of it"
+    assert blocks.groups_holding("p") == (0,)
+    blocks.free(1)
+    assert blocks.num_published(0, "p", 9) == 2
+    blocks.free(2)
+    assert blocks.num_published(0, "p", 9) == 0
+    assert blocks.groups_holding("p") == ()
+    assert blocks.num_free(0) == 8
+    blocks.check()
+
+
+@pytest.mark.parametrize(("prompt_len", "shareable"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_the_last_token_of_a_prompt_is_never_shared(prompt_len: int, shareable: int):
+    blocks = BlockManager(num_groups=1, num_blocks=9, block_size=4)
+    blocks.allocate(1, 0, num_tokens=prompt_len, share="p", prompt_len=prompt_len)
+    blocks.publish(1, prompt_len)
+    assert blocks.num_published(0, "p", prompt_len) == shareable
+
+
+def test_a_copy_that_started_before_the_first_was_published_is_not_published_over_it():
+    blocks = BlockManager(num_groups=1, num_blocks=20, block_size=2)
+    blocks.allocate(1, 0, num_tokens=7, share="p", prompt_len=7)
+    blocks.allocate(2, 0, num_tokens=7, share="p", prompt_len=7)
+    blocks.publish(1, 2)
+    blocks.publish(2, 7)
+    blocks.publish(1, 4)
+    assert blocks.allocate(3, 0, num_tokens=7, share="p", prompt_len=7) == 4
+    assert blocks.table(3)[:2] == blocks.table(1)[:2]
+    blocks.free(1)
+    blocks.check()
+    assert blocks.num_published(0, "p", 7) == 2, "the third request holds them"
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 4), (1, 1, 4), (1, 4, 0)])
+def test_impossible_sizes_are_refused(sizes: tuple[int, int, int]):
+    with pytest.raises(ValueError, match=r"rollout\.num_blocks"):
+        BlockManager(*sizes)
+
+
+PROMPT_LENGTHS = {"a": 1, "b": 6, "c": 9, None: 5}
+CALLS = st.tuples(
+    st.sampled_from(["allocate", "allocate", "extend", "publish", "free"]),
+    st.integers(0, 9),  # which request
+    st.integers(0, 2),  # which group
+    st.sampled_from(list(PROMPT_LENGTHS)),
+    st.integers(0, 12),  # tokens beyond the prompt
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(num_blocks=st.integers(2, 16), block_size=st.integers(1, 4), calls=st.lists(CALLS, max_size=60))
+def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, calls: list):
+    blocks = BlockManager(3, num_blocks, block_size)
+    live: dict[int, tuple[int, int]] = {}  # request -> (group, tokens covered)
+    for call, request, group, share, more in calls:
+        prompt_len = PROMPT_LENGTHS[share]
+        if call == "allocate" and request not in live:
+            free = blocks.num_free(group)
+            shared = blocks.allocate(request, group, prompt_len + more, share, prompt_len)
+            if shared is None:
+                assert blocks.num_free(group) == free
+            else:
+                live[request] = (group, prompt_len + more)
+                assert shared <= max(prompt_len - 1, 0)
+        elif call == "extend" and request in live:
+            where, tokens = live[request]
+            missing = blocks.blocks_for(tokens + more) - blocks.num_held(request)
+            fits = missing <= blocks.num_free(where)
+            assert blocks.extend(request, tokens + more) == fits
+            if fits:
+                live[request] = (where, tokens + more)
+        elif call == "publish" and request in live:
+            blocks.publish(request, more)
+        elif call == "free" and request in live:
+            blocks.free(request)
+            del live[request]
+        blocks.check()
+        for holder, (_, tokens) in live.items():
+            assert blocks.num_held(holder) >= blocks.blocks_for(tokens)
+    for request in live:
+        blocks.free(request)
+        blocks.check()
+    assert [blocks.num_free(g) for g in range(3)] == [num_blocks - 1] * 3

@@ -1,0 +1,331 @@
+"""The engine over replayed lengths, watched by an executor with a shadow of the KV cache (`tests/checking.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from checking import assert_empty, assert_whole, make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine, Finished, resume
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
+from jaxrl.types import Sample, SampleKey, SamplingParams
+
+
+def test_generate_returns_samples_in_the_order_of_requests():
+    requests = [make_request(i, prompt=i) for i in range(7)]
+    lengths = {r.key: n for r, n in zip(requests, [9, 1, 30, 4, 5, 20, 2], strict=True)}
+    engine, _ = make_engine(lengths)
+    samples = engine.generate(requests)
+    assert [s.key for s in samples] == [r.key for r in requests]
+    for request, sample in zip(requests, samples, strict=True):
+        assert_whole(sample, request, lengths[request.key])
+    assert_empty(engine)
+    assert engine.counters.admissions == 7
+    assert engine.counters.prefill_tokens == 21
+
+
+def test_stream_yields_as_they_finish_and_closing_aborts():
+    requests = [make_request(i, prompt=i) for i in range(4)]
+    lengths = {r.key: n for r, n in zip(requests, [20, 2, 9, 5], strict=True)}
+    engine, _ = make_engine(lengths)
+    assert [s.key.prompt_index for s in engine.stream(requests)] == [1, 3, 2, 0]
+    listening = engine.stream(requests)
+    next(listening)
+    listening.close()
+    assert_empty(engine)
+
+
+def test_the_device_is_one_plan_ahead():
+    request = make_request(0)
+    engine, executor = make_engine({request.key: 6})
+    engine.add(request)
+    assert engine.step() == []
+    assert len(executor.plans) == 1
+    assert engine.step() == [], "1 + 4 tokens after plan 0"
+    assert len(executor.plans) == 2
+    (finished,) = engine.step()
+    assert (finished.request_id, finished.dispatch, finished.dp_group, finished.slot) == (0, 1, 0, 0)
+    assert len(executor.plans) == 3, "planned before the host knew"
+    assert not engine.is_idle
+    assert engine.step() == []
+    assert_empty(engine)
+    assert engine.counters.steps == 5
+    assert engine.counters.busy_row_steps == 5
+    assert engine.counters.offered_row_steps == 20
+    assert engine.counters.bubble_ratio == 0.75
+
+
+def test_drain_shows_all_the_device_knows():
+    request = make_request(0)
+    engine, _ = make_engine({request.key: 5})
+    engine.add(request)
+    engine.step()
+    (finished,) = engine.drain()
+    assert_whole(finished.sample, request, 5)
+    assert engine.drain() == []
+    assert_empty(engine)
+
+
+def test_finished_come_by_group_and_slot():
+    requests = [make_request(i, prompt=i) for i in range(6)]
+    engine, _ = make_engine(dict.fromkeys((r.key for r in requests), 3), num_groups=2)
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    finished = engine.drain()
+    places = [(f.dispatch, f.dp_group, f.slot) for f in finished]
+    assert places == sorted(places)
+    assert [f.request_id for f in finished] == [0, 2, 4, 1, 3, 5]
+
+
+def test_samples_of_a_prompt_share_its_blocks():
+    requests = [make_request(i, num_prompt=10, sample=i, share=True) for i in range(4)]
+    engine, executor = make_engine(dict.fromkeys((r.key for r in requests), 4))
+    engine.generate(requests)
+    assert [c.start for c in executor.plans[0].prefill] == [0, 8, 8, 8], "all in one plan"
+    assert engine.counters.shared_tokens == 24
+    assert_empty(engine)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_before_anybody_decodes():
+    short, long = make_request(0, num_prompt=3, prompt=0), make_request(1, num_prompt=20, prompt=1)
+    engine, executor = make_engine({short.key: 20, long.key: 3}, max_prefill_tokens=8)
+    samples = engine.generate([short, long])
+    assert_whole(samples[1], long, 3)
+    chunks = [[(c.request.request_id, c.start, len(c.tokens), c.is_last) for c in p.prefill] for p in executor.plans]
+    assert chunks[:4] == [[(0, 0, 3, True), (1, 0, 5, False)], [(1, 5, 8, False)], [(1, 13, 7, True)], []]
+    assert [len(p.decode) for p in executor.plans[:3]] == [0, 0, 2]
+
+
+def test_preempted_requests_keep_their_tokens():
+    requests = [make_request(i, prompt=i, max_tokens=12) for i in range(3)]
+    trace: list[TraceEvent] = []
+    engine, _ = make_engine(
+        dict.fromkeys((r.key for r in requests), 12), BatcherConfig(decode_steps=2), num_blocks=7, trace=trace.append
+    )
+    for request, sample in zip(requests, engine.generate(requests), strict=True):
+        assert_whole(sample, request, 12)
+    assert engine.counters.preemptions == sum(isinstance(e, Preempted) for e in trace) > 0
+    assert engine.counters.admissions == sum(isinstance(e, Admitted) for e in trace)
+    assert all(e.key.prompt_index > 0 for e in trace if isinstance(e, Preempted)), "the oldest is never preempted"
+    assert_empty(engine)
+
+
+def test_abort_and_resume():
+    requests = [make_request(i, prompt=i) for i in range(6)]
+    lengths = dict.fromkeys((r.key for r in requests), 18)
+    engine, executor = make_engine(lengths)
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    engine.step()
+    executor.inner.policy_version = 1
+    assert engine.unfinished() == (0, 1, 2, 3, 4, 5)
+    samples = engine.abort([5, 0, 3])
+    assert [len(s) for s in samples] == [0, 5, 5], "the sixth was waiting; of the others one plan was seen"
+    assert all(s.finish_reason == "abort" for s in samples)
+    resumed = [resume(requests[i], s) for i, s in zip([5, 0, 3], samples, strict=True)]
+    for request in resumed:
+        engine.add(request)
+    finished: dict[int, Finished] = {}
+    while not engine.is_idle:
+        finished.update((f.request_id, f) for f in engine.step())
+    for request in requests:
+        assert_whole(finished[request.request_id].sample, request, 18)
+    assert finished[0].sample.versions.tolist() == [0] * 5 + [1] * 13
+    assert engine.counters.dropped_tokens == 8, "two rows had a plan of four steps in flight"
+    assert_empty(engine)
+
+
+def test_abort_in_the_middle_of_a_prefill():
+    request, other = make_request(0, num_prompt=20, share=True), make_request(1, num_prompt=20, sample=1, share=True)
+    lengths = {request.key: 3, other.key: 4}
+    engine, _ = make_engine(lengths, max_prefill_tokens=8)
+    engine.add(request)
+    engine.add(other)
+    engine.step()
+    assert [len(s) for s in engine.abort([0])] == [0]
+    samples = []
+    while not engine.is_idle:
+        samples += [f.sample for f in engine.step()]
+    assert_whole(samples[0], other, 4)
+    assert_empty(engine)
+
+
+def test_a_stop_string_ends_a_row_on_the_host():
+    params = SamplingParams(max_tokens=20, stop_strings=("seven",))
+    request = Request(0, SampleKey(0, 0, 0), (1, 2), params)
+    other = make_request(1, prompt=1)
+    calls: list[int] = []
+
+    def stop_check(request: Request, tokens: list[int]) -> int | None:
+        calls.append(request.request_id)
+        return 7 if len(tokens) >= 7 else None
+
+    engine, _ = make_engine({request.key: 20, other.key: 6}, stop_check=stop_check)
+    stopped, whole = engine.generate([request, other])
+    assert (len(stopped), stopped.finish_reason, len(stopped.versions)) == (7, "stop", 7)
+    assert_whole(whole, other, 6)
+    assert set(calls) == {0}, "only requests with stop strings are looked at"
+    assert engine.counters.dropped_tokens == 4
+    assert_empty(engine)
+
+
+def test_malformed_requests_are_refused_and_change_nothing():
+    engine, _ = make_engine({}, BatcherConfig(max_model_len=40), num_blocks=9)
+    with pytest.raises(ValueError, match=r"rollout\.num_blocks \(9\)"):
+        engine.add(make_request(0, num_prompt=13))
+    with pytest.raises(ValueError, match=r"rollout\.max_model_len \(40\)"):
+        engine.add(make_request(0, num_prompt=21))
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.add(make_request(0, num_prompt=0))
+    with pytest.raises(ValueError, match="stop_check"):
+        engine.add(Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(stop_strings=("x",))))
+    with pytest.raises(ValueError, match="log-probabilities"):
+        engine.add(Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(max_tokens=4), generated=(5,)))
+    seven = np.full((20,), 7, np.int32)
+    done = Sample(SampleKey(0, 0, 0), seven, seven, seven, seven)
+    with pytest.raises(ValueError, match="finished already"):
+        engine.add(resume(make_request(0), done))
+    with pytest.raises(ValueError, match="not of this request"):
+        resume(make_request(0, sample=1), done)
+    with pytest.raises(ValueError, match="not live"):
+        engine.abort([3])
+    assert_empty(engine)
+    engine.add(make_request(0, share=True))
+    with pytest.raises(ValueError, match="is live"):
+        engine.add(make_request(0, share=True))
+    with pytest.raises(ValueError, match="another prompt"):
+        engine.add(Request(1, SampleKey(0, 1, 0), (1,), SamplingParams(max_tokens=4), share=("prompt", 0)))
+    with pytest.raises(ValueError, match="idle engine"):
+        engine.generate([make_request(2)])
+    with pytest.raises(ValueError, match="named once"):
+        engine.abort([0, 0])
+    assert engine.unfinished() == (0,)
+    engine.abort([0])
+    with pytest.raises(ValueError, match="is live"):
+        engine.generate([make_request(2), make_request(2)])
+    assert_empty(engine)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A small world, and what is done to it: (step | drain | abort | add, which)."""
+
+    num_groups: int
+    num_slots: int
+    block_size: int
+    spare_blocks: int
+    max_prefill_tokens: int
+    config: BatcherConfig
+    prompts: tuple[tuple[int, bool, tuple[tuple[int, int], ...]], ...]  # (length, shared, (response, max_tokens)...)
+    script: tuple[tuple[str, int], ...]
+
+    def requests(self) -> list[tuple[Request, int]]:
+        out = []
+        for p, (num_prompt, share, responses) in enumerate(self.prompts):
+            for i, (length, max_tokens) in enumerate(responses):
+                out.append((make_request(len(out), num_prompt, max_tokens, p, i, share), length))
+        return out
+
+
+RESPONSES = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16)), min_size=1, max_size=4).map(tuple)
+SCENARIOS = st.builds(
+    Scenario,
+    num_groups=st.integers(1, 4),
+    num_slots=st.integers(1, 4),
+    block_size=st.integers(1, 4),
+    spare_blocks=st.integers(0, 12),
+    max_prefill_tokens=st.integers(1, 20),
+    config=st.builds(BatcherConfig, decode_steps=st.integers(1, 6), leave_after=st.integers(1, 3)),
+    prompts=st.lists(st.tuples(st.integers(1, 14), st.booleans(), RESPONSES), min_size=1, max_size=6).map(tuple),
+    script=st.lists(
+        st.tuples(st.sampled_from(["step", "step", "step", "drain", "abort", "add"]), st.integers(0, 1 << 16)),
+        max_size=30,
+    ).map(tuple),
+)
+
+
+def run_scenario(scenario: Scenario, trace: list[TraceEvent]) -> tuple[Engine, dict[int, Sample]]:
+    """Adds requests, aborts some and adds them again later, and runs everything to its end."""
+    requests = dict(enumerate(scenario.requests()))
+    lengths = {request.key: length for request, length in requests.values()}
+    need = max(-(-(len(r.prompt_ids) + r.params.max_tokens) // scenario.block_size) for r, _ in requests.values())
+    engine, _ = make_engine(
+        lengths,
+        scenario.config,
+        scenario.num_groups,
+        scenario.num_slots,
+        need + 1 + scenario.spare_blocks,
+        scenario.block_size,
+        scenario.max_prefill_tokens,
+        trace=trace.append,
+    )
+    out = [request for request, _ in requests.values()]
+    done: dict[int, Sample] = {}
+
+    def take(finished: list[Finished]) -> None:
+        for f in finished:
+            assert f.request_id not in done
+            done[f.request_id] = f.sample
+        engine.batcher.blocks.check()
+
+    for action, which in scenario.script:
+        match action:
+            case "add" if out:
+                engine.add(out.pop(which % len(out)))
+            case "step":
+                take(engine.step())
+            case "drain":
+                take(engine.drain())
+            case "abort" if engine.unfinished():
+                live = engine.unfinished()
+                ids = [i for i in live if which >> (i % 16) & 1] or [live[0]]
+                out += [resume(requests[i][0], s) for i, s in zip(ids, engine.abort(ids), strict=True)]
+    for request in out:
+        engine.add(request)
+    patience = 50 + 20 * sum(len(r.prompt_ids) + length for r, length in requests.values())
+    while not engine.is_idle:
+        take(engine.step())
+        patience -= 1
+        assert patience, "livelock"
+    assert set(done) == set(requests)
+    return engine, done
+
+
+@settings(max_examples=400, deadline=None)
+@given(SCENARIOS)
+def test_every_request_finishes_whole_whatever_happens(scenario: Scenario):
+    trace: list[TraceEvent] = []
+    engine, done = run_scenario(scenario, trace)
+    for i, (request, length) in enumerate(scenario.requests()):
+        assert_whole(done[i], request, length)
+    assert_empty(engine)
+    counters = engine.counters
+    assert 0 <= counters.busy_row_steps <= counters.offered_row_steps
+    completed = [e for e in trace if isinstance(e, Completed)]
+    assert len(completed) == len(done)
+    order = [(e.plan_index, e.dp_group, e.slot) for e in completed]
+    assert order == sorted(order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCENARIOS)
+def test_a_replay_of_recorded_lengths_decides_the_same(scenario: Scenario):
+    """What is recorded of a run (its lengths) is enough for a replay to admit, preempt and complete alike."""
+    first: list[TraceEvent] = []
+    _, done = run_scenario(scenario, first)
+    recorded = {sample.key: len(sample) for sample in done.values()}
+    prompts = tuple(
+        (n, share, tuple((recorded[SampleKey(0, p, i)], most) for i, (_, most) in enumerate(responses)))
+        for p, (n, share, responses) in enumerate(scenario.prompts)
+    )
+    second: list[TraceEvent] = []
+    run_scenario(replace(scenario, prompts=prompts), second)
+    assert first == second

@@ -1,0 +1,111 @@
+"""Replayed plans: the decode loop's rule for leaving, step by step, and the fillers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request
+from jaxrl.sim.replay import ReplayExecutor, filler
+from jaxrl.types import SampleKey, SamplingParams
+
+STOP = 2
+
+
+def make_request(i: int, max_tokens: int = 50, stop: tuple[int, ...] = (STOP,)) -> Request:
+    return Request(i, SampleKey(0, i, 0), (1, 2, 3), SamplingParams(max_tokens=max_tokens, stop_token_ids=stop))
+
+
+def make_executor(lengths: list[int], **more) -> ReplayExecutor:
+    return ReplayExecutor(
+        {SampleKey(0, i, 0): n for i, n in enumerate(lengths)},
+        num_groups=1,
+        num_slots=8,
+        num_blocks=99,
+        block_size=4,
+        max_prefill_tokens=64,
+        **more,
+    )
+
+
+def run(executor: ReplayExecutor, index: int, new: list[Request], old: list[int], **more) -> PlanResult:
+    """Submits a plan that starts `new` requests and advances `old` ones; the slot is the request's id."""
+    chunks = [PrefillChunk(r, 0, r.request_id, r.prompt_ids, 0, (1,), True, len(r.generated)) for r in new]
+    rows = [DecodeRow(i, 0, i, (1, 2)) for i in [*old, *(r.request_id for r in new)]]
+    return executor.collect(executor.submit(Plan(index, tuple(chunks), tuple(rows), **more)))
+
+
+def gained(result: PlanResult) -> dict[int, tuple[int, bool]]:
+    return {i: (len(row.token_ids), row.stopped) for i, row in result.rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_steps", "leave_after", "steps", "expected"),
+    [
+        ([9, 9], 4, 99, 4, {0: (5, False), 1: (5, False)}),
+        ([3, 9], 4, 99, 4, {0: (3, True), 1: (5, False)}),
+        ([3, 9], 4, 1, 2, {0: (3, True), 1: (3, False)}),
+        ([3, 3, 9], 4, 1, 2, {0: (3, True), 1: (3, True), 2: (3, False)}),  # both stop in the step
+        ([2, 4, 9], 8, 2, 3, {0: (2, True), 1: (4, True), 2: (4, False)}),
+        ([1, 9], 4, 1, 0, {0: (1, True), 1: (1, False)}),  # the first token may end a row, and counts
+        ([2, 3], 9, 99, 2, {0: (2, True), 1: (3, True)}),  # nobody is active any more
+        ([9, 9], 0, 99, 0, {0: (1, False), 1: (1, False)}),
+    ],
+)
+def test_leaving_early(
+    lengths: list[int], num_steps: int, leave_after: int, steps: int, expected: dict[int, tuple[int, bool]]
+):
+    executor = make_executor(lengths)
+    requests = [make_request(i) for i in range(len(lengths))]
+    result = run(executor, 0, requests, [], num_steps=num_steps, leave_after=leave_after)
+    assert (result.num_steps, gained(result)) == (steps, expected)
+
+
+def test_a_row_that_has_stopped_gains_nothing_and_does_not_count_as_stopping_again():
+    executor = make_executor([2, 9])
+    run(executor, 0, [make_request(0), make_request(1)], [], num_steps=2)
+    result = run(executor, 1, [], [0, 1], num_steps=3, leave_after=1)
+    assert (result.num_steps, gained(result)) == (3, {0: (0, False), 1: (3, False)})
+
+
+def test_tokens_depend_on_identity_and_position_alone():
+    request = make_request(0, stop=(STOP, 17))
+    whole = run(make_executor([6]), 0, [request], [], num_steps=20).rows[0].token_ids.tolist()
+    assert whole == [filler(request, i, 6) for i in range(6)]
+    assert whole[-1] == STOP
+    assert not {STOP, 17} & set(whole[:-1])
+    kept = Request(0, request.key, request.prompt_ids, request.params, None, tuple(whole[:4]))
+    assert run(make_executor([6]), 0, [kept], [], num_steps=20).rows[0].token_ids.tolist() == whole[4:]
+
+
+def test_lengths_are_cut_at_max_tokens_without_a_stop_token():
+    row = run(make_executor([6]), 0, [make_request(0, max_tokens=5)], [], num_steps=20).rows[0]
+    assert len(row.token_ids) == 5
+    assert row.stopped
+    assert STOP not in row.token_ids
+
+
+def test_time_is_charged_by_plan_and_steps():
+    executor = make_executor([6], cost=lambda plan, steps: 10.0 * len(plan.prefill) + steps)
+    engine = Engine(executor, BatcherConfig(decode_steps=3))
+    engine.generate([make_request(0)])
+    assert engine.duration_s == 10.0 + 5, "a plan for a row that had stopped costs no step"
+
+
+def test_lengths_that_do_not_fit_are_refused():
+    executor = make_executor([2])
+    with pytest.raises(ValueError, match="no length is recorded"):
+        run(executor, 0, [make_request(1)], [])
+    kept = Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(), None, (5, 6))
+    with pytest.raises(ValueError, match="must exceed the tokens kept"):
+        run(executor, 0, [kept], [])
+
+
+def test_jax_is_not_imported():
+    modules = "jaxrl.sim.replay, jaxrl.scheduling.tokens.engine, jaxrl.scheduling.rounds.round"
+    code = f"import sys, {modules}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

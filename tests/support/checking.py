@@ -1,0 +1,247 @@
+"""An executor that keeps a shadow of the KV cache and checks every plan, with the requests and engines of its tests.
+
+`CheckingExecutor` holds, for every position of every block, the token whose KV would be there. So a block given to two
+requests, a prefix read before it was written, or a slot reused too early shows as a wrong token in a row's context.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Capacity, Plan, PlanResult, Request, Ticket
+from jaxrl.sim.replay import ReplayExecutor, filler
+from jaxrl.types import Sample, SampleKey, SamplingParams
+
+STOP = 2
+
+
+@dataclass
+class _Row:
+    request: Request
+    cached: int  # positions whose KV is written
+    num_generated: int
+
+
+class CheckingExecutor:
+    """Runs plans through a ReplayExecutor and checks, in the order of the device, what a plan must obey."""
+
+    def __init__(self, inner: ReplayExecutor, lengths: dict[SampleKey, int]) -> None:
+        self.inner = inner
+        self.lengths = lengths
+        self.num_groups = inner.num_groups
+        self.num_slots = inner.num_slots
+        self.num_blocks = inner.num_blocks
+        self.block_size = inner.block_size
+        self.max_prefill_tokens = inner.max_prefill_tokens
+        self.plans: list[Plan] = []
+        self._due: deque[Plan] = deque()
+        self._cache: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> token
+        self._rows: dict[tuple[int, int], _Row] = {}
+        self._requests: dict[int, Request] = {}  # as last seen in a chunk
+        self._prefilling: dict[tuple[int, int], tuple[int, int]] = {}  # (group, slot) -> (request id, next start)
+
+    def check(self, request: Request) -> None:
+        self.inner.check(request)
+
+    def submit(self, plan: Plan) -> Ticket:
+        assert plan.index == len(self.plans)
+        assert len(self._due) <= 1, "the device is one plan ahead, not two"
+        self.plans.append(plan)
+        self._due.append(plan)
+        self._check_shape(plan)
+        return self.inner.submit(plan)
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        result = self.inner.collect(ticket)
+        plan = self._due.popleft()
+        self._run_prefill(plan)
+        self._run_decode(plan, result)
+        return result
+
+    @property
+    def tp(self) -> int:
+        return self.inner.tp
+
+    def capacity(self, tp: int) -> Capacity:
+        return self.inner.capacity(tp)
+
+    def switch(self, move: Relayout) -> SwitchTimes:
+        """Copies the shadow as the plan says; rows and prefills go to their new slots."""
+        assert not self._due
+        capacity, size = move.capacity, self.block_size
+        cache = {}
+        for copy in move.kv.copies:
+            assert 0 < copy.target_block < capacity.num_blocks
+            for offset in range(size):
+                source = (copy.source_group, copy.source_block, offset)
+                if source in self._cache:
+                    cache[copy.target_group, copy.target_block, offset] = self._cache[source]
+        by_id = {row.request.request_id: row for row in self._rows.values()}
+        self._rows = {(row.dp_group, row.slot): by_id[row.request.request_id] for row in move.rows}
+        for row in move.rows:
+            known = self._rows[row.dp_group, row.slot]
+            assert (row.position, row.token) == (known.cached, self._expected(row.request, known.cached))
+        self._prefilling = {
+            (seat.dp_group, seat.slot): (request_id, seat.num_written) for request_id, seat in move.seats.items()
+        }
+        self._cache = cache
+        times = self.inner.switch(move)
+        self.num_groups, self.num_slots, self.num_blocks = (
+            capacity.num_groups,
+            capacity.num_slots,
+            capacity.num_blocks,
+        )
+        return times
+
+    def _check_shape(self, plan: Plan) -> None:
+        """What can be said of a plan by itself."""
+        assert plan.prefill or plan.decode
+        chunked = [c.request.request_id for c in plan.prefill]
+        decoding = [r.request_id for r in plan.decode]
+        assert len(set(chunked)) == len(chunked)
+        assert len(set(decoding)) == len(decoding)
+        last = {c.request.request_id for c in plan.prefill if c.is_last}
+        assert not decoding or last <= set(decoding), "a row whose prefill ends decodes in the same plan, if any does"
+        assert not (set(chunked) - last) & set(decoding), "a row in the middle of its prefill does not"
+        spent = Counter[int]()
+        owners: dict[tuple[int, int], set[int]] = {}
+        for chunk in plan.prefill:
+            assert chunk.tokens
+            spent[chunk.dp_group] += len(chunk.tokens)
+            owners.setdefault((chunk.dp_group, chunk.slot), set()).add(chunk.request.request_id)
+        for row in plan.decode:
+            owners.setdefault((row.dp_group, row.slot), set()).add(row.request_id)
+        assert all(count <= self.max_prefill_tokens for count in spent.values())
+        for (group, slot), owner in owners.items():
+            assert len(owner) == 1, f"slot {slot} of group {group} has {owner}"
+            assert 0 <= group < self.num_groups
+            assert 0 <= slot < self.num_slots
+        self._check_tables(plan)
+
+    def _check_tables(self, plan: Plan) -> None:
+        """No block twice in a plan, unless it is one place of the prompt of one `share`."""
+        self._requests.update((chunk.request.request_id, chunk.request) for chunk in plan.prefill)
+        tables = {row.request_id: (row.dp_group, row.block_table) for row in plan.decode}
+        tables |= {chunk.request.request_id: (chunk.dp_group, chunk.block_table) for chunk in plan.prefill}
+        users: dict[tuple[int, int], set[tuple[object, int]]] = {}
+        for request_id, (group, table) in tables.items():
+            request = self._requests[request_id]
+            assert len(set(table)) == len(table)
+            assert all(TRASH_BLOCK < block < self.num_blocks for block in table)
+            for i, block in enumerate(table):
+                may_share = request.share is not None and i < (len(request.prompt_ids) - 1) // self.block_size
+                users.setdefault((group, block), set()).add((request.share if may_share else request_id, i))
+        assert all(len(user) == 1 for user in users.values()), users
+
+    def _run_prefill(self, plan: Plan) -> None:
+        for chunk in plan.prefill:
+            request, at = chunk.request, (chunk.dp_group, chunk.slot)
+            known, due = self._prefilling.get(at, (-1, -1))
+            if chunk.start != due or known != request.request_id:  # a new stay begins, at most after shared blocks
+                assert chunk.start % self.block_size == 0
+                assert chunk.start <= len(request.prompt_ids) - 1
+                assert chunk.start == 0 or request.share is not None
+            self._prefilling[at] = (request.request_id, chunk.start + len(chunk.tokens))
+            for i, token in enumerate(chunk.tokens):
+                assert token == self._expected(request, chunk.start + i)
+                self._write(chunk.dp_group, chunk.block_table, chunk.start + i, token)
+        for chunk in plan.prefill:
+            end = chunk.start + len(chunk.tokens)
+            self._check_context(chunk.dp_group, chunk.block_table, chunk.request, end)
+            if chunk.is_last:
+                assert end == len(chunk.request.prompt_ids) + chunk.num_generated
+                self._rows[chunk.dp_group, chunk.slot] = _Row(chunk.request, end, chunk.num_generated)
+
+    def _run_decode(self, plan: Plan, result: PlanResult) -> None:
+        fresh = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
+        assert set(result.rows) == {row.request_id for row in plan.decode} | fresh
+        for chunk in plan.prefill:
+            if chunk.is_last and not plan.decode:  # its first token, and nobody decodes
+                assert len(result.rows[chunk.request.request_id].token_ids) == 1
+                self._rows[chunk.dp_group, chunk.slot].num_generated += 1
+        for named in plan.decode:
+            row, gained = self._rows[named.dp_group, named.slot], len(result.rows[named.request_id].token_ids)
+            request = row.request
+            assert request.request_id == named.request_id
+            reach = min(row.cached + plan.num_steps, len(request.prompt_ids) + request.params.max_tokens - 1)
+            if row.num_generated < self._length(request):
+                assert reach <= len(named.block_table) * self.block_size, "the table must cover what may be written"
+            row.num_generated += gained
+            for _ in range(gained - (request.request_id in fresh)):
+                self._write(named.dp_group, named.block_table, row.cached, self._expected(request, row.cached))
+                row.cached += 1
+        for named in plan.decode:
+            row = self._rows[named.dp_group, named.slot]
+            if len(result.rows[named.request_id].token_ids):
+                self._check_context(named.dp_group, named.block_table, row.request, row.cached)
+
+    def _length(self, request: Request) -> int:
+        return min(self.lengths[request.key], request.params.max_tokens)
+
+    def _expected(self, request: Request, position: int) -> int:
+        """The token at a position of a request's sequence."""
+        num_prompt = len(request.prompt_ids)
+        if position < num_prompt:
+            return request.prompt_ids[position]
+        return filler(request, position - num_prompt, self._length(request))
+
+    def _write(self, group: int, table: tuple[int, ...], position: int, token: int) -> None:
+        self._cache[group, table[position // self.block_size], position % self.block_size] = token
+
+    def _check_context(self, group: int, table: tuple[int, ...], request: Request, end: int) -> None:
+        for p in range(end):
+            at = (group, table[p // self.block_size], p % self.block_size)
+            assert self._cache.get(at) == self._expected(request, p), f"{request.key}: position {p} has been clobbered"
+
+
+def make_request(
+    request_id: int, num_prompt: int = 3, max_tokens: int = 20, prompt: int = 0, sample: int = 0, share: bool = False
+) -> Request:
+    return Request(
+        request_id=request_id,
+        key=SampleKey(0, prompt, sample),
+        prompt_ids=tuple(40_000 + prompt * 100 + i for i in range(num_prompt)),
+        params=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)),
+        share=("prompt", prompt) if share else None,
+    )
+
+
+def make_engine(
+    lengths: dict[SampleKey, int],
+    config: BatcherConfig | None = None,
+    num_groups: int = 1,
+    num_slots: int = 4,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_prefill_tokens: int = 32,
+    layouts: dict[int, Capacity] | None = None,
+    tp: int = 1,
+    **more,
+) -> tuple[Engine, CheckingExecutor]:
+    sizes = (num_groups, num_slots, num_blocks, block_size, max_prefill_tokens)
+    inner = ReplayExecutor(lengths, *sizes, layouts=layouts, tp=tp)
+    executor = CheckingExecutor(inner, lengths)
+    return Engine(executor, config or BatcherConfig(decode_steps=4), **more), executor
+
+
+def assert_whole(sample: Sample, request: Request, length: int) -> None:
+    """A sample has exactly the tokens that its identity says."""
+    length = min(length, request.params.max_tokens)
+    assert sample.token_ids.tolist() == [filler(request, i, length) for i in range(length)]
+    assert sample.finish_reason == ("stop" if length < request.params.max_tokens else "length")
+    assert len(sample.versions) == len(sample.rollout_logprobs) == len(sample.sampled_logprobs) == length
+
+
+def assert_empty(engine: Engine) -> None:
+    """Everything was given back."""
+    assert engine.is_idle
+    blocks, capacity = engine.batcher.blocks, engine.batcher.capacity
+    blocks.check()
+    assert all(blocks.num_free(g) == capacity.num_blocks - 1 for g in range(capacity.num_groups))
+    assert all(len(slots) == capacity.num_slots for slots in engine.batcher._free_slots)
+    assert not engine.batcher._share_prompts
+    assert not engine.batcher._in_flight

@@ -1,0 +1,142 @@
+"""A simulated machine of round numbers, for tests: what it is made of, and how to play a round on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl.scheduling.rounds.events import (
+    Event,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.progress import TraceEvent
+from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.sim.cost_model import CostModel, ModelSizes, SwitchTimes, TrainLoad
+from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
+from jaxrl.sim.known import KnownSample, KnownWorkload
+from jaxrl.sim.lockstep import LockstepBatcher
+from jaxrl.sim.workload import Workload
+from jaxrl.types import Prompt, SampleKey, SamplingParams
+
+STOP = 1
+SMALL = ModelSizes(1000, 64, 128, 4, 4, 2, 16)
+
+
+@dataclass(frozen=True)
+class ConstantCost:
+    """Round numbers: 10 s a prefill, 1 s a decode step whatever its rows, 7 s a forward pass, 5 s a sync, and 100 s a
+    training step with 1 s for each update."""
+
+    def decode_step_s(self, tp: int, batch: int, context: float) -> float:
+        return 1.0 if batch else 0.0
+
+    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
+        return np.ones(len(batch_S))
+
+    def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
+        return 10.0 if tokens else 0.0
+
+    def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
+        return 100.0 + load.updates
+
+    def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        return 7.0
+
+    def weight_sync_s(self, tp: int, num_devices: int) -> float:
+        return 5.0
+
+    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
+        return SwitchTimes(0.0, 0.0, 0.0, 0.0)
+
+    def kv_bytes_per_token(self, tp: int) -> int:
+        return 1
+
+    def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
+        return 1000
+
+
+def sizes(**more: int) -> MachineSizes:
+    plain = {"num_devices": 1, "tp": 1, "num_slots": 4, "num_blocks": 99, "block_size": 4, "max_prefill_tokens": 64}
+    return MachineSizes(**(plain | more))
+
+
+@dataclass
+class Machine:
+    """A backend over simulated devices, with what it is made of."""
+
+    workload: Workload
+    sizes: MachineSizes = field(default_factory=sizes)
+    cost: CostModel = field(default_factory=ConstantCost)
+    decode_steps: int = 2
+    workers: int = 1
+    timeout_s: float = 0.0
+    host_s: float = 0.0
+    trace: list[TraceEvent] = field(default_factory=list)
+    batcher: type[Batcher] = LockstepBatcher
+
+    def __post_init__(self) -> None:
+        self.clock = SimulatedClock()
+        launched = Launched(self.workload)
+        self.executor = SimulatedExecutor(self.sizes, launched.length, self.cost, self.clock, self.host_s)
+        config = BatcherConfig(decode_steps=self.decode_steps)
+        self.engine = Engine(self.executor, config, trace=self.trace.append, batcher=self.batcher)
+        rewards = RewardWorkers(self.workers, self.timeout_s)
+        phases = SimulatedPhases(self.clock)
+        self.backend = SimulatedBackend(self.engine, self.executor, launched, rewards, self.clock, 0.0, phases)
+
+    def begin(self, max_tokens: int = 50, version: int = 0) -> SimulatedBackend:
+        self.backend.enter_rollout(version)
+        self.backend.begin(version + 1, SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)))
+        assert isinstance(self.backend.wait(), RoundStarted)
+        return self.backend
+
+
+def prompt(index: int, length: int = 4) -> Prompt:
+    return Prompt(0, index, (0,) * length, f"prompt {index}", "test")
+
+
+def key(prompt_index: int, sample_index: int = 0) -> SampleKey:
+    return SampleKey(0, prompt_index, sample_index)
+
+
+def known(lengths: dict[SampleKey, int], reward_s: dict[SampleKey, float] | None = None, prompts: int = 4) -> Workload:
+    times = reward_s or {}
+    samples = {k: KnownSample(n, float(k.sample_index), times.get(k, 0.0)) for k, n in lengths.items()}
+    return KnownWorkload(samples, {k.prompt_index: prompts for k in lengths})
+
+
+TINY = known(
+    {key(0, 0): 3, key(0, 1): 5, key(1, 0): 2, key(1, 1): 6},
+    {key(0, 0): 3.0, key(0, 1): 4.0, key(1, 0): 1.0, key(1, 1): 2.0},
+)
+
+
+def play(round: Round, backend: Any) -> list[Event]:
+    events: list[Event] = []
+    while not round.done:
+        events.append(backend.wait())
+        for command in round.handle(events[-1]):
+            backend.apply(command)
+    return events
+
+
+def told(events: list[Event]) -> list[tuple[float, str, SampleKey]]:
+    found = []
+    for event in events:
+        match event:
+            case SampleFinished(time_s=time_s, sample=sample):
+                found.append((time_s, "finished", sample.key))
+            case SampleAborted(time_s=time_s, sample=sample):
+                found.append((time_s, "aborted", sample.key))
+            case Verdict(time_s=time_s, key=of):
+                found.append((time_s, "verdict", of))
+    return found
