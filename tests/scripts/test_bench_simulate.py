@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_simulate  # noqa: E402
 
-from jaxrl import config_files  # noqa: E402
+from jaxrl.config import files as config_files  # noqa: E402
 
 SMALL = (
     "data.train_batch_size=8",
