@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jaxrl.sim.backend import SimulatedBackend
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
 from jaxrl.runtime.backend import RolloutBackend
@@ -29,7 +30,6 @@ from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.sim.backend import SimulatedBackend
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 
 from jaxrl.scheduling.rounds.events import (
     Event,
@@ -18,7 +19,6 @@ from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import TraceEvent
-from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, ModelSizes, SwitchTimes, TrainLoad
 from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
