@@ -69,7 +69,7 @@ def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
     rng = random.Random(100 + seed)
     lengths = {request.key: rng.randint(1, 45) for request in wanted}
     shape = sizes(num_devices=4, tp=2, num_slots=5, num_blocks=21, max_prefill_tokens=24)
-    jumping = SimulatedExecutor(shape, lengths.__getitem__, ConstantCost(), SimulatedClock())
+    jumping = SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), SimulatedClock())
     stepping = ReplayExecutor(lengths, 2, 5, 21, 4, 24)
     outcomes = []
     for executor in (jumping, stepping):
