@@ -336,13 +336,13 @@ class RolloutBackend:
         if earlier is None:
             self._rewards.submit(prompt, sample)
         else:
-            verdict = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
-            self._take([verdict], journalled=True)
+            self._arrived[key] = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
+            self._release_due()
 
-    def _take(self, verdicts: list[Verdict], *, journalled: bool = False) -> None:
+    def _take(self, verdicts: list[Verdict]) -> None:
         """Notes verdicts as they arrive; those of the clock are on the disk before the round hears of them."""
         for verdict in verdicts:
-            if self._journal is not None and verdict.status in ("timeout", "crash") and not journalled:
+            if self._journal is not None and verdict.status in ("timeout", "crash"):
                 decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
                 self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
             self._arrived[verdict.key] = verdict
