@@ -205,7 +205,7 @@ class RolloutBackend:
         while not self._events:
             if self._interrupted():
                 raise Interrupted
-            self._take(self._rewards.completed())
+            self._take(self._rewards.completed())  # also where none came: a turn may have come by a cancellation
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
@@ -337,16 +337,19 @@ class RolloutBackend:
             self._rewards.submit(prompt, sample)
         else:
             self._arrived[key] = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
-            self._release_due()
 
     def _take(self, verdicts: list[Verdict]) -> None:
-        """Notes verdicts as they arrive; those of the clock are on the disk before the round hears of them."""
+        """Notes verdicts as they arrive, and hands over those that are here and whose turn it is.
+
+        Those of the clock are on the disk before the round hears of them.
+        """
         for verdict in verdicts:
             if self._journal is not None and verdict.status in ("timeout", "crash"):
                 decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
                 self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
             self._arrived[verdict.key] = verdict
-        self._release_due()
+        while self._due and self._due[0] in self._arrived:
+            self._events.append(self._arrived.pop(self._due.popleft()))
 
     def _cancel_score(self, keys: Sequence[SampleKey]) -> None:
         gone = set(keys)
@@ -356,12 +359,6 @@ class RolloutBackend:
         for key in keys:
             self._arrived.pop(key, None)
         self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in gone))
-        self._release_due()  # one that waited for the verdict of another
-
-    def _release_due(self) -> None:
-        """Hands over the verdicts that are here and whose turn it is."""
-        while self._due and self._due[0] in self._arrived:
-            self._events.append(self._arrived.pop(self._due.popleft()))
 
     def _place(self, key: SampleKey) -> tuple[int, ...]:
         """Which verdict of the step it is, as the journal names it."""

@@ -143,6 +143,16 @@ def batch(lengths: list[int]) -> TrainBatch:
     return TrainBatch([prompt(i, 10) for i in range(len(lengths))], samples, [np.zeros(n, np.float32) for n in lengths])
 
 
+def test_a_weight_sync_takes_its_time_and_brings_a_version():
+    clock = SimulatedClock()
+    executor = SimulatedExecutor(sizes(), lambda *_: 1, ConstantCost(), clock, sync_s=2.5)
+    executor.sync_weights(None, 3)
+    assert (clock.now_s, executor.policy_version, executor.recompiles) == (2.5, 3, 0)
+    engine = Engine(executor, BatcherConfig())
+    (sample,) = engine.generate([requests(0, 1)[0]])
+    assert sample.versions.tolist() == [3]
+
+
 def test_a_training_step_is_charged_once_however_it_is_cut():
     cost = RooflineCost(SMALL, H100)
     spent = []
