@@ -31,7 +31,7 @@ from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
     build_engine,
@@ -232,10 +232,10 @@ class _Run:
             engine,
             executor,
             pool,
-            self.tokenizer,
-            outputs.journal,
-            outputs.timeline,
-            weights=lambda: self.trainer.params,
+            text_by(self.tokenizer),
+            lambda: self.trainer.params,
+            journal=outputs.journal,
+            timeline=outputs.timeline,
             on_progress=outputs.on_progress,
             interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
             layouts=layouts,
