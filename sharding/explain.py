@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxrl.config.layout import prime_factors
+from jaxrl.config.devices import prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size
 from jaxrl.sharding.rules import Model, Weight, padded_config, rollout_spec

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.config.layout import prime_factors
+from jaxrl.config.devices import prime_factors
 
 
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.config.layout import prime_factors
+from jaxrl.config.devices import prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import dividing_prefix, nested_axes
 

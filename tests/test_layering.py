@@ -32,7 +32,10 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
-PURE_CONFIG = {"jaxrl.config", "jaxrl.config.options", "jaxrl.config.layout"}  # values alone: no file is read there
+PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
+    f"jaxrl.config.{name}"
+    for name in ("checks", "declared", "devices", "layout", "mapping", "options", "reference", "simulation")
+}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxrl.config import Config
-from jaxrl.config.layout import devices_problem
+from jaxrl.config.devices import devices_problem
 from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path

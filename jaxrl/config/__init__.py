@@ -1,20 +1,13 @@
-"""The configuration: every option once with its bounds (`options`, `layout`), and files that hold them (`files`)."""
+"""The configuration: every option once, with its bounds and its text, and files that hold options.
 
-from jaxrl.config.options import (
-    ActorSection,
-    AlgorithmSection,
-    Config,
-    ConfigError,
-    DataSection,
-    OptimSection,
-    SimulatedLengths,
-    SimulatedScoring,
-    SimulatedTask,
-    differences,
-    flatten,
-    from_mapping,
-    to_mapping,
-)
+`options`, `layout` and `simulation` declare them; `checks` says what must hold between them. `mapping` builds a
+`Config` from nested mappings, `files` from YAML, gin and overrides. `reference` lists all options.
+"""
+
+from jaxrl.config.checks import ConfigError
+from jaxrl.config.mapping import differences, flatten, from_mapping, to_mapping
+from jaxrl.config.options import ActorSection, AlgorithmSection, Config, DataSection, OptimSection
+from jaxrl.config.simulation import SimulatedLengths, SimulatedScoring, SimulatedTask
 
 __all__ = [
     "ActorSection",

@@ -1,71 +1,57 @@
-"""The options `rollout.layout.*`: tensor parallelism that adapts, and what of them cannot be."""
+"""The options `rollout.layout.*`: tensor parallelism that adapts, and which settings of it are impossible."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Interval
 
-def prime_factors(count: int) -> tuple[int, ...]:
-    """The primes whose product is `count`, ascending."""
-    factors: list[int] = []
-    divisor = 2
-    while count > 1:
-        while count % divisor == 0:
-            factors.append(divisor)
-            count //= divisor
-        divisor += 1
-    return tuple(factors)
-
-
-def devices_problem(own: int, total: int, tp: int, option: str) -> str | None:
-    """Why the rollout cannot have degree `tp` on `own` of `total` devices (0 of its own: on all), or None.
-
-    `option` says where the devices are counted; `total` 0: not known yet. Weights pass from mesh to mesh with the same
-    spec on both sides, so the axes of one must begin those of the other.
-    """
-    if own and total:
-        if own >= total:
-            return f"rollout.num_devices ({own}) must be below {option} ({total}): some are left for training"
-        mine, others = prime_factors(own), prime_factors(total - own)
-        if mine[: len(others)] != others and others[: len(mine)] != mine:
-            return (
-                f"rollout.num_devices ({own}) and the {total - own} devices left of {option} ({total}) must have "
-                f"nested meshes for weights to pass: the prime factors of one, {mine} and {others}, must begin those "
-                "of the other"
-            )
-    if (own or total) % tp:
-        where = f"rollout.num_devices ({own})" if own else f"{option} ({total})"
-        return f"rollout.tensor_model_parallel_size ({tp}) must divide {where}"
-    return None
+from jaxrl.config.devices import prime_factors
 
 
 @dataclass(frozen=True)
 class LayoutSection:
     """Tensor parallelism that adapts; `rollout.tensor_model_parallel_size` is where it begins."""
 
-    switch: bool = False  # change tp while a batch drains (jaxrl.scheduling.layouts.switch_rule)
-    planner: bool = (
-        False  # choose each step's first tp from the preemptions before (jaxrl.scheduling.layouts.tp_planner)
-    )
-    degrees: list[int] = field(default_factory=list)  # tp degrees that may be used; empty: all inside a host
-    devices_per_host: int = 0  # tp stays inside a host; 0: all of the run's devices are in one
-    scale_rows: bool = True  # max_num_seqs and num_blocks of a dp group grow with tp, so that the totals stay
-    profile: str = ""  # switch: the file that `jaxrl profile` wrote
-    allow_synthetic: bool = False  # accept a profile that was made up to try switches out
-    bound: Literal["max_length", "expected"] = "max_length"  # rows go on to their limit, or as long as others did
-    direction: Literal["up", "both"] = "up"  # within a generation
-    min_gain: float = 0.05  # share of the predicted remaining time that a switch must save
-    cooldown: int = 4  # plans between switches, at least
-    reversal_factor: float = 2.0  # by which live rows must change before a switch back
-    state: Literal["cheaper", "migrate", "recompute"] = "cheaper"  # how KV is carried over
-    headroom_tokens: int = 32  # that every live row must have room to grow by in the new layout
-    correction_weight: float = 0.1  # of a new step time in the correction of the profile; 0: off
-    correction_max_factor: float = 2.0  # step times count as at most this many times the predicted ones
-    planner_rise: float = 1.05  # more than this times the preemptions of the step before double tp
-    planner_quiet_rounds: int = 4  # so many steps in a row without preemption halve it
+    switch: Annotated[bool, "Change tp while a batch drains, where the profile says that it saves time."] = False
+    planner: Annotated[bool, "Choose the tp that a step begins with from the preemptions of the steps before."] = False
+    degrees: Annotated[list[int], "The tp degrees to use; empty: all inside a host."] = field(default_factory=list)
+    devices_per_host: Annotated[int, Ge(0), "Devices of a host, inside which tp stays; 0: all are in one host."] = 0
+    scale_rows: Annotated[
+        bool,
+        "Let rollout.max_num_seqs and rollout.num_blocks of a dp group grow with tp, so that the totals over all dp "
+        "groups stay.",
+    ] = True
+    profile: Annotated[str, "The file that `jaxrl profile` wrote, which rollout.layout.switch needs."] = ""
+    allow_synthetic: Annotated[bool, "Accept a profile that was made up to try switches out."] = False
+    bound: Annotated[
+        Literal["max_length", "expected"],
+        "How long rows are taken to go on; max_length: to their limit, expected: as long as others did before.",
+    ] = "max_length"
+    direction: Annotated[
+        Literal["up", "both"], "Where tp may go within a generation; up: it only grows, both: it may fall again."
+    ] = "up"
+    min_gain: Annotated[float, Interval(ge=0, lt=1), "Share of the predicted time left that a switch must save."] = 0.05
+    cooldown: Annotated[int, Ge(1), "The fewest plans from one switch to the next."] = 4
+    reversal_factor: Annotated[float, "By which factor, above 1, live rows must change before a switch back."] = 2.0
+    state: Annotated[
+        Literal["cheaper", "migrate", "recompute"],
+        "How KV is carried over a switch; cheaper: moved or computed again, whichever is predicted to be faster.",
+    ] = "cheaper"
+    headroom_tokens: Annotated[int, Ge(0), "Tokens by which every live row must be able to grow in a new layout."] = 32
+    correction_weight: Annotated[
+        float, Ge(0), "Weight of a newly measured step time in the correction of the profile; 0: no correction."
+    ] = 0.1
+    correction_max_factor: Annotated[
+        float, Ge(1), "Measured step times count as at most this many times the predicted ones."
+    ] = 2.0
+    planner_rise: Annotated[
+        float, Ge(1), "The planner raises tp where preemptions are more than this times those of the step before."
+    ] = 1.05
+    planner_quiet_rounds: Annotated[int, Ge(1), "The planner lowers tp after so many steps without preemption."] = 4
 
     @property
     def adapts(self) -> bool:

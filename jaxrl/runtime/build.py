@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.layout import devices_problem
+from jaxrl.config.devices import devices_problem
 from jaxrl.data.stops import stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl.config import Config
-from jaxrl.config.layout import prime_factors
+from jaxrl.config.devices import prime_factors
 from jaxrl.kernels import packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config

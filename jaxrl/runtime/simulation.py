@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config
+from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Loop, Together
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
@@ -138,7 +139,7 @@ def _loop(
         hooks,
         rule=batch_rule(config),
         stop_token_ids=(STOP_TOKEN,),
-        total_steps=trained.total_training_steps or max(trained.total_epochs * num_prompts // data.train_batch_size, 1),
+        total_steps=total_steps(config, num_prompts),
         num_devices=num_devices,
         together=together,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.config.layout import devices_problem
+from jaxrl.config.devices import devices_problem
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.latency import CorrectionConfig, LatencyPredictor

@@ -1,4 +1,4 @@
-"""config.py's checks as a table: what is written and the sentence that answers it."""
+"""The configuration's checks as a table: what is written and the sentence that answers it."""
 
 import dataclasses
 import re
@@ -6,8 +6,8 @@ import re
 import pytest
 
 from jaxrl.config import Config, ConfigError, differences, flatten, from_mapping, to_mapping
-from jaxrl.config import options as config_module
 from jaxrl.config.files import apply_override
+from jaxrl.config.reference import options as option_docs
 
 
 def build(options=None):
@@ -112,12 +112,35 @@ def test_what_is_refused(options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("path", sorted(config_module._AT_LEAST))
-def test_lower_bounds(path):
-    low = config_module._AT_LEAST[path]
+@pytest.mark.parametrize(("path", "low"), [(o.path, int(o.bounds[9:])) for o in option_docs() if "least" in o.bounds])
+def test_lower_bounds(path, low):
     kind = type(flatten(to_mapping(Config()))[path])
     with pytest.raises(ConfigError, match=re.escape(f"{path} must be at least {low}, found")):
         build({path: kind(low - 1)})
+
+
+@pytest.mark.parametrize("bounds", ["in (0, 1]", "in [0, 1)"])
+def test_intervals(bounds):
+    paths = [option.path for option in option_docs() if option.bounds == bounds]
+    assert paths
+    outside = (0.0, 1.5) if bounds[3] == "(" else (-0.5, 1.0)
+    for path in paths:
+        for value in outside:
+            with pytest.raises(ConfigError, match=re.escape(f"{path} must be {bounds}, found {value}")):
+                build({path: value})
+        for value in {0.0, 0.5, 1.0} - {*outside}:
+            build({path: value})
+
+
+def test_every_number_has_bounds():
+    """All but those that `checks`, the layout section or the simulator's workload look at, and one that may be any."""
+    unbounded = [option.path for option in option_docs() if option.type in ("int", "float") and not option.bounds]
+    elsewhere = ["rollout.layout.reversal_factor", "actor.clip_ratio_c", "actor.entropy_coeff"]
+    assert [path for path in unbounded if not path.startswith("simulate.task.")] == elsewhere
+
+
+def test_defaults_are_within_their_bounds():
+    from_mapping(to_mapping(Config()) | {"model": {"path": "m"}})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxrl.config.layout import prime_factors
+from jaxrl.config.devices import prime_factors
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh
 

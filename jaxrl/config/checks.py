@@ -1,0 +1,85 @@
+"""What must hold between options. What holds for one option alone stands on its field.
+
+Each check raises `ConfigError` with one sentence: which options, what was found, what is allowed.
+"""
+
+from __future__ import annotations
+
+from jaxrl.config.devices import devices_problem
+from jaxrl.config.options import Config
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message is one sentence for the user."""
+
+
+def check(c: Config) -> None:
+    """Raises ConfigError for options that do not go together."""
+    if not c.model.path:
+        raise ConfigError("model.path is missing: give a Hugging Face folder or a .gguf file")
+    _check_data(c)
+    _check_batch(c)
+    _check_tokens(c)
+    _check_devices(c)
+
+
+def _check_data(c: Config) -> None:
+    if c.data.task and c.data.train_files:
+        raise ConfigError("data.task and data.train_files exclude each other: problems come from a task or from files")
+    if "{question}" not in c.data.prompt_template:
+        raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
+    if c.reward.kind == "custom" and not c.reward.path:
+        raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
+    if c.reward.kind == "task" and not c.data.task:
+        raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
+
+
+def _check_batch(c: Config) -> None:
+    batch, mini = c.data.train_batch_size, c.mini_batch_prompts
+    if batch % mini:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size ({mini} prompts) must divide data.train_batch_size ({batch} prompts)"
+        )
+    if c.algorithm.adv_estimator in ("grpo", "dr_grpo", "rloo") and c.rollout.n < 2:
+        raise ConfigError(
+            f"rollout.n ({c.rollout.n}) must be at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}: "
+            "its advantage compares the samples of a prompt with each other"
+        )
+    if c.algorithm.use_kl_in_reward and c.actor.use_kl_loss:
+        raise ConfigError("algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once")
+    if c.actor.clip_ratio_c and c.actor.clip_ratio_c <= 1:
+        raise ConfigError(f"actor.clip_ratio_c must be above 1, or 0 for off, found {c.actor.clip_ratio_c!r}")
+    if c.actor.param_dtype == "float64" and c.actor.dtype != "float64":
+        raise ConfigError(f"actor.dtype must be float64 where actor.param_dtype is, found {c.actor.dtype}")
+
+
+def _check_tokens(c: Config) -> None:
+    longest, budget = c.max_model_length, c.actor.ppo_max_token_len_per_gpu
+    if budget < longest:
+        raise ConfigError(
+            f"actor.ppo_max_token_len_per_gpu ({budget} tokens) must hold the longest sequence: "
+            f"data.max_prompt_length ({c.data.max_prompt_length}) + data.max_response_length "
+            f"({c.data.max_response_length}) = {longest} tokens"
+        )
+    if c.rollout.num_blocks:
+        need = -(-longest // c.rollout.block_size)
+        if c.rollout.num_blocks - 1 < need:
+            raise ConfigError(
+                f"rollout.num_blocks ({c.rollout.num_blocks}, one of them reserved) must hold one request of "
+                f"{longest} tokens: at least {need + 1} blocks of {c.rollout.block_size} tokens"
+            )
+
+
+def _check_devices(c: Config) -> None:
+    devices, own, tp = c.trainer.num_devices, c.rollout.num_devices, c.rollout.tensor_model_parallel_size
+    if own and not c.trainer.one_step_off:
+        raise ConfigError(
+            f"rollout.num_devices ({own}) needs trainer.one_step_off: without it rollout and update wait for each "
+            "other, and devices of their own would stand idle in turns"
+        )
+    problem = devices_problem(own, devices, tp, "trainer.num_devices")
+    if problem is not None:
+        raise ConfigError(problem)
+    problem = c.rollout.layout.problem(tp, own or devices)
+    if problem is not None:
+        raise ConfigError(problem)

@@ -1,0 +1,37 @@
+"""What a number of devices can be made into: the factors of a mesh, and what rollout and training leave each other."""
+
+from __future__ import annotations
+
+
+def prime_factors(count: int) -> tuple[int, ...]:
+    """The primes whose product is `count`, ascending."""
+    factors: list[int] = []
+    divisor = 2
+    while count > 1:
+        while count % divisor == 0:
+            factors.append(divisor)
+            count //= divisor
+        divisor += 1
+    return tuple(factors)
+
+
+def devices_problem(own: int, total: int, tp: int, option: str) -> str | None:
+    """Why the rollout cannot have degree `tp` on `own` of `total` devices (0 of its own: on all), or None.
+
+    `option` says where the devices are counted; `total` 0: not known yet. Weights pass from mesh to mesh with the same
+    spec on both sides, so the axes of one must begin those of the other.
+    """
+    if own and total:
+        if own >= total:
+            return f"rollout.num_devices ({own}) must be below {option} ({total}): some are left for training"
+        mine, others = prime_factors(own), prime_factors(total - own)
+        if mine[: len(others)] != others and others[: len(mine)] != mine:
+            return (
+                f"rollout.num_devices ({own}) and the {total - own} devices left of {option} ({total}) must have "
+                f"nested meshes for weights to pass: the prime factors of one, {mine} and {others}, must begin those "
+                "of the other"
+            )
+    if (own or total) % tp:
+        where = f"rollout.num_devices ({own})" if own else f"{option} ({total})"
+        return f"rollout.tensor_model_parallel_size ({tp}) must divide {where}"
+    return None

@@ -1,0 +1,69 @@
+"""Every option as text, for the option reference."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrl.config.declared import bounds_text, declared, walk
+from jaxrl.config.mapping import flatten, to_mapping
+from jaxrl.config.options import Config
+
+
+@dataclass(frozen=True, slots=True)
+class OptionDoc:
+    """An option, as a reader looks it up.
+
+    Attributes:
+      path: `rollout.n`.
+      type: `int`, `one of up, both`, `list of str`.
+      default: its value.
+      bounds: `at least 1`; empty where there are none.
+      doc: what it is, with its unit.
+    """
+
+    path: str
+    type: str
+    default: Any
+    bounds: str
+    doc: str
+
+
+def options() -> list[OptionDoc]:
+    """All options, in the order of declaration."""
+    defaults = flatten(to_mapping(Config()))
+    return [
+        OptionDoc(
+            path,
+            _type_text(option.type),
+            defaults[path],
+            "" if option.bounds is None else bounds_text(option.bounds),
+            option.doc,
+        )
+        for path, option in walk(Config)
+    ]
+
+
+def sections() -> dict[str, str]:
+    """What each section is about, by its path (`rollout.layout`), outer sections before those inside them."""
+    return dict(_sections(Config, ""))
+
+
+def _sections(section: type, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, found in declared(section).items():
+        if found.is_section:
+            yield prefix + name, found.type.__doc__
+            yield from _sections(found.type, f"{prefix}{name}.")
+
+
+def _type_text(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin is list:
+        return f"list of {_type_text(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    return hint.__name__

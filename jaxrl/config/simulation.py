@@ -1,0 +1,82 @@
+"""The options `simulate.*`, which `jaxrl simulate` alone reads: the machine, the cost model and the workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+
+@dataclass(frozen=True)
+class SimulatedLengths:
+    """How long responses are: a lognormal body, and a power law above one of its quantiles."""
+
+    median: Annotated[float, "Response tokens at the median of the lognormal body, at the first step."] = 500.0
+    sigma: Annotated[float, "Standard deviation of the logarithm of the body's lengths."] = 1.0
+    tail_from: Annotated[float, "Quantile of the body from which a power law takes over; 1: none does."] = 1.0
+    tail_index: Annotated[float, "In the tail, the share of longer responses falls as length ** -tail_index."] = 2.0
+    shortest: Annotated[int, "Tokens of the shortest response; data.max_response_length caps the longest."] = 1
+    growth: Annotated[float, "Share by which all lengths grow per training step."] = 0.0
+    growth_limit: Annotated[float, "Lengths grow until they are this many times those of the first step."] = 10.0
+
+
+@dataclass(frozen=True)
+class SimulatedScoring:
+    """How long scoring takes."""
+
+    median_s: Annotated[float, "Seconds of scoring a response, at the median of a lognormal distribution."] = 0.0
+    sigma: Annotated[float, "Standard deviation of the logarithm of those seconds."] = 0.0
+    per_token_s: Annotated[float, "Seconds of scoring per response token, besides the drawn ones."] = 0.0
+    hang_share: Annotated[float, "Share of the responses whose scoring ends at reward.timeout_s only."] = 0.0
+
+
+@dataclass(frozen=True)
+class SimulatedTask:
+    """One kind of prompts."""
+
+    name: Annotated[str, "The task's name, which is the data source of its prompts."] = "simulated"
+    weight: Annotated[float, "Share of the prompts, relative to the weights of the other tasks."] = 1.0
+    response: SimulatedLengths = field(default_factory=SimulatedLengths)
+    correlation: Annotated[float, "How much of a response's length its prompt decides: 0 nothing, 1 all."] = 0.5
+    prompt_median: Annotated[float, "Prompt tokens at the median; data.max_prompt_length caps the longest."] = 200.0
+    prompt_sigma: Annotated[float, "Standard deviation of the logarithm of the prompts' lengths."] = 0.5
+    scoring: SimulatedScoring = field(default_factory=SimulatedScoring)
+    pass_rate: Annotated[float, "Probability that a response to the median prompt has reward 1."] = 0.5
+    pass_spread: Annotated[float, "Standard deviation over prompts of the logit of their pass rates."] = 2.0
+
+
+@dataclass(frozen=True)
+class SimulateSection:
+    """A simulated run: the machine, what says how long things take, and where lengths and rewards come from."""
+
+    run_dir: Annotated[str, "The folder to write; empty: trainer.run_dir with -simulated behind it."] = ""
+    hardware: Annotated[str, "Accelerator: A40, A100, H100, H800, H200 or MI300X."] = "H100"
+    num_devices: Annotated[int, Ge(0), "Simulated devices; 0: trainer.num_devices, or 8 where that is 0 as well."] = 0
+    model: Annotated[str, "A named shape, or a folder with a config.json; empty: model.path."] = ""
+    num_prompts: Annotated[int, Ge(0), "Prompts of an epoch; 0: data.task_size."] = 0
+    cost: Annotated[Literal["roofline", "table"], "What says how long things take."] = "roofline"
+    profile: Annotated[
+        str,
+        "With simulate.cost=table, the file that `jaxrl profile` wrote; what it does not hold comes from the roofline.",
+    ] = ""
+    calibration: Annotated[str, "A calibration file with efficiency factors of the roofline; empty: none."] = ""
+    calibration_of: Annotated[str, "The name in simulate.calibration whose efficiency factors are taken."] = ""
+    efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over all others."] = field(
+        default_factory=dict
+    )
+    host_s: Annotated[float, Ge(0), "Seconds of the host per plan, while the devices run the plan before."] = 0.0
+    workload: Annotated[
+        Literal["modelled", "recorded"],
+        "Where lengths and rewards come from; modelled: simulate.task or simulate.tasks, recorded: an earlier run.",
+    ] = "modelled"
+    recorded_run: Annotated[str, "With workload=recorded, the run directory whose samples.jsonl is drawn from."] = ""
+    recorded_rule: Annotated[
+        Literal["by_prompt", "pooled"],
+        "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together.",
+    ] = "by_prompt"
+    task: SimulatedTask = field(default_factory=SimulatedTask)
+    tasks: Annotated[
+        list[SimulatedTask],
+        "With simulate.workload=modelled, a mix of tasks in place of simulate.task, each with the options of that.",
+    ] = field(default_factory=list)
