@@ -24,8 +24,8 @@ from jaxrl.rollout.layout_programs import ExecutorConfig, bucket, buckets
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine, resume
-from jaxrl.scheduling.tokens.plan import PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import PlanResult, Request, Ticket, resume
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Capacity, Plan, PlanResult, Request, Ticket
@@ -69,7 +69,17 @@ class CheckingExecutor:
     def capacity(self, tp: int) -> Capacity:
         return self.inner.capacity(tp)
 
-    def switch(self, move: Relayout) -> SwitchTimes:
+    def start_in(self, tp: int) -> None:
+        """Chooses a layout while nothing is live."""
+        assert not self._due
+        for executor in (self, self.inner):
+            offered = self.capacity(tp)
+            executor.num_groups, executor.num_slots = offered.num_groups, offered.num_slots
+            executor.num_blocks = offered.num_blocks
+        self.inner.tp = tp
+        self._cache, self._rows, self._prefilling = {}, {}, {}
+
+    def switch(self, move: Relayout) -> TimeTaken:
         """Copies the shadow as the plan says; rows and prefills go to their new slots."""
         assert not self._due
         capacity, size = move.capacity, self.block_size

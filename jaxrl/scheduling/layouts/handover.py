@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
-from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, empty_pools, live_blocks, resident_row, rows_of
+from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, live_blocks, resident_row, restart, rows_of
 from jaxrl.scheduling.layouts.situation import regroup
 from jaxrl.scheduling.tokens.batcher import Batcher
-from jaxrl.scheduling.tokens.engine import Engine, resume
-from jaxrl.scheduling.tokens.plan import Executor, Seat
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Executor, Seat, resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
     try:
         taker.take_over(source.executor, kv, rows)
     except SwitchFailed:
-        target.batcher.reseat(target.batcher.capacity, empty_pools(target.batcher.capacity), {})
+        restart(target.batcher, target.batcher.capacity)
         raise
     except BaseException:
         for request_id in seats:

@@ -76,7 +76,7 @@ class Relayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchTimes:
+class TimeTaken:
     """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
 
     weights_s: float = 0.0
@@ -86,20 +86,6 @@ class SwitchTimes:
     @property
     def total_s(self) -> float:
         return self.weights_s + self.state_s + self.fixed_s
-
-
-@dataclass(frozen=True, slots=True)
-class Switched:
-    """A change of layout that has happened; fields as in `Relayout`. `num_moved`: tokens migrated."""
-
-    from_tp: int
-    to_tp: int
-    how: How
-    num_live: int
-    num_tokens: int
-    num_moved: int
-    num_evicted: int
-    times: SwitchTimes
 
 
 class SwitchFailed(RuntimeError):
@@ -128,7 +114,7 @@ class LayoutExecutor(Executor, Protocol):
         """What the layout of this degree offers. Raises ValueError if there is no such layout."""
         ...
 
-    def switch(self, move: Relayout) -> SwitchTimes:
+    def switch(self, move: Relayout) -> TimeTaken:
         """Carries it out, with nothing in flight.
 
         Raises `SwitchFailed` if it fails after something has moved; anything else that it raises, it raises before.
@@ -250,6 +236,6 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
             )
 
 
-def empty_pools(capacity: Capacity) -> BlockManager:
-    """Pools of these sizes with nobody in them."""
-    return BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)
+def restart(batcher: Batcher, capacity: Capacity) -> None:
+    """Goes on with empty pools of this capacity: every request waits, its tokens kept, and is prefilled again."""
+    batcher.reseat(capacity, BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size), {})

@@ -14,12 +14,12 @@ write are pointed at it).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from jaxrl.types import SampleKey, SamplingParams
+from jaxrl.types import Sample, SampleKey, SamplingParams
 
 TRASH_BLOCK = 0
 
@@ -47,6 +47,20 @@ class Request:
     generated_sampled_logprobs: tuple[float, ...] = ()
     generated_rollout_logprobs: tuple[float, ...] = ()
     generated_versions: tuple[int, ...] = ()
+
+
+def resume(request: Request, sample: Sample, request_id: int | None = None) -> Request:
+    """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
+    if sample.key != request.key:
+        raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
+    return replace(
+        request,
+        request_id=request.request_id if request_id is None else request_id,
+        generated=tuple(sample.token_ids.tolist()),
+        generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
+        generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
+        generated_versions=tuple(sample.versions.tolist()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
