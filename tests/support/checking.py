@@ -170,7 +170,7 @@ class CheckingExecutor:
         fresh = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
         assert set(result.rows) == {row.request_id for row in plan.decode} | fresh
         for chunk in plan.prefill:
-            if chunk.is_last and not plan.decode:  # its first token, and nobody decodes
+            if chunk.is_last and not plan.decode:  # its first token, and no row decodes
                 assert len(result.rows[chunk.request.request_id].token_ids) == 1
                 self._rows[chunk.dp_group, chunk.slot].num_generated += 1
         for named in plan.decode:

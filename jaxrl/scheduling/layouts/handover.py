@@ -45,8 +45,8 @@ class TakingExecutor(Executor, Protocol):
 def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> HandedOver:
     """Lets live requests of `source` go on in `target`, beside its own.
 
-    Plans in flight of both are collected first; who ended in them is told by the engines' next `step` or `drain`, and
-    of the ids that did, none is moved.
+    Plans in flight of both are collected first. The engines' next `step` or `drain` returns the requests that ended in
+    them, and of those none is moved.
 
     Raises:
       ValueError: before anything moves: an id that `source` does not have or `target` has already, pools of different
@@ -92,7 +92,7 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
 
 
 def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvPlan, dict[int, Seat]]:
-    """Blocks of the target for those of the leaving that fit, and where they will sit."""
+    """Blocks of the target for those of the leaving requests that fit, and the seats that they get."""
     running = {p.request.request_id: p for p in source.running() if p.request.request_id in set(leaving)}
     groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source)]
     live: dict[int, LiveBlocks] = {i: live_blocks(source, progress) for i, progress in running.items()}

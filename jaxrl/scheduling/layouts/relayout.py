@@ -1,8 +1,8 @@
 """What becomes of every live request when the layout changes in the middle of a batch.
 
-Purpose: `plan_relayout` says, from the batcher's books alone, who goes where, which blocks move, and who has to give up
-its row; the executor carries it out on the devices, and only then `apply` changes the books. So whatever fails before
-anything has moved leaves the engine as it was.
+Purpose: `plan_relayout` says, from the batcher's books alone, which request goes where, which blocks move, and which
+requests have to give up their rows; the executor carries it out on the devices, and only then `apply` changes the
+books. So whatever fails before anything has moved leaves the engine as it was.
 
 Source: design §5 (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3 (migrate or
 recompute).
@@ -48,8 +48,8 @@ class Relayout:
       capacity: what the new layout offers.
       kv: the new pools and the copies; without any where everything is recomputed.
       rows: those that decode in the new layout without a prefill.
-      seats: of everybody who keeps its KV, by request id.
-      evicted: who migrates not, for want of room: waits and is recomputed.
+      seats: of the requests that keep their KV, by request id.
+      evicted: requests that there is no room for: they wait, and are recomputed.
       num_live, num_tokens: rows before the change, and their tokens whose KV was there.
     """
 
@@ -211,7 +211,7 @@ def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
 def _evict(
     groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """(groups that fit into their pools, who had to leave): the last of a group, which is its youngest, first."""
+    """(groups that fit into their pools, requests that had to leave): the youngest of a group, its last, goes first."""
     fitting: list[tuple[int, ...]] = []
     evicted: list[int] = []
     for ids in groups:

@@ -72,7 +72,7 @@ class Candidate:
     Attributes:
       remaining_s: decoding, after the switch.
       weights_s, state_s, fixed_s: parts of the switch; 0 for the degree in use.
-      how: the way for the KV. refused: why it cannot be, or None.
+      how: the way for the KV. refused: why it is not possible, or None.
     """
 
     tp: int
@@ -193,7 +193,7 @@ class LayoutSwitchRule:
         self._last = None
 
     def decide(self, now: Situation) -> Switch | None:
-        """The switch to make now, or None to go on. Raises ValueError for a situation that cannot be.
+        """The switch to make now, or None to go on. Raises ValueError for an impossible situation.
 
         A switch that is returned counts as made: if it fails, the next one waits for the cooldown all the same.
         """
@@ -242,7 +242,7 @@ class LayoutSwitchRule:
         self._last = switch
 
     def evaluate(self, now: Situation) -> tuple[Candidate, ...]:
-        """The degree in use, then the others in ascending order, each with what it would take or why it cannot be."""
+        """The degree in use, then the others in ascending order, each with its times or the reason against it."""
         stay = Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
         return (stay, *(self._candidate(now, tp) for tp in self.degrees if tp != now.tp))
 

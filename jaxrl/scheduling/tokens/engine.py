@@ -82,11 +82,10 @@ class Engine:
         self.executor = executor
         self.stop_check = stop_check
         self.batcher = batcher(config, _capacity(executor), trace)
-        self.duration_s = 0.0  # what the plans collected so far took, by the executor's account
         self.watch: Callable[[PlanTimes], None] | None = None  # told of every plan that was collected
         self._tickets: deque[Ticket] = deque()
-        self._loads: deque[_Load] = deque()  # of the same plans, where somebody watches
-        self._untold: list[Finished] = []  # who ended while a switch waited for the plans in flight
+        self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
+        self._untold: list[Finished] = []  # ended while plans in flight were collected without a step
 
     @property
     def counters(self) -> Counters:
@@ -94,7 +93,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is unfinished, no plan in flight, and nobody's end untold."""
+        """No request is unfinished, no plan in flight, and every end has been told."""
         return self.batcher.is_idle and not self._untold
 
     def unfinished(self) -> tuple[int, ...]:
@@ -120,7 +119,7 @@ class Engine:
         return [progress.sample("abort") for progress in self.batcher.abort(request_ids)]
 
     def step(self) -> list[Finished]:
-        """Submits the next plan, collects the one before, and returns who finished in that one."""
+        """Submits the next plan, collects the one before, and returns the requests that finished in that one."""
         plan = self.batcher.schedule()
         if plan is not None:
             if self.watch is not None:
@@ -138,7 +137,7 @@ class Engine:
         return finished
 
     def settle(self) -> None:
-        """Like `drain`, but who ended is told by the next `step` or `drain`."""
+        """Like `drain`, but the next `step` or `drain` returns the requests that ended."""
         self._untold = self.drain()
 
     def switch(self, tp: int, by: How = "migrate") -> Switched:
@@ -156,7 +155,7 @@ class Engine:
     def stream(self, requests: Sequence[Request]) -> Generator[Sample]:
         """Adds requests to an idle engine; the iterator runs them and yields samples as they finish.
 
-        Whoever stops listening (`close`) aborts the rest.
+        Closing the iterator aborts the rest.
         """
         self._add_all(requests)
         return self._stream()
@@ -172,7 +171,7 @@ class Engine:
             raise
 
     def _add_all(self, requests: Sequence[Request]) -> None:
-        """Adds all requests or none, to an idle engine: nobody else would be told of others that finish."""
+        """Adds all requests or none, to an idle engine: the ends of earlier requests would go untold."""
         if not self.is_idle:
             raise ValueError(
                 f"generate and stream need an idle engine, and {len(self.unfinished())} requests are unfinished: "
@@ -193,7 +192,6 @@ class Engine:
 
     def _collect(self) -> list[Finished]:
         result = self.executor.collect(self._tickets.popleft())
-        self.duration_s += result.duration_s
         if self._loads and self._loads[0].index == result.index:
             load = self._loads.popleft()
             if self.watch is not None:

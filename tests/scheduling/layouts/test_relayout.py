@@ -1,4 +1,4 @@
-"""Changes of layout in the middle of a batch, on the books: nobody is lost, nothing is read that was not written."""
+"""Changes of layout in the middle of a batch, on the books: no request is lost, and only what was written is read."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_switches_that_make_no_sense_are_refused():
         engine.switch(4)
 
 
-def test_who_ended_while_a_switch_drained_is_told_afterwards():
+def test_ends_during_a_switch_are_told_afterwards():
     request = make_request(0)
     engine = engine_of({request.key: 5}, 1, layouts())
     engine.add(request)
