@@ -95,4 +95,6 @@ class LayoutSection:
                 return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices})"
         if self.reversal_factor <= 1:
             return f"rollout.layout.reversal_factor must be above 1, found {self.reversal_factor}"
+        if self.correction_weight > 1:
+            return f"rollout.layout.correction_weight must be at most 1, found {self.correction_weight}"
         return None
