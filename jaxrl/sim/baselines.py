@@ -21,9 +21,10 @@ from statistics import NormalDist
 
 import numpy as np
 
+from jaxrl.models.shapes import named_shape
 from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost, TrainLoad, causal_pairs
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.published import MODELS, SETUPS, Setup
+from jaxrl.sim.published import SETUPS, Setup
 from jaxrl.sim.workload import LengthDistribution, batch_statistics, normal
 
 Values = Mapping[str, float]
@@ -96,7 +97,7 @@ def lengths_of(values: Values, cap: int) -> LengthDistribution:
 
 def cost_of(setup: Setup, values: Values) -> RooflineCost:
     """The cost model of a published set-up."""
-    return RooflineCost(MODELS[setup.model], HARDWARE[setup.hardware], efficiency_of(values))
+    return RooflineCost(named_shape(setup.model), HARDWARE[setup.hardware], efficiency_of(values))
 
 
 # ---------------------------------------------------------------- a synchronous step in closed form
@@ -298,7 +299,7 @@ def reward_stage_s(values: Values, task: str, num_samples: int) -> float:
 def _rollouts_s(name: str, eff: Efficiency, lengths: LengthDistribution, correlation: float, num: int) -> list[float]:
     """Seconds of the rollouts of `num` batches of a set-up: most of a fit's time, and asked again for the same."""
     setup = SETUPS[name]
-    cost = RooflineCost(MODELS[setup.model], HARDWARE[setup.hardware], eff)
+    cost = RooflineCost(named_shape(setup.model), HARDWARE[setup.hardware], eff)
     return [
         rollout_ends(cost, setup, batch, _PROMPT_TOKENS)[-1] for batch in batches_of(setup, lengths, correlation, num)
     ]

@@ -21,11 +21,10 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.latency import CorrectionConfig, LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sim.calibrate import Calibration
-from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost
+from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.profiled import modelled_profile
-from jaxrl.sim.published import MODELS
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
@@ -48,21 +47,18 @@ def rollout_devices_of(config: Config) -> int:
     return own or total
 
 
-def model_sizes(config: Config) -> ModelSizes:
-    """The sizes of `simulate.model` or `model.path`, with rollout's bytes per number. Raises ConfigError if unknown."""
+def model_sizes(config: Config) -> ModelConfig:
+    """The shape of `simulate.model` or `model.path`. Raises ConfigError if unknown."""
     option = "simulate.model" if config.simulate.model else "model.path"
     name = (config.simulate.model or config.model.path).removeprefix("random:")
-    size = _BYTES[config.rollout.dtype]
     if name in SHAPES:
-        return ModelSizes.of(SHAPES[name], size, size)
-    if name in MODELS:
-        return replace(MODELS[name], weight_bytes=size, kv_bytes=size)
+        return SHAPES[name]
     path = Path(name).expanduser()
     if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
-        return ModelSizes.of(ModelConfig.from_hf(path), size, size)
+        return ModelConfig.from_hf(path)
     raise ConfigError(
-        f"{option} ({name}) must be a folder with a config.json, or one of {', '.join(sorted({*SHAPES, *MODELS}))}, to "
-        "simulate it; set simulate.model where model.path names something else"
+        f"{option} ({name}) must be a folder with a config.json, or one of {', '.join(sorted(SHAPES))}, to simulate "
+        "it; set simulate.model where model.path names something else"
     )
 
 
@@ -87,7 +83,7 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
                 )
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
-    roofline = RooflineCost(model_sizes(config), machine, factors)
+    roofline = RooflineCost(model_sizes(config), machine, factors, _BYTES[config.rollout.dtype])
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
         return roofline, described
@@ -176,7 +172,7 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
         raise ConfigError(f"{place}: {error}") from None
 
 
-def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> MachineSizes:
+def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
     """The simulated executor's sizes; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
 
     Args:
@@ -200,7 +196,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
     resident = (
         0
         if model is None or rollout.num_devices
-        else numbers * _BYTES[config.actor.param_dtype] * model.num_params / num_devices
+        else numbers * _BYTES[config.actor.param_dtype] * model.num_params() / num_devices
     )
     fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident)
     if fitting < per_request + 1:
@@ -213,7 +209,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
     return replace(sizes, num_blocks=min(fitting, rollout.max_num_seqs * per_request + 1))
 
 
-def layout_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> dict[int, MachineSizes]:
+def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.runtime.memory.layout_sizes` scales them."""
     rollout, num_devices = config.rollout, rollout_devices_of(config)

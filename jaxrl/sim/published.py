@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxrl.sim.cost_model import ModelSizes
-
 Role = Literal["fit", "check", "input", "unused"]
 """fit: enters the residuals; check: predicted and reported, with no weight; input: taken over as it is; unused: not
 predicted, `note` says why."""
@@ -252,17 +250,6 @@ _PAT = (
 )
 
 FACTS: dict[str, Fact] = {fact.name: fact for fact in (*_ROLLPACKER, *_RHYMERL, *_APRIL, *_PAT)}
-
-MODELS: dict[str, ModelSizes] = {
-    "Qwen2.5-7B": ModelSizes(152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True),
-    "Qwen2.5-14B": ModelSizes(152064, 5120, 13824, 48, 40, 8, 128, qkv_bias=True),
-    "Qwen2.5-32B": ModelSizes(152064, 5120, 27648, 64, 40, 8, 128, qkv_bias=True),
-    "Qwen3-4B": ModelSizes(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True, qk_norm=True),
-    "Qwen3-8B": ModelSizes(151936, 4096, 12288, 36, 32, 8, 128, qk_norm=True),
-    "Qwen3-14B": ModelSizes(151936, 5120, 17408, 40, 40, 8, 128, qk_norm=True),
-    "Llama-3.1-8B": ModelSizes(128256, 4096, 14336, 32, 32, 8, 128),
-}
-"""vocab, hidden, intermediate, layers, heads, key/value heads, head dim, from each model's config.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
@@ -32,7 +33,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, Request
 from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, ModelSizes, RooflineCost
+from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.table_cost import TableCost
@@ -181,7 +182,7 @@ def machine_sizes(executor: MeshExecutor) -> MachineSizes:
     return MachineSizes(groups * tp, tp, *rest)
 
 
-def measured_cost(executor: MeshExecutor, model: ModelSizes, name: str, say: Callable[[str], None]) -> TableCost:
+def measured_cost(executor: MeshExecutor, model: ModelConfig, name: str, say: Callable[[str], None]) -> TableCost:
     """What `jaxrl profile` would measure of an executor's one layout, as a cost model.
 
     What a table does not hold (training, syncs, switches) comes from a roofline; no round of the bench asks for it.

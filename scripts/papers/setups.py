@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.models.shapes import named_shape
 from jaxrl.sim.calibrate import Calibration
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.published import MODELS, SETUPS, Setup
+from jaxrl.sim.published import SETUPS, Setup
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind
 
 PROMPT_TOKENS = 200  # as in `jaxrl.sim.baselines`
@@ -173,7 +174,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
 
 def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:
     """Costs and lengths."""
-    cost = RooflineCost(MODELS[case.of.model], HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
+    cost = RooflineCost(named_shape(case.of.model), HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
     pat = case.problem.startswith("pat")
     lengths = calibration.lengths("pat_lengths" if pat else case.problem, case.max_tokens)
     prompts = LengthDistribution(float(PROMPT_TOKENS), 0.0, PROMPT_TOKENS)

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.models.shapes import SHAPES, named_shape
 from jaxrl.sim import baselines, calibrate, published
 from jaxrl.sim.baselines import PROBLEMS, Constant, Problem, drain, rank_up_share, reward_stage_s, rollout_ends
 from jaxrl.sim.calibrate import Calibration, residual, solve
 from jaxrl.sim.cost_model import RooflineCost, causal_pairs
 from jaxrl.sim.hardware import H800, HARDWARE
-from jaxrl.sim.published import FACTS, MODELS, REPORTED, SETUPS, Fact
+from jaxrl.sim.published import FACTS, REPORTED, SETUPS, Fact
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-COST = RooflineCost(MODELS["Qwen2.5-7B"], H800)
+COST = RooflineCost(named_shape("Qwen2.5-7B"), H800)
 
 
 def made_up(name: str, low: float, high: float | None = None, role: str = "fit", tolerance: float = 0.01) -> Fact:
@@ -40,7 +41,7 @@ def test_facts_are_well_formed():
     for task in ("math", "code", "judge"):
         assert sum(FACTS[f"rollpacker.{task}.{stage}_share"].low for stage in ("rollout", "reward", "train")) == 1
     for setup in SETUPS.values():
-        assert setup.model in MODELS
+        assert setup.model in SHAPES
         assert setup.hardware in HARDWARE
         assert setup.num_devices % setup.tp == 0
 

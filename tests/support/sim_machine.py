@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.models.config import ModelConfig
 from jaxrl.scheduling.rounds.events import (
     Event,
     RoundStarted,
@@ -20,7 +21,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, ModelSizes, SwitchTimes, TrainLoad
+from jaxrl.sim.cost_model import CostModel, SwitchTimes, TrainLoad
 from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
 from jaxrl.sim.known import KnownSample, KnownWorkload
 from jaxrl.sim.lockstep import LockstepBatcher
@@ -28,7 +29,7 @@ from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
 
 STOP = 1
-SMALL = ModelSizes(1000, 64, 128, 4, 4, 2, 16)
+SMALL = ModelConfig("llama", 1000, 64, 128, 4, 4, 2, 16)
 
 
 @dataclass(frozen=True)
