@@ -53,7 +53,8 @@ class ParameterCounts:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What software reaches of the peaks, and what it costs whatever the size. Defaults: see `jaxrl.sim.calibrate`.
+    """What software reaches of the peaks, and what it costs whatever the size; `jaxrl.sim.calibration` reads factors
+    that were fitted.
 
     Attributes:
       memory: share of the memory bandwidth, reading weights and activations.

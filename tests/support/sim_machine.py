@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from known_samples import KnownSample, KnownWorkload
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.scheduling.rounds.events import (
@@ -23,7 +24,6 @@ from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, SwitchTimes, TrainLoad
 from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
-from jaxrl.sim.known import KnownSample, KnownWorkload
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
