@@ -31,7 +31,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.layouts.relayout import Switched
+from jaxrl.scheduling.layouts.switching import Switched
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
