@@ -158,6 +158,7 @@ class ActorSection:
     # auto: dots where the device's memory allows it, else full
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     logprob_chunk_tokens: int = 1024  # tokens whose logits exist at once, per device
+    attention: Literal["auto", "reference", "pallas"] = "auto"  # of training; auto: jnp in tiles, on GPUs too
     offload_optimizer: bool = False  # keep the optimizer state in host memory outside the update
 
 

@@ -119,12 +119,12 @@ class GatheredCache:
         self._mesh = layout.mesh
         dp, kv = layout.dp_axes or None, layout.kv_axes(num_kv_heads) or None
         self._rows, self._paged = PartitionSpec(dp), PartitionSpec(dp, kv)
-        self._tiles = gathered.Tiles(*[self._rows] * 3)
+        self._tiles = gathered.WindowTiles(*[self._rows] * 3)
         self._window, self._fresh = gathered.Window(*[self._paged] * 2), gathered.Fresh(*[self._paged] * 2)
         self._queries, self._keys = PartitionSpec(dp, None, layout.tp_axes or None), PartitionSpec(dp, None, kv)
 
     def open(
-        self, pool: Pool, tiles: gathered.Tiles, num_rows: int, num_steps: int
+        self, pool: Pool, tiles: gathered.WindowTiles, num_rows: int, num_steps: int
     ) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
         """Each layer's window of the tiles, [dp, U, ...], and its empty buffer for `num_steps` steps of the rows."""
 
@@ -142,7 +142,7 @@ class GatheredCache:
         k: jax.Array,
         v: jax.Array,
         window: gathered.Window,
-        tiles: gathered.Tiles,
+        tiles: gathered.WindowTiles,
         fresh: gathered.Fresh,
         start: jax.Array,
         step: jax.Array,
@@ -163,7 +163,7 @@ class GatheredCache:
             k: jax.Array,
             v: jax.Array,
             window: gathered.Window,
-            tiles: gathered.Tiles,
+            tiles: gathered.WindowTiles,
             fresh: gathered.Fresh,
             start: jax.Array,
             step: jax.Array,

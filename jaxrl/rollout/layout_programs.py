@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation
-from jaxrl.kernels.gathered import Tiles, num_tiles
+from jaxrl.kernels.gathered import WindowTiles, num_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
@@ -233,7 +233,7 @@ class LayoutPrograms:
             if self.programs.gathered:
                 one = jax.ShapeDtypeStruct((groups, length), jnp.int32, sharding=by_group)
                 blocks = jax.ShapeDtypeStruct((groups, length, self.tile_width), jnp.int32, sharding=by_group)
-                tiles = Tiles(blocks, one, one)
+                tiles = WindowTiles(blocks, one, one)
             arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
             program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
         jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation
-from jaxrl.kernels.gathered import Tiles
+from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
@@ -202,7 +202,7 @@ class Programs:
         fresh: jax.Array,
         num_steps: jax.Array,
         leave_after: jax.Array,
-        tiles: Tiles | None,
+        tiles: WindowTiles | None,
         *,
         truncate: bool,
     ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
@@ -253,7 +253,7 @@ class Programs:
         return close(cache, counts), self._pin(_put(state, slots, rows)), self._pin(generated), steps
 
     def _decode_cache(
-        self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: Tiles | None, began: RowState
+        self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: WindowTiles | None, began: RowState
     ) -> tuple[Any, ...]:
         """(cache to carry, forward(cache, rows, step) -> (hidden, cache), close(cache, tokens per row) -> pool)."""
         if tiles is None:
