@@ -53,7 +53,7 @@ def paged_attention(
     arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
     if not _wants_kernel(implementation):
         return reference.paged_attention(*arrays)
-    # Imported here: a run on CPU need not wait for it, and a JAX that has dropped this backend of Pallas still runs there.
+    # Imported here: a run on CPU need not wait for it, and a JAX without this backend of Pallas still runs there.
     from jaxrl.kernels import paged_pallas
 
     if implementation == "pallas":

@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
       block: B, tokens of a tile's side.
       together: whether one step of the loop handles all rows (few large steps, for accelerators), or one row (small
         steps, each skipping what its own row does not need, for CPUs).
-      widen: whether narrow operands are multiplied as float32 (exactly), for backends whose narrow products are slow.
+      widen: whether narrow operands are multiplied as float32 (exactly), for backends with slow narrow products.
     """
 
     longest_plain: int = 64

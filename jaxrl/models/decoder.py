@@ -162,7 +162,7 @@ def layer(
         key/value head h // (H // K). Scaling by 1/sqrt(D) is attend's.
       config: only constants are taken from it (eps).
       features_first: matrices are [out..., in...].
-      widen: multiply narrow operands as float32 (exactly), for backends whose narrow products are slow; without
+      widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
 
     Returns:

@@ -3,7 +3,7 @@
 Source: the config.json files that the models' authors publish on the Hugging Face Hub (the base models, not the
 instruction-tuned ones, where both exist). Weights of a shape are random: speed and memory do not depend on them.
 
-`tiny` is nobody's model: two layers on which a benchmark's own machinery is tried out.
+`tiny` is made up: two layers on which a benchmark's own machinery is tried out.
 """
 
 from __future__ import annotations

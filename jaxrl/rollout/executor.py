@@ -308,7 +308,8 @@ class MeshExecutor:
         params, name = request.params, f"request {request.request_id} ({request.key})"
         if len(params.stop_token_ids) > MAX_STOP_IDS:
             raise ValueError(
-                f"{name}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds {MAX_STOP_IDS}"
+                f"{name}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds "
+                f"{MAX_STOP_IDS}"
             )
         if not self.config.truncate and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Everything follows from the model,
 the layout and the sizes, so programs can be compiled before a layout is ever in use: no weights or pools are needed.
-`compile_ahead` does it in the background; whoever needs a program meanwhile waits for that one alone.
+`compile_ahead` does it in the background; a thread that needs a program meanwhile waits for that one alone.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class LayoutPrograms:
         self.row_buckets = buckets(sizes.num_slots, *((2, 4) if self.programs.gathered else (4, 8)))
         self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))
         self.prefill_widths = buckets(widest, 4, least=max(least, widest // 16))
-        # Except for chunk lengths, whose padding runs through all layers: 32 chunks of 64 tokens took twice their time.
+        # Except for chunk lengths: their padding runs through all layers. 32 chunks of 64 tokens took twice their time.
         self.chunk_buckets = buckets(config.max_prefill_tokens, 2, least=2 * config.block_size)
 
     def prefill_rows(self, length: int) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class LayoutPrograms:
         return prefill + decode
 
     def program(self, shape: Shape) -> Any:
-        """The compiled program of a shape; compiles it if nobody has."""
+        """The compiled program of a shape; compiles it if no thread has."""
         with self._lock:
             found = self._compiled.get(shape)
             is_mine = found is None
@@ -197,7 +197,7 @@ class LayoutPrograms:
                 found.set_result(self._compile(*shape))
             except BaseException as error:
                 with self._lock:
-                    del self._compiled[shape]  # whoever asks next tries again
+                    del self._compiled[shape]  # the next caller tries again
                 found.set_exception(error)
         return found.result()
 
@@ -253,8 +253,8 @@ class LayoutPrograms:
     def abstract_pool(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """The KV pool's."""
         shape = self.cache_shape
-        dims = (self.layout.dp, shape.num_kv_heads, shape.num_blocks, shape.block_size, shape.head_dim)
-        one = jax.ShapeDtypeStruct(dims, shape.dtype, sharding=kv_cache.pool_sharding(self.layout, shape))
+        sharding = kv_cache.pool_sharding(self.layout, shape)
+        one = jax.ShapeDtypeStruct(shape.dims(self.layout), shape.dtype, sharding=sharding)
         return [(one, one)] * shape.num_layers
 
     def _state(self, rows: int) -> Any:

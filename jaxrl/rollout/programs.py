@@ -33,7 +33,7 @@ MAX_STOP_IDS = 8
 class RowState(NamedTuple):
     """What the device knows of a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
-    token: the last token drawn, whose KV is not in the cache yet; position: where it stands in the sequence;
+    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
     active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
     for none.
     """
@@ -210,7 +210,7 @@ class Programs:
 
         Args:
           tables: int32 [G, R, W]; slots: int32 [G, R], beyond the last slot for padding.
-          fresh: bool [G, R], rows whose prefill ended in this plan; stopping at their first token counts as well.
+          fresh: bool [G, R], rows with a prefill that ended in this plan; stopping at their first token counts as well.
           num_steps: int32 scalar, at most `decode_steps`.
           leave_after: int32 scalar, rows over all groups.
           tiles: [G, U, ...], the rows' blocks once more, if `gathered`.

@@ -358,7 +358,7 @@ class Trainer:
 
 
 def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
-    """The same batch, whose sums XLA cannot take before the log-probabilities exist.
+    """The same batch; XLA cannot take its sums before the log-probabilities exist.
 
     Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
     the loop over layers; with as many threads as (virtual) devices, some devices then wait in the one and some in the
