@@ -132,7 +132,7 @@ def kl_estimate(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np
 
     Args:
       logprobs, ref_logprobs: float [T].
-      kind: `kl` (k1), `abs` (|k1|), `mse` (k2) or `low_var_kl` (k3, clamped to ±10; Schulman 2020).
+      kind: `kl` (k1), `abs` (its absolute value), `mse` (k2) or `low_var_kl` (k3, clamped to ±10; Schulman 2020).
 
     Returns:
       float64 [T].
