@@ -40,7 +40,7 @@ B = TypeVar("B")
 
 
 class Backend(Protocol):
-    """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`, or a simulation.
+    """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`.
 
     `wait` raises `Interrupted` where a stop was asked for; the loop then cancels the round.
     """

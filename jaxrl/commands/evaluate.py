@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +20,9 @@ import numpy as np
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
-from jaxrl.record.journal import Journal
-from jaxrl.record.timeline import Timeline
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.scorers import build_scorer
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import abstract, build_engine, build_executor, load_tokenizer_and_model, prepare_jax
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
@@ -58,21 +55,18 @@ def evaluate(config: Config, checkpoint: str | None = None, out: str | None = No
         stop_strings=tuple(config.rollout.stop),
     )
     pool = build_pool(config, build_scorer(config))
-    with tempfile.TemporaryDirectory() as scratch, Timeline(Path(scratch) / "timeline.json") as timeline:
-        journal = Journal(Path(scratch) / "journal.jsonl", -1)
-        engine = build_engine(config, executor, tokenizer)
-        backend = RolloutBackend(engine, executor, pool, tokenizer, journal, timeline, lambda: params)
-        try:
-            pool.warm()
-            backend.enter_rollout(0)
-            current = Round(prompts, val.n)
-            backend.begin(0, sampling)
-            while not current.done:
-                for command in current.handle(backend.wait()):
-                    backend.apply(command)
-        finally:
-            pool.close()
-            journal.close()
+    engine = build_engine(config, executor, tokenizer)
+    backend = RolloutBackend(engine, executor, pool, text_by(tokenizer), lambda: params)
+    try:
+        pool.warm()
+        backend.enter_rollout(0)
+        current = Round(prompts, val.n)
+        backend.begin(0, sampling)
+        while not current.done:
+            for command in current.handle(backend.wait()):
+                backend.apply(command)
+    finally:
+        pool.close()
     groups = current.groups()
     if out:
         _write_samples(Path(out), groups)

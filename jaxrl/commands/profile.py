@@ -7,13 +7,13 @@ that was interrupted goes on where it stopped. A table of something else at that
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.record.files import write_whole
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
 from jaxrl.runtime.build import build_executor, load_tokenizer_and_model, prepare_jax
@@ -142,18 +142,11 @@ def _measure(
         if progress is not None:
             progress(done, total, text)
         table = measure(table)
-        _write(table, path)
+        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n")
         done += 1
     if progress is not None:
         progress(done, total, "done")
     return table
-
-
-def _write(table: Profile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(json.dumps(table.to_json(), indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)
 
 
 def run(config: Config, out: str | Path, options: ProfileOptions) -> Profile:

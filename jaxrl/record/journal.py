@@ -5,17 +5,17 @@ scorer that timed out or crashed; a layout switch from measured latencies). Each
 effect. A step that runs again after a crash finds its line and does not ask the clock again. Design §3.
 
 The file is append-only JSONL: a header `{"journal": 1}`, then `{"step": .., "kind": .., "key": [..], ...}` per
-decision. A line without its newline was cut off by a crash and counts as not written. Lines of steps that a
-checkpoint holds are dropped when the journal is opened and when a checkpoint commits (`cut`).
+decision. Lines of steps that a checkpoint holds are dropped when the journal is opened and when a checkpoint commits
+(`cut`).
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from jaxrl.record.files import JsonLines, read_lines
 
 SCHEMA = 1
 
@@ -32,13 +32,11 @@ class Journal:
     """
 
     def __init__(self, path: str | Path, last_step: int) -> None:
-        self._path = Path(path)
-        self._entries: dict[tuple[int, str, tuple[int, ...]], dict[str, Any]] = {}
-        for entry in _read(self._path):
-            if entry["step"] > last_step:
-                self._entries[entry["step"], entry["kind"], tuple(entry["key"])] = entry
-        self._rewrite()
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
+        lines = _read(Path(path))
+        self._entries = {_place(entry): entry for entry in lines[1:] if entry["step"] > last_step}
+        self._lines = JsonLines(path, lambda step: step > last_step, compact=True, sync=True)
+        if not lines:
+            self._lines.append({"journal": SCHEMA})
 
     def find(self, step: int, kind: str, key: tuple[int, ...]) -> Mapping[str, Any] | None:
         """What was decided about `key` in `step`, if anything was."""
@@ -51,45 +49,28 @@ class Journal:
     def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
         """Writes a decision to the disk; it may take effect once this returns."""
         entry = {"step": step, "kind": kind, "key": list(key), **decision}
-        self._entries[step, kind, key] = entry
-        self._file.write(_line(entry))
-        os.fsync(self._file.fileno())
+        self._entries[_place(entry)] = entry
+        self._lines.append(entry)
 
     def cut(self, step: int) -> None:
         """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
-        if any(at <= step for at, _, _ in self._entries):
-            self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
-            self._file.close()
-            self._rewrite()
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - as above
+        self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
+        self._lines.keep(lambda at: at > step)
 
     def close(self) -> None:
-        self._file.close()
-
-    def _rewrite(self) -> None:
-        lines = [_line({"journal": SCHEMA}), *map(_line, self._entries.values())]
-        draft = self._path.with_suffix(".draft")
-        with open(draft, "wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
+        self._lines.close()
 
 
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
+    return entry["step"], entry["kind"], tuple(entry["key"])
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    if not lines:
-        return []
+    """The header and the decisions behind it; nothing where not even the header was written."""
     try:
-        header, *entries = map(json.loads, lines)
+        lines = read_lines(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not a journal: {error}") from error
-    if not isinstance(header, dict) or header.get("journal") != SCHEMA:
-        raise ValueError(f"{path}: journal of schema {header!r}; this version reads schema {SCHEMA}")
-    return entries
+        raise ValueError(f"this is not a journal: {error}") from None
+    if lines and not (isinstance(lines[0], dict) and lines[0].get("journal") == SCHEMA):
+        raise ValueError(f"{path}: journal of schema {lines[0]!r}; this version reads schema {SCHEMA}")
+    return lines

@@ -7,11 +7,11 @@ whether the profile behind them was measured or made up ("synthetic").
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from jaxrl.record.files import JsonLines, read_lines
 
 FILE_NAME = "layouts.jsonl"
 
@@ -20,27 +20,15 @@ class LayoutLog:
     """Appends a line per round; drops lines of steps after `last_step` when it is made."""
 
     def __init__(self, path: str | Path, last_step: int) -> None:
-        path = Path(path)
-        if path.exists():
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(b"".join(_line(entry) for entry in _read(path) if entry["step"] <= last_step))
-            os.replace(draft, path)
-        self._path = path
+        self._lines = JsonLines(path, lambda step: step <= last_step, compact=True)
 
     def write(self, step: int, round_index: int, kind: str, source: str, picture: Mapping[str, Any]) -> None:
-        with open(self._path, "ab") as file:
-            file.write(_line({"step": step, "round": round_index, "kind": kind, "source": source, **picture}))
+        self._lines.append({"step": step, "round": round_index, "kind": kind, "source": source, **picture})
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 def read_layouts(folder: str | Path) -> list[dict[str, Any]]:
     """The rounds of a run, in order; none where nothing was written."""
-    path = Path(folder) / FILE_NAME
-    return _read(path) if path.exists() else []
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]  # what follows was cut off
+    return read_lines(Path(folder) / FILE_NAME)

@@ -7,9 +7,7 @@ a line.
 Source: metric names follow verl (design §4). Departures: `response_length/{p50,p95}` are added, because means hide the
 tail that this project is about.
 
-A line is complete when it ends in a newline. A line without one was cut off by a crash: the reader skips it, the next
-writer removes it. Non-finite numbers are written as the strings "nan", "inf" and "-inf" (JSON has no others) and read
-back as floats.
+Non-finite numbers are written as the strings "nan", "inf" and "-inf" (JSON has no others) and read back as floats.
 
 Example::
 
@@ -23,7 +21,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +28,8 @@ from types import ModuleType
 from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
+
+from jaxrl.record.files import JsonLines, read_lines
 
 FILE_NAME = "metrics.jsonl"
 _RESERVED = ("step", "time")
@@ -75,8 +74,9 @@ class MetricsWriter:
             if name != "console"
         ]
         self._path = folder / FILE_NAME
-        self._last_step = _repair(self._path, resume_step)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
+        self._lines = JsonLines(self._path, lambda step: resume_step is None or step <= resume_step, sync=True)
+        self._last_step = max((int(row["step"]) for row in read_metrics(folder)), default=-1)
+        self._lines.make()
 
     @property
     def last_step(self) -> int:
@@ -87,16 +87,13 @@ class MetricsWriter:
         """Writes a step's numbers; steps must rise (step 0 is the evaluation before training)."""
         assert step > self._last_step, f"step {step} after step {self._last_step} in {self._path}"
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        line = json.dumps({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
-        # One write of one line: a crash leaves either all of it or a tail without a newline.
-        self._file.write(line.encode() + b"\n")
-        os.fsync(self._file.fileno())
+        self._lines.append({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
         self._last_step = step
         for sink in self._sinks:
             sink.write(step, numbers)
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
         for sink in self._sinks:
             sink.close()
         self._sinks = []
@@ -110,11 +107,7 @@ class MetricsWriter:
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
     """The steps of a run in order, each with "step", "time" and its metrics; empty where no step has been written."""
-    path = Path(run_dir) / FILE_NAME
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is a line cut off
-    return [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    return read_lines(Path(run_dir) / FILE_NAME, _parse)
 
 
 def spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -141,35 +134,12 @@ def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = 
     return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles(name, array)
 
 
-def _repair(path: Path, resume_step: int | None) -> int:
-    """Removes a half-written last line and the lines after `resume_step`; returns the last step that stays."""
-    if not path.exists():
-        return -1
-    content = path.read_bytes()
-    keep, last = 0, -1
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        step = int(_parse(line, path, number)["step"]) if line.strip() else last
-        if resume_step is not None and step > resume_step:
-            break
-        keep, last = keep + len(line), step
-    if keep < len(content):
-        os.truncate(path, keep)
-    return last
-
-
-def _parse(line: bytes, path: Path, number: int) -> dict[str, float]:
-    try:
-        values = json.loads(line)
-        numbers = {name: _NON_FINITE[value] if isinstance(value, str) else value for name, value in values.items()}
-        if not all(isinstance(value, int | float) for value in numbers.values()):
-            raise ValueError("a value is not a number")
-        return numbers | {"step": int(values["step"])}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {number}: not a line of metrics ({error.__class__.__name__}: {error})"
-        ) from None
+def _parse(line: bytes) -> dict[str, float]:
+    values = json.loads(line)
+    numbers = {name: _NON_FINITE[value] if isinstance(value, str) else value for name, value in values.items()}
+    if not all(isinstance(value, int | float) for value in numbers.values()):
+        raise ValueError("a value is not a number")
+    return numbers | {"step": int(values["step"])}
 
 
 def _number(name: str, value: SupportsFloat) -> float:

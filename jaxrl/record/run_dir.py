@@ -4,9 +4,10 @@
     run.json         config, versions, commit, devices, seeds, command; one entry per start
     metrics.jsonl    one line per step
     samples.jsonl    a few samples per step, for people
+    layouts.jsonl    the layout over each round, where it adapts
     journal.jsonl    decisions of the clock since the last checkpoint
     timeline.json    Chrome trace; Perfetto opens it
-    checkpoints/     Orbax
+    checkpoints/     Orbax; a simulated run has one file, state.json
     report.html      written at the end, or by `jaxrl report`
 
 A lock keeps a second run out; the operating system drops it when the process ends, however it ends.
@@ -16,12 +17,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import filelock
 import yaml
 
 from jaxrl.config import Config, differences, from_mapping, to_mapping
+from jaxrl.record.files import write_whole
 
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -76,9 +77,14 @@ class RunDir:
             return []
         return differences(from_mapping(yaml.safe_load(file.read_text())), config)
 
-    def record_start(self, config: Config, devices: Mapping[str, Any], step: int) -> None:
-        """Writes config.yaml, and an entry about this start to run.json."""
-        _write(self.file("config.yaml"), yaml.safe_dump(to_mapping(config), sort_keys=False))
+    def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
+        """What a run that goes on says first; `changes` are those of the method, `total_steps` 0 where none is told."""
+        of = f" of {total_steps}" if total_steps else ""
+        return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
+
+    def record_start(self, config: Config, devices: Mapping[str, Any], step: int, **more: Any) -> None:
+        """Writes config.yaml, and an entry about this start to run.json, which gets `more` as well."""
+        write_whole(self.file("config.yaml"), yaml.safe_dump(to_mapping(config), sort_keys=False))
         file = self.file("run.json")
         earlier = json.loads(file.read_text())["starts"] if file.exists() else []
         now = {
@@ -90,7 +96,7 @@ class RunDir:
             "versions": versions(),
         }
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
-        _write(file, json.dumps(record | now | {"starts": [*earlier, now]}, indent=1))
+        write_whole(file, json.dumps(record | now | {"starts": [*earlier, now]} | more, indent=1))
 
 
 def versions() -> dict[str, str]:
@@ -116,9 +122,3 @@ def commit() -> str:
         return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(text)
-    os.replace(draft, path)

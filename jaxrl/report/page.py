@@ -16,7 +16,6 @@ keep the extremes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from html import escape
@@ -25,12 +24,14 @@ from statistics import fmean, median
 from typing import Any
 
 from jaxrl.config import Config, flatten, to_mapping
+from jaxrl.record.files import write_whole
 from jaxrl.record.live import duration
 from jaxrl.record.metrics import FILE_NAME, read_metrics
+from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
+from jaxrl.record.samples import read_samples
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.report.layouts import layouts_section
 
-SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
 PHASES = ("gen", "reward", "old_log_prob", "ref", "testing", "update_actor", "sync", "save")  # colours c1 to c8
 _SAMPLES_PER_STEP = 4
@@ -64,10 +65,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page (default: `report.html` in the run's folder) and returns where it is."""
     run = read_run(run_dir)
     target = Path(out) if out is not None else run.folder / "report.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(page(run), encoding="utf-8")
-    os.replace(partial, target)
+    write_whole(target, page(run))
     return target
 
 
@@ -99,8 +97,7 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # the last may be cut off
-    samples = [json.loads(line) for line in lines if line.strip()]
+    samples = read_samples(path)
     return [sample for sample in samples if isinstance(sample, dict) and isinstance(sample.get("step"), int | float)]
 
 

@@ -1,12 +1,18 @@
-"""The real machine behind the loop: an engine on a mesh, a reward pool, and the journal between them and the clock.
+"""The machine behind the loop, real or simulated: an engine over workers, a scoring, and the clock that both live by.
 
 Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). While
-samples are still decoding, finished ones are being scored in other processes; their verdicts are handed to the round
-in the order in which the samples completed, however late they arrive (design §3, logical time). `SimulatedBackend`
-(`jaxrl.sim.backend`) carries out the same commands in the same way on a simulated clock.
+samples are still decoding, finished ones are being scored; their verdicts are handed to the round in the order in which
+the samples completed, however late they arrive.
+
+Source: design §3 (two seams, logical time). Rewards beside the rollout: RollPacker §4.3.
+
+Real and simulated runs differ in what is given to the backend: a mesh, a pool of processes, a tokenizer, a journal and
+the machine's clock; or modelled devices and scoring, both on one simulated clock, and no journal. The host waits for a
+plan's end, so it learns of verdicts when it looks again: the responses that ended in the plan are told first, then the
+verdicts that came in meanwhile.
 
 What a clock decides here is a scorer's time-out or crash: it is journalled before the round hears of it, and a step
-that runs again after a crash hears the same.
+that runs again after a crash hears the same. A simulated clock decides the same again without a journal.
 """
 
 from __future__ import annotations
@@ -16,12 +22,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
-from jaxrl.record.timeline import Timeline
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.rounds.events import (
@@ -48,11 +54,11 @@ POLL_S = 0.5  # how long to wait for a verdict before looking round again
 
 
 class Worker(Protocol):
-    """What the backend asks of an executor beyond running plans (`jaxrl.rollout.executor.MeshExecutor` has it)."""
+    """What the backend asks of an executor beyond running plans: `jaxrl.rollout.executor.MeshExecutor` has it, and
+    `jaxrl.sim.executor.SimulatedExecutor`."""
 
     num_groups: int
     num_slots: int
-    host_s: float
 
     @property
     def recompiles(self) -> int: ...
@@ -65,7 +71,8 @@ class Worker(Protocol):
 
 
 class Scoring(Protocol):
-    """A reward pool (`jaxrl.rewards.pool`)."""
+    """Scores samples beside the rollout: a reward pool (`jaxrl.rewards.pool.RewardPool` says what each method does), or
+    `jaxrl.sim.scoring.SimulatedScoring`."""
 
     def submit(self, prompt: Prompt, sample: Sample, /) -> None: ...
 
@@ -81,16 +88,30 @@ class Scoring(Protocol):
     def take_metrics(self) -> dict[str, float]: ...
 
 
+class PlanTimeline(Protocol):
+    """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`)."""
+
+    def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
+
+    def counter(self, track: str, /, **values: float) -> None: ...
+
+
+def text_by(tokenizer: TextDecoder) -> Callable[[Sample], str]:
+    """Makes a response's text from its tokens."""
+    return lambda sample: tokenizer.decode(sample.token_ids.tolist())
+
+
 class RolloutBackend:
     """Implements `jaxrl.loop.Backend`.
 
     Args:
       engine, worker: the engine and the executor under it.
       rewards: scores finished samples beside the rollout.
-      tokenizer: decodes responses for scorers and people.
-      journal: where decisions of the clock go.
-      timeline: rows busy and scoring times are drawn there.
+      text_of: makes a response's text, for scorers and people.
       weights: gives the trainer's current weights, on the devices.
+      clock: seconds from any origin; stamps events, as `rewards` does with the same clock.
+      journal: where decisions of the clock go; None: they are not kept, and none was made before.
+      timeline: where plans and busy rows are drawn; None: nowhere.
       on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
       interrupted: whether a stop was asked for; looked at after every plan, for a response may be long.
       layouts: changes the layout between rounds and inside them; None: it stays.
@@ -101,10 +122,12 @@ class RolloutBackend:
         engine: Engine,
         worker: Worker,
         rewards: Scoring,
-        tokenizer: TextDecoder,
-        journal: Journal,
-        timeline: Timeline,
+        text_of: Callable[[Sample], str],
         weights: Callable[[], Any],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
+        timeline: PlanTimeline | None = None,
         on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
         interrupted: Callable[[], bool] = lambda: False,
         layouts: Layouts | None = None,
@@ -112,10 +135,11 @@ class RolloutBackend:
         self.engine = engine
         self.worker = worker
         self._rewards = rewards
-        self._tokenizer = tokenizer
+        self._text_of = text_of
+        self._weights = weights
+        self._clock = clock
         self._journal = journal
         self._timeline = timeline
-        self._weights = weights
         self._on_progress = on_progress
         self._interrupted = interrupted
         self._layouts = layouts
@@ -158,7 +182,7 @@ class RolloutBackend:
         # a step may have two rounds, training and evaluation, and a prompt of each may have the same key
         self._round = self._round + 1 if step == self._step else 0
         self._step, self._params = step, params
-        self._events.append(RoundStarted(time.monotonic()))
+        self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
         self._before = replace(self.engine.counters)
         self._recompiles = self.worker.recompiles
@@ -167,18 +191,21 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are still being drawn, or their ends have not been told yet."""
-        return not self.engine.is_idle or any(not isinstance(event, Verdict) for event in self._events)
+        """Whether samples are still being drawn, or their ends have not been told yet.
+
+        Over when the last response has been told, though a plan of rows that have all stopped may still be in flight.
+        """
+        return bool(self._requests) or any(not isinstance(event, Verdict) for event in self._events)
 
     def wait(self) -> Event:
-        """The next event; blocks on the engine while it runs, then on the reward pool.
+        """The next event; blocks on the engine while it runs, then on the scoring.
 
         Raises `Interrupted` where a stop was asked for and no event is due.
         """
         while not self._events:
             if self._interrupted():
                 raise Interrupted
-            self._take(self._rewards.completed())
+            self._take(self._rewards.completed())  # also where none came: a turn may have come by a cancellation
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
@@ -223,18 +250,16 @@ class RolloutBackend:
         self.engine.drain()  # the device may be one plan ahead, of rows that have all stopped
         assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
-        now, before = self.engine.counters, self._before
-        offered = now.offered_row_steps - before.offered_row_steps
-        busy = now.busy_row_steps - before.busy_row_steps
+        done = self.engine.counters.since(self._before)
         return {
-            "rollout/preemptions": now.preemptions - before.preemptions,
-            "rollout/bubble_ratio": 1 - busy / offered if offered else 0.0,
+            "rollout/preemptions": done.preemptions,
+            "rollout/bubble_ratio": done.bubble_ratio,
             "rollout/recompiles": self.worker.recompiles - self._recompiles,
-            "rollout/decode_steps": now.steps - before.steps,
-            "rollout/prefill_tokens": now.prefill_tokens - before.prefill_tokens,
-            "rollout/shared_tokens": now.shared_tokens - before.shared_tokens,
+            "rollout/decode_steps": done.steps,
+            "rollout/prefill_tokens": done.prefill_tokens,
+            "rollout/shared_tokens": done.shared_tokens,
             **self._rewards.take_metrics(),
-            **(self._layouts.end(now.preemptions - before.preemptions) if self._layouts is not None else {}),
+            **(self._layouts.end(done.preemptions) if self._layouts is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -266,13 +291,13 @@ class RolloutBackend:
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
-        self._events.append(SampleAborted(time.monotonic(), sample, dispatch))
+        self._events.append(SampleAborted(self._clock(), sample, dispatch))
 
     def _tell_finished(self, finished: Iterable[Finished]) -> None:
-        now = time.monotonic()
+        now_s = self._clock()
         for one in finished:
-            sample = replace(one.sample, text=self._tokenizer.decode(one.sample.token_ids.tolist()))
-            self._events.append(SampleFinished(now, sample, one.dispatch))
+            sample = replace(one.sample, text=self._text_of(one.sample))
+            self._events.append(SampleFinished(now_s, sample, one.dispatch))
             self._requests.pop(sample.key)
             self._num_finished += 1
             if self._layouts is not None:
@@ -290,34 +315,41 @@ class RolloutBackend:
 
     def _run_plan(self) -> None:
         self._change_layout()
-        with self._timeline.span("engine", "plan", index=self.engine.counters.plans):
+        timeline = self._timeline
+        with nullcontext() if timeline is None else timeline.span("engine", "plan", index=self.engine.counters.plans):
             finished = self.engine.step()
         self._tell_finished(finished)
         if self._layouts is not None:
             self._layouts.after_plan()
         busy, rows = self.engine.batcher.num_running, self.worker.num_groups * self.worker.num_slots
-        tokens = self.engine.counters.busy_row_steps - self._before.busy_row_steps
-        self._timeline.counter("rows", busy=busy)
-        self._on_progress(busy, rows, tokens, self._num_finished, self._num_launched)
+        if timeline is not None:
+            timeline.counter("rows", busy=busy)
+        if self.generating:  # else the plan was of rows that had all stopped: nothing is new
+            tokens = self.engine.counters.since(self._before).busy_row_steps
+            self._on_progress(busy, rows, tokens, self._num_finished, self._num_launched)
 
     def _score(self, prompt: Prompt, sample: Sample) -> None:
         key = sample.key
         self._due.append(key)
-        earlier = self._journal.find(self._step, "verdict", self._place(key))
+        journal = self._journal
+        earlier = None if journal is None else journal.find(self._step, "verdict", self._place(key))
         if earlier is None:
             self._rewards.submit(prompt, sample)
         else:
-            verdict = Verdict(time.monotonic(), key, 0.0, earlier["status"], {"error": earlier["error"]})
-            self._take([verdict], journalled=True)
+            self._arrived[key] = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
 
-    def _take(self, verdicts: list[Verdict], *, journalled: bool = False) -> None:
-        """Notes verdicts as they arrive; those of the clock are on the disk before anybody hears of them."""
+    def _take(self, verdicts: list[Verdict]) -> None:
+        """Notes verdicts as they arrive, and hands over those that are here and whose turn it is.
+
+        Those of the clock are on the disk before the round hears of them.
+        """
         for verdict in verdicts:
-            if verdict.status in ("timeout", "crash") and not journalled:
+            if self._journal is not None and verdict.status in ("timeout", "crash"):
                 decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
                 self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
             self._arrived[verdict.key] = verdict
-        self._release_due()
+        while self._due and self._due[0] in self._arrived:
+            self._events.append(self._arrived.pop(self._due.popleft()))
 
     def _cancel_score(self, keys: Sequence[SampleKey]) -> None:
         gone = set(keys)
@@ -327,12 +359,6 @@ class RolloutBackend:
         for key in keys:
             self._arrived.pop(key, None)
         self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in gone))
-        self._release_due()  # one that waited for the verdict of another
-
-    def _release_due(self) -> None:
-        """Hands over the verdicts that are here and whose turn it is."""
-        while self._due and self._due[0] in self._arrived:
-            self._events.append(self._arrived.pop(self._due.popleft()))
 
     def _place(self, key: SampleKey) -> tuple[int, ...]:
         """Which verdict of the step it is, as the journal names it."""

@@ -20,12 +20,12 @@ from jaxrl.config import Config
 from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Loop, Together
 from jaxrl.record.layouts import LayoutLog
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.layout_session import LayoutSession
 from jaxrl.runtime.rules import batch_rule, layout_control
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
-from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.configured import (
     layout_predictor,
     layout_sizes,
@@ -33,9 +33,10 @@ from jaxrl.sim.configured import (
     num_devices_of,
 )
 from jaxrl.sim.cost_model import CostModel
-from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
+from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.prompts import SimulatedPrompts
+from jaxrl.sim.scoring import SimulatedScoring
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import Workload
 
@@ -79,31 +80,31 @@ def build(
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-    launched = Launched(workload)
 
     def on_plan(plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
-        phases.complete("engine", "plan", start_ns, end_ns, rows=len(plan.decode), steps=result.num_steps)
+        drawn = {"rows": len(plan.decode), "steps": result.num_steps}
+        phases.complete("engine", "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
 
-    executor = SimulatedExecutor(sizes, launched.length, cost, clock, config.simulate.host_s, on_plan, layouts)
+    sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices)
+    executor = SimulatedExecutor(sizes, workload.length, cost, clock, config.simulate.host_s, on_plan, layouts, sync_s)
     batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
     engine = Engine(executor, batcher, batcher=LockstepBatcher)
     session = None
     if adapts:
         predictor = layout_predictor(config, cost, tuple(layouts))
         control = layout_control(config, engine, tuple(layouts), predictor)
-        session = LayoutSession(control, lambda: clock.now_s, _SecondsDrawn(phases), layout_log, None, predictor)
+        session = LayoutSession(control, lambda: clock.now_s, phases, layout_log, None, predictor)
     own = config.rollout.num_devices
     total = num_devices_of(config) if own else sizes.num_devices
     trainer = SimulatedTrainer(cost, total - own, clock)
-    backend = SimulatedBackend(
+    backend = RolloutBackend(
         engine,
         executor,
-        launched,
-        RewardWorkers(config.reward.num_workers, config.reward.timeout_s),
-        clock,
-        cost.weight_sync_s(sizes.tp, sizes.num_devices),
-        phases,
-        on_sync=trainer.synced,
+        SimulatedScoring(workload, clock, phases, config.reward.num_workers, config.reward.timeout_s),
+        lambda sample: f"({len(sample)} simulated tokens)",
+        trainer.synced,  # there are no weights to give; the trainer is told that they were taken
+        clock=lambda: clock.now_s,
+        timeline=phases,
         on_progress=on_progress,
         interrupted=hooks.stop,
         layouts=session,
@@ -116,7 +117,7 @@ def build(
 def _loop(
     config: Config,
     workload: Workload,
-    backend: SimulatedBackend,
+    backend: RolloutBackend,
     trainer: SimulatedTrainer,
     phases: SimulatedPhases,
     hooks: Hooks,
@@ -142,19 +143,6 @@ def _loop(
         num_devices=num_devices,
         together=together,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _SecondsDrawn:
-    """`SimulatedPhases` for who tells the time in seconds."""
-
-    phases: SimulatedPhases
-
-    def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        self.phases.complete(track, name, nanoseconds(start_s), nanoseconds(end_s), **args)
-
-    def counter(self, track: str, **values: float) -> None:
-        self.phases.counter(track, **values)
 
 
 @contextmanager

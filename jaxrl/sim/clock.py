@@ -10,7 +10,7 @@ step began, so a run that resumes from a checkpoint reports the same seconds as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,17 +73,21 @@ class SimulatedPhases:
             yield
         finally:
             self._sums_ns[name] = self._sums_ns.get(name, 0) + self._clock.now_ns - began_ns
-            self.complete(track, name, began_ns, self._clock.now_ns, **args)
+            self.complete(track, name, began_ns / _NS, self._clock.now_s, **args)
 
     def take_phases(self) -> dict[str, float]:
         """Seconds of the phases that ended since the last call, as `timing_s/<name>`."""
         sums, self._sums_ns = self._sums_ns, {}
         return {f"timing_s/{name}": ns / _NS for name, ns in sums.items()}
 
-    def complete(self, track: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
+    def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Draws a span."""
         if self._picture is not None:
-            self._picture.complete(track, name, start_ns / _NS, end_ns / _NS, **args)
+            self._picture.complete(track, name, start_s, end_s, **args)
+
+    def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Draws nothing: it is the host that waits here, and the devices' plans are drawn by `complete`."""
+        return nullcontext()
 
     def counter(self, track: str, **values: float) -> None:
         """Draws values at this moment."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChun
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.replay import VOCABULARY
-from jaxrl.sim.workload import Workload
 from jaxrl.types import SampleKey
 
 _SEQUENCE = (np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32)
@@ -64,43 +64,6 @@ class MachineSizes:
     def capacity(self) -> Capacity:
         """What a layout of these sizes offers."""
         return Capacity(self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens)
-
-
-class Launched:
-    """What the workload says of the responses that have been launched, each as of the step of its first launch.
-
-    That is the step whose rollout the weights of its first token are for: version + 1, so that a response that is
-    resumed later keeps its length.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._steps: dict[SampleKey, int] = {}
-
-    def add(self, key: SampleKey, policy_version: int) -> None:
-        self._steps[key] = policy_version + 1
-
-    def remove(self, key: SampleKey) -> None:
-        del self._steps[key]
-
-    def clear(self) -> None:
-        self._steps.clear()
-
-    def __contains__(self, key: SampleKey) -> bool:
-        return key in self._steps
-
-    def length(self, key: SampleKey) -> int:
-        """Response tokens."""
-        if key not in self._steps:
-            raise ValueError(f"no length is known for {key}: it runs and was not launched by the simulation")
-        return self._workload.length(key, self._steps[key])
-
-    def reward(self, key: SampleKey) -> float:
-        return self._workload.reward(key, self._steps[key])
-
-    def reward_s(self, key: SampleKey) -> float:
-        """Seconds of scoring."""
-        return self._workload.reward_s(key, self._steps[key])
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,33 +185,37 @@ class _Prefill:
 
 
 class SimulatedExecutor:
-    """Implements `jaxrl.scheduling.tokens.plan.Executor`, and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with
-    `layouts`.
+    """Implements `jaxrl.scheduling.tokens.plan.Executor` and what a backend asks of a worker
+    (`jaxrl.runtime.backend.Worker`), and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
 
     Args:
-      length_of: tokens of a response, kept ones included; cut at its request's max_tokens. Asked when its prefill ends,
-        so a response that is aborted before it runs needs none.
+      length_of: (a response, the step whose rollout the weights of its first token are for) -> its tokens, kept ones
+        included; cut at its request's max_tokens. So a response that is resumed later keeps its length. Asked when its
+        prefill ends: a response that is aborted before it runs needs none.
       on_plan: called with (plan, its result, start, end in nanoseconds) when a plan is submitted.
       host_s: seconds that the host works on each plan before it submits it.
       layouts: sizes by TP degree, of the layouts that it can change to.
+      sync_s: seconds of a weight sync.
 
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
-      policy_version: of the weights; set by whoever syncs them.
+      policy_version: of the weights.
+      recompiles: 0, for there are no programs.
     """
 
     def __init__(
         self,
         sizes: MachineSizes,
-        length_of: Callable[[SampleKey], int],
+        length_of: Callable[[SampleKey, int], int],
         cost: CostModel,
         clock: SimulatedClock,
         host_s: float = 0.0,
         on_plan: Callable[[Plan, PlanResult, int, int], None] = lambda *_: None,
         layouts: Mapping[int, MachineSizes] | None = None,
+        sync_s: float = 0.0,
     ) -> None:
         self._take_sizes(sizes)
-        self.policy_version = 0
+        self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
         self._length_of = length_of
         self._cost = cost
@@ -256,6 +223,7 @@ class SimulatedExecutor:
         self._host_s = host_s
         self._on_plan = on_plan
         self._layouts = layouts or {}
+        self._sync_s = sync_s
         self._tickets: deque[SimulatedTicket] = deque()
         self._free_ns = 0  # when the devices are done with everything submitted
 
@@ -290,6 +258,19 @@ class SimulatedExecutor:
         assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
         self._clock.reach(due.end_ns)
         return due.result
+
+    # Memory phases
+
+    def sync_weights(self, train_params: Any, policy_version: int) -> None:
+        """The devices get weights of another version."""
+        self._clock.advance(self._sync_s)
+        self.policy_version = policy_version
+
+    def allocate(self) -> None:
+        """Nothing: `sizes` says how large the KV pool is."""
+
+    def release(self, *, weights: bool = False) -> None:
+        """Nothing, as above."""
 
     # Layouts
 
@@ -356,7 +337,8 @@ class SimulatedExecutor:
     def _activate(self, chunk: PrefillChunk) -> int:
         """Writes a row's state; its seat."""
         request, kept = chunk.request, chunk.num_generated
-        length = min(self._length_of(request.key), request.params.max_tokens)
+        first_version = next(iter(request.generated_versions), self.policy_version)
+        length = min(self._length_of(request.key, first_version + 1), request.params.max_tokens)
         if length <= kept:
             raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows

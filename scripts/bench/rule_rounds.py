@@ -30,11 +30,11 @@ from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConf
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, Request
-from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, ModelSizes, RooflineCost
-from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
+from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
+from jaxrl.sim.scoring import SimulatedScoring
 from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind, Workload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
@@ -113,11 +113,9 @@ class InstantScoring:
         return {}
 
 
-class _NoText:
-    """Nobody reads these responses."""
-
-    def decode(self, ids: Any) -> str:
-        return ""
+def _no_text(sample: Sample) -> str:
+    """These responses are not read."""
+    return ""
 
 
 @dataclass(slots=True)
@@ -158,7 +156,10 @@ def real_rounds(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         journal = stack.enter_context(closing(Journal(folder / "journal.jsonl", 0)))
         timeline = stack.enter_context(Timeline(folder / "timeline.json"))
-        backend = RolloutBackend(engine, executor, InstantScoring(), _NoText(), journal, timeline, lambda: params)
+        scoring = InstantScoring()
+        backend = RolloutBackend(
+            engine, executor, scoring, _no_text, lambda: params, journal=journal, timeline=timeline
+        )
         yield Rounds(rule, prompts, backend, time.perf_counter, cap)
 
 
@@ -166,11 +167,11 @@ def simulated_rounds(
     rule: BatchRule, prompts: Prompts, sizes: MachineSizes, cost: CostModel, steps: int, workload: Workload, cap: int
 ) -> Rounds:
     """The same rounds with time from a cost model; `steps`: decode steps per plan."""
-    clock, launched = SimulatedClock(), Launched(workload)
-    executor = SimulatedExecutor(sizes, launched.length, cost, clock)
+    clock = SimulatedClock()
+    executor = SimulatedExecutor(sizes, workload.length, cost, clock)
     engine = ForcedLengths(executor, BatcherConfig(decode_steps=steps), workload)
-    workers, phases = RewardWorkers(1), SimulatedPhases(clock)
-    backend = SimulatedBackend(engine, executor, launched, workers, clock, 0.0, phases)
+    scoring = SimulatedScoring(workload, clock, SimulatedPhases(clock))
+    backend = RolloutBackend(engine, executor, scoring, _no_text, lambda: None, clock=lambda: clock.now_s)
     return Rounds(rule, prompts, backend, lambda: clock.now_s, cap)
 
 

@@ -104,7 +104,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.pool import build_pool
     from jaxrl.rewards.scorers import build_scorer
-    from jaxrl.runtime.backend import RolloutBackend
+    from jaxrl.runtime.backend import RolloutBackend, text_by
     from jaxrl.runtime.build import (
         build_engine,
         build_executor,
@@ -130,7 +130,10 @@ def run(spec: StepSpec, ask: Ask) -> None:
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
         executor = build_executor(config, model, Layout(mesh, 1))
         engine = build_engine(config, executor, tokenizer)
-        backend = RolloutBackend(engine, executor, pool, tokenizer, journal, timeline, weights=lambda: trainer.params)
+        text_of = text_by(tokenizer)
+        backend = RolloutBackend(
+            engine, executor, pool, text_of, lambda: trainer.params, journal=journal, timeline=timeline
+        )
         backend.enter_rollout(0)
         steps = _Steps(ask, {"programs": executor.warm_up()}, baseline)
         loop = Loop(

@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from beside import import_transformers
 from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -206,7 +207,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_templates_render_as_in_transformers(template, tmp_path):
-    module = load_transformers()
+    module = import_transformers()
     folder = write_folder(tmp_path, chat_template=TEMPLATES[template], bos_token="<|im_start|>")
     theirs = module.AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer.from_path(folder)
@@ -218,7 +219,7 @@ def test_templates_render_as_in_transformers(template, tmp_path):
 
 
 def test_transformers_loads_what_we_save(smol, tmp_path):
-    module = load_transformers()
+    module = import_transformers()
     smol.save(tmp_path)
     theirs = module.AutoTokenizer.from_pretrained(tmp_path)
     for case in RECORDED["texts"]:
@@ -227,9 +228,3 @@ def test_transformers_loads_what_we_save(smol, tmp_path):
     assert theirs.pad_token_id == 2
     messages = [{"role": "user", "content": RECORDED["question"]}]
     assert theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == RECORDED["rendered"]
-
-
-def load_transformers():
-    from .models.conftest import import_transformers
-
-    return import_transformers()

@@ -1,11 +1,7 @@
 """What the model tests share: tiny models, plain attention, and transformers where it is installed."""
 
-import importlib
-import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beside import import_transformers
 
 from jaxrl.models.config import ModelConfig, RopeScaling
-
-ROOT = Path(__file__).resolve().parents[2]
 
 SCALINGS = {
     "none": RopeScaling(),
@@ -69,32 +64,6 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def positions_of(tokens: Any) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-
-
-@contextmanager
-def without_our_folder() -> Iterator[None]:
-    """transformers looks for a package `kernels` on sys.path and would import ours; see kernels/__init__.py."""
-    before = list(sys.path)
-    sys.path[:] = [entry for entry in before if Path(entry or os.getcwd()).resolve() != ROOT]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sys.path[:] = before
-
-
-def import_transformers() -> Any:
-    """transformers, or a skip."""
-    pytest.importorskip("torch", reason="torch is not installed: recorded cases stand in")
-    with without_our_folder():
-        module = pytest.importorskip("transformers", reason="transformers is not installed: recorded cases stand in")
-        importlib.import_module("transformers.models.auto.modeling_auto")
-        for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "AutoTokenizer"):
-            getattr(module, name)
-    module.utils.logging.set_verbosity_error()
-    module.utils.logging.disable_progress_bar()
-    return module
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from conftest import FAMILIES, SCALINGS, lively, tiny_config, without_our_folder  # noqa: E402
+from beside import without_our_folder  # noqa: E402
+from conftest import FAMILIES, SCALINGS, lively, tiny_config  # noqa: E402
 
 from jaxrl.models import decoder  # noqa: E402
 from jaxrl.models.safetensors import export_hf  # noqa: E402

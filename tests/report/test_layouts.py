@@ -35,6 +35,7 @@ def write(folder: Path, last_step: int = -1, steps: tuple[int, ...] = (1, 2, 3),
     for step in steps:
         picture: dict[str, Any] = {"points": POINTS, "switches": [SWITCH] * (step % 3 > 0)}
         log.write(step, 0, "all", source, picture)
+    log.close()
 
 
 def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path):
@@ -102,6 +103,7 @@ def test_a_made_up_profile_is_called_so(tmp_path: Path):
 def test_a_switch_that_failed_says_so(tmp_path: Path):
     log = LayoutLog(tmp_path / FILE_NAME, 0)
     log.write(1, 0, "short", "measured", {"points": [], "switches": [SWITCH | {"failed": True, "step_s": None}]})
+    log.close()
     text = layouts_section(tmp_path)
     assert "failed, recomputed" in text
     assert "no plan was run" in text

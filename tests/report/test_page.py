@@ -129,7 +129,7 @@ def test_a_whole_run(tmp_path):
     assert "Step 120<" in text
     assert "jaxrl train configs/arithmetic.yaml" in text
     assert "8 × NVIDIA H100 80GB HBM3" in text
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.draft"))
 
 
 def test_rounds_are_drawn_by_kind(tmp_path):

@@ -15,14 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from replay_worker import ReplayWorker
 from sim_machine import Machine
 
 from jaxrl.models.loading import load_model
-from jaxrl.record.journal import Journal
-from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import (
     Command,
@@ -45,7 +44,6 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.known import KnownSample, KnownWorkload
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 SIZES = ExecutorConfig(
@@ -69,8 +67,8 @@ def executor(request: pytest.FixtureRequest, tiny_model: Path) -> MeshExecutor:
     return executor
 
 
-def replay_of(executor: MeshExecutor, lengths: dict[SampleKey, int]) -> ReplayExecutor:
-    return ReplayExecutor(
+def replay_of(executor: MeshExecutor, lengths: dict[SampleKey, int]) -> ReplayWorker:
+    return ReplayWorker(
         lengths,
         num_groups=executor.num_groups,
         num_slots=executor.num_slots,
@@ -209,49 +207,32 @@ def identities(commands: list[list[Command]]) -> list[list[tuple]]:
     return [[one(command) for command in some] for some in commands]
 
 
-def record(executor: MeshExecutor | ReplayExecutor, folder: Path) -> tuple[Recording, Round]:
-    folder.mkdir()
-    journal = Journal(folder / "journal.jsonl", 0)
-    with Timeline(folder / "timeline.json") as timeline:
-        worker: object = executor
-        if isinstance(executor, ReplayExecutor):
-            worker = _Still(executor)
-        backend = RolloutBackend(
-            Engine(executor, BATCHER),
-            worker,
-            SlowPool(),
-            Words(),
-            journal,
-            timeline,
-            lambda: None,  # pyright: ignore
-        )
-        backend._ready = True  # weights and pool are there already
-        backend.begin(1, SamplingParams(max_tokens=30, stop_token_ids=STOPS))
-        round = Round(make_prompts(), 3)
-        recording = Recording().run(round, backend)
-        backend.end()
-    journal.close()
+def backend_over(executor: MeshExecutor | ReplayWorker) -> RolloutBackend:
+    backend = RolloutBackend(Engine(executor, BATCHER), executor, SlowPool(), text_by(Words()), lambda: None)
+    backend._ready = True  # weights and pool are there already
+    return backend
+
+
+def record(executor: MeshExecutor | ReplayWorker) -> tuple[Recording, Round]:
+    backend = backend_over(executor)
+    backend.begin(1, SamplingParams(max_tokens=30, stop_token_ids=STOPS))
+    round = Round(make_prompts(), 3)
+    recording = Recording().run(round, backend)
+    backend.end()
     return recording, round
 
 
-class _Still:
-    """The worker's side of a replay: its sizes, nothing to count."""
-
-    def __init__(self, executor: ReplayExecutor) -> None:
-        self.num_groups, self.num_slots, self.recompiles = executor.num_groups, executor.num_slots, 0
-
-
-def test_a_round_replayed_gives_the_same_commands(executor: MeshExecutor, tmp_path: Path):
-    real, round = record(executor, tmp_path / "real")
+def test_a_round_replayed_gives_the_same_commands(executor: MeshExecutor):
+    real, round = record(executor)
     lengths = {sample.key: len(sample) for group in round.groups() for sample in group.samples}
-    simulated, _ = record(replay_of(executor, lengths), tmp_path / "simulated")
+    simulated, _ = record(replay_of(executor, lengths))
     assert identities(simulated.commands) == identities(real.commands)
     assert [_dispatch(event) for event in simulated.events] == [_dispatch(event) for event in real.events]
 
 
-def test_recorded_events_with_their_durations_give_the_same_commands(executor: MeshExecutor, tmp_path: Path):
+def test_recorded_events_with_their_durations_give_the_same_commands(executor: MeshExecutor):
     """A heap of events ordered by time, as a simulation pops them: verdicts late, and in the order of completion."""
-    real, first = record(executor, tmp_path / "real")
+    real, first = record(executor)
     finished = {e.sample.key: e for e in real.events if isinstance(e, SampleFinished)}
     durations = {e.key: e.duration_s for e in real.events if isinstance(e, Verdict)}
     rewards = {e.key: e.reward for e in real.events if isinstance(e, Verdict)}
@@ -338,15 +319,10 @@ TAIL = TailBatchingConfig(3, 2, prompt_factor=1.5, response_factor=1.5)
     ids=["tail batching", "keep_finished", "filter_groups"],
 )
 def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
-    config: TailBatchingConfig, executor: MeshExecutor, tmp_path: Path
+    config: TailBatchingConfig, executor: MeshExecutor
 ):
     """The simulator is given lengths by identity, rewards and their durations, and some cost model; nothing else."""
-    journal = Journal(tmp_path / "journal.jsonl", 0)
-    with Timeline(tmp_path / "timeline.json") as timeline:
-        real = RolloutBackend(Engine(executor, BATCHER), executor, SlowPool(), Words(), journal, timeline, lambda: None)
-        real._ready = True  # weights and pool are there already
-        played = Played().play(TailBatching(config), real, num_rounds=6)
-    journal.close()
+    played = Played().play(TailBatching(config), backend_over(executor), num_rounds=6)
     assert set(played.kinds) == {"short", "long"}
     assert sum(map(len, played.aborted)) > 0
 

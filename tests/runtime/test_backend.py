@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from replay_worker import ReplayWorker
 
-from jaxrl.data.stops import stop_string_check
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
@@ -30,8 +29,6 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=40, stop_token_ids=(2,))
@@ -43,26 +40,6 @@ def make_prompt(index: int) -> Prompt:
 
 def key(p: int, s: int = 0) -> SampleKey:
     return SampleKey(0, p, s)
-
-
-class Worker(ReplayExecutor):
-    """A replaying executor with the memory phases of a real one, which it notes."""
-
-    def __init__(self, lengths: dict[SampleKey, int]) -> None:
-        super().__init__(lengths, num_groups=1, num_slots=4, num_blocks=99, block_size=4, max_prefill_tokens=64)
-        self.recompiles = 0
-        self.host_s = 0.0
-        self.calls: list[Any] = []
-
-    def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        self.calls.append(("sync", train_params, policy_version))
-        self.policy_version = policy_version
-
-    def allocate(self) -> None:
-        self.calls.append("allocate")
-
-    def release(self, *, weights: bool = False) -> None:
-        self.calls.append(("release", weights))
 
 
 class Pool:
@@ -119,7 +96,7 @@ class House:
     """A backend and what it stands on."""
 
     def __init__(self, folder: Path, lengths: dict[SampleKey, int], pool: Pool, last_step: int = 0) -> None:
-        self.worker = Worker(lengths)
+        self.worker = ReplayWorker(lengths)
         self.engine = Engine(self.worker, BatcherConfig(decode_steps=4))
         self.pool = pool
         self.journal = Journal(folder / "journal.jsonl", last_step)
@@ -129,11 +106,11 @@ class House:
             self.engine,
             self.worker,
             pool,
-            Bytes(),
-            self.journal,
-            self.timeline,
+            text_by(Bytes()),
             lambda: "weights",
-            lambda *at: self.progress.append(at),
+            journal=self.journal,
+            timeline=self.timeline,
+            on_progress=lambda *at: self.progress.append(at),
         )
 
     def close(self) -> None:
@@ -332,6 +309,62 @@ def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_to
         backend.wait()
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it(houses: Any, keep: bool):
+    keys = (key(0, 0), key(0, 1))
+    backend = begin(houses(dict.fromkeys(keys, 3), Pool()), keys)
+    assert next_finished(backend).key == keys[0]
+    backend.apply(Abort(keys[1:], keep=keep))
+    event = backend.wait()
+    assert isinstance(event, SampleFinished if keep else SampleAborted)
+    assert event.sample.key == keys[1]
+    backend.end()
+
+
+def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
+    """A plan of rows that have all stopped is still in flight; it is no progress."""
+    house = houses({key(0, 0): 3}, Pool(hold=[key(0, 0)]))
+    backend = begin(house, [key(0, 0)])
+    assert backend.generating
+    sample = next_finished(backend)
+    assert not backend.generating
+    assert not house.engine.is_idle
+    num_told = len(house.progress)
+    backend.apply(Score(PROMPTS[0], sample))
+    assert isinstance(backend.wait(), Verdict)
+    assert house.engine.is_idle
+    assert len(house.progress) == num_told
+    backend.apply(Launch(PROMPTS[0], (key(0, 1),)))
+    assert backend.generating, "a verdict may make the round go on"
+    backend.cancel()
+    assert not backend.generating
+
+
+def test_without_journal_and_timeline_nothing_is_kept_and_nothing_found():
+    """A time-out is heard; the same step run again asks anew. Events bear the time of the clock that is given."""
+    worker, pool = ReplayWorker(LENGTHS), Pool(bad={key(1): "timeout"})
+    times = iter(range(100, 1000))
+    engine = Engine(worker, BatcherConfig(decode_steps=4))
+    backend = RolloutBackend(engine, worker, pool, text_by(Bytes()), lambda: None, clock=lambda: next(times))
+    for bad in ({key(1)}, set()):
+        backend.enter_rollout(0)
+        backend.begin(7, PARAMS)
+        backend._round = 0  # as in a run that starts step 7 again
+        round, events = Round(PROMPTS, 2), []
+        while not round.done:
+            events.append(backend.wait())
+            for command in round.handle(events[-1]):
+                backend.apply(command)
+        backend.end()
+        stamps = [event.time_s for event in events if not isinstance(event, Verdict)]
+        assert min(stamps) >= 100
+        assert stamps == sorted(stamps)
+        assert len(set(stamps)) > 2
+        assert {e.key for e in events if isinstance(e, Verdict) and e.status == "timeout"} == bad
+        pool.bad = {}
+    assert sorted(pool.submitted) == sorted(2 * list(LENGTHS))
+
+
 def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     house = houses({key(0, 0): 2, key(0, 1): 7, key(0, 2): 30}, Pool())
     keys = (key(0, 0), key(0, 1), key(0, 2))
@@ -425,54 +458,3 @@ def test_memory_phases(houses: Any):
     ]
     round, _ = house.run_round(PROMPTS, 2, step=3)
     assert {v for g in round.groups() for s in g.samples for v in s.versions.tolist()} == {2}
-
-
-# ---------------------------------------------------------------- stop strings
-
-
-def request_with(*stops: str) -> Request:
-    return Request(0, key(0), (1,), SamplingParams(stop_strings=stops))
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "kept"),
-    [
-        ("abcdef", ("cd",), 4),
-        ("abcdef", ("zz",), None),
-        ("abcdef", ("f", "bc"), 3),
-        ("abcabc", ("abc",), 3),
-        ("a", ("a",), 1),
-        ("abcdef", ("abcdef",), 6),
-    ],
-)
-def test_stop_strings_keep_the_first_prefix_that_holds_one(text: str, stops: tuple[str, ...], kept: int | None):
-    ids = np.asarray([ord(c) - 97 for c in text])
-    assert stop_string_check(Bytes())(request_with(*stops), ids) == kept
-
-
-def test_a_stop_string_may_end_inside_a_token_and_characters_may_span_tokens():
-    class Pieces:
-        words = ("x", "ab", "cd", "é")
-
-        def decode(self, ids: Sequence[int]) -> str:
-            data = b"".join(bytes([i - 300]) if i >= 300 else self.words[i].encode() for i in ids)
-            return data.decode(errors="replace")
-
-    check = stop_string_check(Pieces())
-    assert check(request_with("bc"), [0, 1, 2, 0]) == 3
-    first, second = "é".encode()
-    assert check(request_with("é"), [0, 300 + first, 300 + second, 1]) == 3
-    assert check(request_with("é"), [0, 300 + first]) is None
-
-
-def test_a_stop_string_ends_a_request_in_the_engine():
-    worker = Worker({key(0): 30})
-    engine = Engine(worker, BatcherConfig(decode_steps=4), stop_check=stop_string_check(Bytes()))
-    whole = Engine(Worker({key(0): 30}), BatcherConfig(decode_steps=4)).generate(
-        [Request(0, key(0), (1, 2), SamplingParams(max_tokens=40))]
-    )[0]
-    stop = Bytes().decode(whole.token_ids.tolist())[9:12]
-    text = Bytes().decode(whole.token_ids.tolist())
-    cut = engine.generate([Request(0, key(0), (1, 2), SamplingParams(max_tokens=40, stop_strings=(stop,)))])[0]
-    assert cut.finish_reason == "stop"
-    assert cut.token_ids.tolist() == whole.token_ids.tolist()[: text.index(stop) + len(stop)]

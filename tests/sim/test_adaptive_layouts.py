@@ -72,7 +72,9 @@ def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
     asked, lengths = requests(seed)
 
     def simulated() -> SimulatedExecutor:
-        return SimulatedExecutor(LAYOUTS[1], lengths.__getitem__, ConstantCost(), SimulatedClock(), layouts=LAYOUTS)
+        return SimulatedExecutor(
+            LAYOUTS[1], lambda of, _: lengths[of], ConstantCost(), SimulatedClock(), layouts=LAYOUTS
+        )
 
     still = generate(simulated(), asked, Batcher, None)
     capacities = {tp: each.capacity for tp, each in LAYOUTS.items()}
@@ -98,7 +100,7 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
     """Two rows in two groups: the longer one's tokens move, or none."""
     cost, clock = Charging(), SimulatedClock()
     lengths = {SampleKey(0, i, 0): 30 for i in range(2)}
-    executor = SimulatedExecutor(LAYOUTS[2], lengths.__getitem__, cost, clock, layouts=LAYOUTS)
+    executor = SimulatedExecutor(LAYOUTS[2], lambda of, _: lengths[of], cost, clock, layouts=LAYOUTS)
     engine = Engine(executor, BatcherConfig(decode_steps=4))
     params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
     for i, length in enumerate((9, 3)):
@@ -116,7 +118,7 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
 
 
 def test_layouts_that_were_not_given_are_refused():
-    executor = SimulatedExecutor(LAYOUTS[1], {}.__getitem__, ConstantCost(), SimulatedClock(), layouts=LAYOUTS)
+    executor = SimulatedExecutor(LAYOUTS[1], lambda *_: 1, ConstantCost(), SimulatedClock(), layouts=LAYOUTS)
     with pytest.raises(ValueError, match=r"no layout with tp 8, only \[1, 2, 4\]"):
         Engine(executor, BatcherConfig()).switch(8)
 

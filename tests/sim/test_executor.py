@@ -69,7 +69,7 @@ def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
     rng = random.Random(100 + seed)
     lengths = {request.key: rng.randint(1, 45) for request in wanted}
     shape = sizes(num_devices=4, tp=2, num_slots=5, num_blocks=21, max_prefill_tokens=24)
-    jumping = SimulatedExecutor(shape, lengths.__getitem__, ConstantCost(), SimulatedClock())
+    jumping = SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), SimulatedClock())
     stepping = ReplayExecutor(lengths, 2, 5, 21, 4, 24)
     outcomes = []
     for executor in (jumping, stepping):
@@ -141,6 +141,16 @@ def batch(lengths: list[int]) -> TrainBatch:
         sample.token_ids = np.zeros(length, np.int32)
         samples.append(sample)
     return TrainBatch([prompt(i, 10) for i in range(len(lengths))], samples, [np.zeros(n, np.float32) for n in lengths])
+
+
+def test_a_weight_sync_takes_its_time_and_brings_a_version():
+    clock = SimulatedClock()
+    executor = SimulatedExecutor(sizes(), lambda *_: 1, ConstantCost(), clock, sync_s=2.5)
+    executor.sync_weights(None, 3)
+    assert (clock.now_s, executor.policy_version, executor.recompiles) == (2.5, 3, 0)
+    engine = Engine(executor, BatcherConfig())
+    (sample,) = engine.generate([requests(0, 1)[0]])
+    assert sample.versions.tolist() == [3]
 
 
 def test_a_training_step_is_charged_once_however_it_is_cut():

@@ -52,7 +52,7 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
     rng = random.Random(seed)
     shape = sizes(num_devices=3, num_slots=4, num_blocks=num_blocks, max_prefill_tokens=24)
     lengths: dict[SampleKey, int] = {}
-    executor = SimulatedExecutor(shape, lengths.__getitem__, ConstantCost(), clock := SimulatedClock())
+    executor = SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), clock := SimulatedClock())
     plans, trace, told = [], [], []
     submit = executor.submit
     executor.submit = lambda plan: (plans.append(plan), submit(plan))[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.events import (
     Event,
     RoundStarted,
@@ -18,12 +19,12 @@ from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import TraceEvent
-from jaxrl.sim.backend import RewardWorkers, SimulatedBackend
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, ModelSizes, SwitchTimes, TrainLoad
-from jaxrl.sim.executor import Launched, MachineSizes, SimulatedExecutor
+from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.known import KnownSample, KnownWorkload
 from jaxrl.sim.lockstep import LockstepBatcher
+from jaxrl.sim.scoring import SimulatedScoring
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
 
@@ -85,15 +86,22 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
-        launched = Launched(self.workload)
-        self.executor = SimulatedExecutor(self.sizes, launched.length, self.cost, self.clock, self.host_s)
+        self.executor = SimulatedExecutor(self.sizes, self.workload.length, self.cost, self.clock, self.host_s)
         config = BatcherConfig(decode_steps=self.decode_steps)
         self.engine = Engine(self.executor, config, trace=self.trace.append, batcher=self.batcher)
-        rewards = RewardWorkers(self.workers, self.timeout_s)
         phases = SimulatedPhases(self.clock)
-        self.backend = SimulatedBackend(self.engine, self.executor, launched, rewards, self.clock, 0.0, phases)
+        self.scoring = SimulatedScoring(self.workload, self.clock, phases, self.workers, self.timeout_s)
+        self.backend = RolloutBackend(
+            self.engine,
+            self.executor,
+            self.scoring,
+            lambda sample: f"{len(sample)} tokens",
+            lambda: None,
+            clock=lambda: self.clock.now_s,
+            timeline=phases,
+        )
 
-    def begin(self, max_tokens: int = 50, version: int = 0) -> SimulatedBackend:
+    def begin(self, max_tokens: int = 50, version: int = 0) -> RolloutBackend:
         self.backend.enter_rollout(version)
         self.backend.begin(version + 1, SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)))
         assert isinstance(self.backend.wait(), RoundStarted)

@@ -7,7 +7,7 @@ its replay are compared. No decisions are taken here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -77,6 +77,10 @@ class Counters:
     def bubble_ratio(self) -> float:
         """The part of row-steps in which no token was made."""
         return 1.0 - self.busy_row_steps / self.offered_row_steps if self.offered_row_steps else 0.0
+
+    def since(self, before: Counters) -> Counters:
+        """What was done after `before`, a copy made then."""
+        return Counters(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

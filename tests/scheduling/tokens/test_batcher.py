@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, RowResult
-from jaxrl.scheduling.tokens.progress import Admitted, Completed, Ended, Preempted, TraceEvent
+from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Ended, Preempted, TraceEvent
 from jaxrl.types import SampleKey, SamplingParams
 
 STOP = 2
@@ -254,6 +255,12 @@ def test_counters_of_a_plan():
     assert (counters.plans, counters.steps, counters.admissions, counters.prefill_tokens) == (1, 4, 2, 8)
     assert (counters.busy_row_steps, counters.offered_row_steps) == (2 + 4, 4 * 4)
     assert counters.bubble_ratio == 1 - 6 / 16
+    before = replace(counters)
+    assert before.since(before) == Counters()
+    plan_of(batcher)
+    answer(batcher, 1, {1: [5] * 4})
+    assert counters.since(before) == Counters(plans=1, steps=4, busy_row_steps=4, offered_row_steps=16)
+    assert counters.since(before).bubble_ratio == 1 - 4 / 16
 
 
 def test_results_must_come_in_order():

@@ -1,14 +1,13 @@
-"""The simulated backend: exact times of rounds done by hand, the commands of all rules, the real backend beside it."""
+"""Rounds on simulated devices: exact times done by hand, the commands of all rules, replayed lengths beside them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from replay_worker import ReplayWorker
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
 from jaxrl.runtime.backend import RolloutBackend
@@ -29,9 +28,7 @@ from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.sim.backend import SimulatedBackend
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
@@ -141,18 +138,6 @@ def test_aborted_responses_are_told_and_may_go_on_where_they_were():
     backend.end()
 
 
-def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it():
-    for keep, kind in ((False, "aborted"), (True, "finished")):
-        backend = Machine(known({key(0): 3, key(1): 3})).begin()
-        backend.apply(Launch(prompt(0), (key(0),)))
-        backend.apply(Launch(prompt(1), (key(1),)))
-        assert told([backend.wait()]) == [(12.0, "finished", key(0))]
-        backend.apply(Abort((key(1),), keep=keep))
-        (event,) = told([backend.wait()])
-        assert event[1:] == (kind, key(1))
-        backend.end()
-
-
 def test_a_response_resumed_later_keeps_the_length_it_had():
     growing = ModelledWorkload(0, (TaskKind("t", LengthDistribution(8, 0.0, 50, growth=0.5)),))
     assert (growing.length(key(0), 1), growing.length(key(0), 3)) == (12, 27)
@@ -189,19 +174,6 @@ def test_verdicts_are_awaited_and_cancelled():
     assert told([backend.wait()])[0][1:] == ("finished", key(1))
 
 
-def test_a_cancelled_scoring_may_be_asked_for_again():
-    backend = Machine(known({key(0): 2}, {key(0): 5.0})).begin()
-    backend.apply(Launch(prompt(0), (key(0),)))
-    event = backend.wait()
-    assert isinstance(event, SampleFinished)
-    backend.apply(Score(prompt(0), event.sample))
-    backend.apply(CancelScore((key(0),)))
-    backend.apply(Score(prompt(0), event.sample))
-    assert told([backend.wait()]) == [(21.0, "verdict", key(0))]  # 11, and twice 5: the worker was not interrupted
-    with pytest.raises(RuntimeError, match="nothing is running"):
-        backend.wait()
-
-
 def test_a_cancelled_round_leaves_nothing():
     machine = Machine(TINY)
     backend = machine.begin()
@@ -221,7 +193,7 @@ def test_a_cancelled_round_leaves_nothing():
     assert told([again.wait()]) == [(began_s + 12.0, "verdict", key(1, 0))]
 
 
-# ---------------------------------------------------------------- as the real backend
+# ---------------------------------------------------------------- as over replayed lengths
 
 
 class OddPool:
@@ -253,39 +225,6 @@ class OddPool:
         return {}
 
 
-class NoWords:
-    def decode(self, ids: Any) -> str:
-        return f"({len(ids)} simulated tokens)"
-
-
-class NoJournal:
-    def find(self, *_: Any) -> None:
-        return None
-
-
-@pytest.fixture
-def real_backend(tmp_path: Path) -> Iterator[Any]:
-    """Makes real backends over a replay of a workload's lengths, on two dp groups of three rows."""
-    from jaxrl.record.timeline import Timeline
-
-    with Timeline(tmp_path / "t.json") as timeline:
-
-        def make(workload: Workload, looks: int = 0) -> Any:
-            replay = ReplayExecutor(_Lengths(workload), 2, 3, 20, 4, 64)  # pyright: ignore[reportArgumentType]
-
-            def sync(weights: Any, version: int) -> None:
-                replay.policy_version = version
-
-            still = {"num_groups": 2, "num_slots": 3, "recompiles": 0, "sync_weights": sync, "allocate": lambda: None}
-            worker: Any = SimpleNamespace(**still)
-            engine = Engine(replay, BatcherConfig(decode_steps=3))
-            pool: Any = OddPool(workload, looks)
-            journal: Any = NoJournal()
-            return RolloutBackend(engine, worker, pool, NoWords(), journal, timeline, lambda: None)
-
-        yield make
-
-
 class _Lengths:
     """A workload as a mapping from keys to lengths."""
 
@@ -299,16 +238,25 @@ class _Lengths:
         return True
 
 
-def simulated_backend(workload: Workload) -> SimulatedBackend:
+def replaying_backend(workload: Workload, looks: int = 0) -> RolloutBackend:
+    """A backend over a replay of a workload's lengths, on two dp groups of three rows."""
+    lengths: Any = _Lengths(workload)
+    worker = ReplayWorker(lengths, num_groups=2, num_slots=3, num_blocks=20)
+    engine = Engine(worker, BatcherConfig(decode_steps=3))
+    pool = OddPool(workload, looks)
+    return RolloutBackend(engine, worker, pool, lambda sample: f"{len(sample)} tokens", lambda: None)
+
+
+def simulated_backend(workload: Workload) -> RolloutBackend:
     return Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=20), decode_steps=3).backend
 
 
-def test_the_real_backend_tells_the_same(real_backend: Any):
-    """The same round on the machine's own backend, over a replay of the same lengths: same events, same dispatches."""
+def test_replayed_lengths_tell_the_same():
+    """The same round over a replay of the same lengths: same events, same dispatches."""
     rng = random.Random(1)
     workload = known({key(i, j): rng.randint(1, 30) for i in range(9) for j in range(3)})
     outcomes = []
-    for backend in (real_backend(workload), simulated_backend(workload)):
+    for backend in (replaying_backend(workload), simulated_backend(workload)):
         backend.enter_rollout(0)
         backend.begin(1, SamplingParams(max_tokens=40, stop_token_ids=(STOP,)))
         events = play(Round([prompt(i, 5) for i in range(9)], 3), backend)
@@ -366,11 +314,11 @@ def play_rounds(backend: Any, rule: BatchRule, num_rounds: int = 6) -> list[Any]
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_both_backends_decide_the_same_with_each_rule_whatever_scoring_takes(name: str, real_backend: Any):
-    """Real, with verdicts at once and late, and simulated with scoring times: batches, leftovers, and what the engine
-    counted are the same."""
+def test_each_rule_decides_the_same_over_both_whatever_scoring_takes(name: str):
+    """Replayed, with verdicts at once and late, and simulated with scoring times: batches, leftovers, and what the
+    engine counted are the same."""
     simulated = play_rounds(simulated_backend(MIXED), RULES[name]())
     for looks in (0, 7):
-        assert play_rounds(real_backend(MIXED, looks), RULES[name]()) == simulated
+        assert play_rounds(replaying_backend(MIXED, looks), RULES[name]()) == simulated
     aborted = sum(metrics["rollout/aborted_samples"] for *_, metrics, _ in simulated)
     assert (aborted > 0) == (not name.startswith("plain"))

@@ -1,0 +1,115 @@
+"""What a run writes and shows while it goes, real or simulated: opened and closed as one thing.
+
+Purpose: `open_record` opens the files of a run directory at the step from which the run goes on, and the live view; the
+methods of `RunRecord` are the hooks of the loop and the backend. Whatever ends the run, each file is closed, the last
+opened first.
+
+A simulated run differs: its metrics say so, its clock draws the timeline itself and decides the same again without a
+journal, and it neither tells of evaluations nor hangs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+
+from jaxrl.config import Config
+from jaxrl.record import layouts, samples
+from jaxrl.record.journal import Journal
+from jaxrl.record.layouts import LayoutLog
+from jaxrl.record.live import LiveView
+from jaxrl.record.metrics import MetricsWriter
+from jaxrl.record.run_dir import RunDir
+from jaxrl.record.samples import SampleLog
+from jaxrl.record.timeline import Timeline
+from jaxrl.record.watchdog import Watchdog
+from jaxrl.types import Group
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """The open record of a run; `journal`, `timeline` and `watchdog` are None in a simulated one."""
+
+    view: LiveView
+    metrics: MetricsWriter
+    samples: SampleLog
+    layouts: LayoutLog
+    timeline: Timeline | None = None
+    journal: Journal | None = None
+    watchdog: Watchdog | None = None
+    simulated: bool = False
+    _phase_began_s: float = field(default_factory=time.monotonic)
+    _evaluated: Mapping[str, float] = field(default_factory=dict)  # of the step that is running
+
+    def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
+        self.beat()
+        seconds = max(time.monotonic() - self._phase_began_s, 1e-3)
+        self.view.rollout(busy, rows, tokens / seconds, done, launched)
+
+    def on_phase(self, step: int, name: str) -> None:
+        self._phase_began_s = time.monotonic()
+        self.beat()
+        self.view.phase(name)
+
+    def on_step(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
+        measured = {**measured, **self._evaluated, **self._kind()}
+        self._evaluated = {}
+        self.metrics.write(step, measured)
+        self.samples.write(step, groups)
+        self.view.step(step, measured)
+
+    def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """An evaluation's numbers stand in the line of its step; step 0, which is no training step, has its own."""
+        if step == 0:
+            self.metrics.write(0, {**measured, **self._kind()})
+        else:
+            self._evaluated = measured
+        if not self.simulated:
+            self.view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
+
+    def beat(self) -> None:
+        """Something has moved."""
+        if self.watchdog is not None:
+            self.watchdog.beat()
+
+    def _kind(self) -> dict[str, float]:
+        return {"simulated": 1} if self.simulated else {}
+
+
+@contextmanager
+def open_record(
+    config: Config, run_dir: RunDir, resume_step: int, *, total_steps: int = 0, simulated: bool = False
+) -> Iterator[RunRecord]:
+    """The record of a run in its directory, closed at the end of the `with`.
+
+    Args:
+      resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
+      total_steps: for the live view's time to go; 0: it shows none.
+    """
+    with ExitStack() as stack:
+        view = stack.enter_context(closing(LiveView(total_steps, sys.stdout)))
+        timeline = None if simulated else stack.enter_context(closing(Timeline(run_dir.file("timeline.json"))))
+        metrics = MetricsWriter(
+            run_dir.path,
+            () if simulated else config.trainer.logger,
+            resume_step=resume_step,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+        )
+        stack.enter_context(closing(metrics))
+        record = RunRecord(
+            view,
+            metrics,
+            stack.enter_context(closing(SampleLog(run_dir.file(samples.FILE_NAME), resume_step))),
+            stack.enter_context(closing(LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step))),
+            timeline,
+            simulated=simulated,
+        )
+        if timeline is not None:
+            record.journal = stack.enter_context(closing(Journal(run_dir.file("journal.jsonl"), max(resume_step, 0))))
+            watchdog = Watchdog(timeline, config.trainer.hang_timeout_s, view.message)
+            record.watchdog = stack.enter_context(closing(watchdog))
+        yield record

@@ -1,0 +1,137 @@
+"""Simulated scoring: which worker scores what and when, and what comes of verdicts that are not wanted any more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sim_machine import key, known, prompt
+
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.sim.known import KnownWorkload
+from jaxrl.sim.scoring import SimulatedScoring
+from jaxrl.types import Sample, SampleKey
+
+SECONDS = {key(0): 5.0, key(1): 1.0, key(2): 2.0}
+
+
+class Bench:
+    """A scoring and the clock that it lives by."""
+
+    def __init__(self, num_workers: int = 1, timeout_s: float = 0.0, drawing: Path | None = None) -> None:
+        self.clock = SimulatedClock()
+        self.phases = SimulatedPhases(self.clock, drawing)
+        workload = known(dict.fromkeys(SECONDS, 3), SECONDS)
+        self.scoring = SimulatedScoring(workload, self.clock, self.phases, num_workers, timeout_s)
+
+    def submit(self, *keys: SampleKey) -> None:
+        for each in keys:
+            self.scoring.submit(prompt(each.prompt_index), response(each))
+
+    def wait(self) -> list[tuple[float, SampleKey]]:
+        return came(self.scoring.wait(0.5))
+
+
+def response(of: SampleKey, version: int = 0) -> Sample:
+    sample = Sample.empty(of)
+    sample.token_ids, sample.versions = np.zeros(3, np.int32), np.full(3, version, np.int32)
+    return sample
+
+
+def came(verdicts: list[Verdict]) -> list[tuple[float, SampleKey]]:
+    return [(verdict.time_s, verdict.key) for verdict in verdicts]
+
+
+def test_each_worker_scores_one_response_at_a_time():
+    bench = Bench(num_workers=2)
+    bench.submit(key(0), key(1), key(2))
+    assert bench.scoring.num_pending == 3
+    assert bench.scoring.completed() == []
+    bench.clock.advance(4.0)
+    assert came(bench.scoring.completed()) == [(1.0, key(1)), (3.0, key(2))], "each with the time at which it came in"
+    assert bench.clock.now_s == 4.0, "looking takes no time"
+    assert bench.wait() == [(5.0, key(0))]
+    assert bench.clock.now_s == 5.0
+    assert bench.scoring.num_pending == 0
+    assert bench.wait() == [], "nothing is pending: time stands still"
+    assert bench.clock.now_s == 5.0
+
+
+def test_the_clock_goes_to_the_next_verdict_that_is_still_wanted():
+    bench = Bench(num_workers=3)
+    bench.submit(key(0), key(1), key(2))
+    bench.scoring.cancel({key(1)})
+    assert bench.scoring.num_pending == 2
+    assert bench.wait() == [(2.0, key(2))]
+    bench.scoring.cancel([key(0)])
+    assert bench.wait() == []
+    assert bench.clock.now_s == 2.0
+
+
+def test_a_cancelled_scoring_keeps_its_worker_and_may_be_asked_for_again():
+    bench = Bench()
+    bench.submit(key(0))
+    bench.scoring.cancel((key(0),))
+    bench.submit(key(0))
+    assert bench.scoring.num_pending == 1
+    bench.clock.advance(5.0)
+    assert bench.scoring.completed() == [], "this one was cancelled"
+    assert bench.wait() == [(10.0, key(0))]
+    assert bench.wait() == []
+
+
+def test_metrics_are_those_of_a_pool_and_start_anew():
+    bench = Bench(timeout_s=2.0)
+    bench.submit(key(0), key(1), key(2))
+    verdicts = []
+    while bench.scoring.num_pending:
+        verdicts += bench.scoring.wait(0.5)
+    assert [(v.key, v.status, v.duration_s) for v in verdicts] == [
+        (key(0), "timeout", 2.0),
+        (key(1), "ok", 1.0),
+        (key(2), "timeout", 2.0),  # the limit itself is too late
+    ]
+    assert verdicts[0].info == {"error": "no verdict after 2.0 s"}
+    names = ("num_scored", "errors", "timeouts", "crashes", "pool_restarts", "seconds")
+    counted = dict(zip((f"reward/{name}" for name in names), (3, 0, 2, 0, 0, 5.0), strict=True))
+    assert bench.scoring.take_metrics() == counted
+    assert set(bench.scoring.take_metrics().values()) == {0}
+
+
+def test_rewards_and_times_are_those_of_the_step_of_the_first_token():
+    class Growing(KnownWorkload):
+        def reward(self, key: SampleKey, step: int = 0) -> float:
+            return float(step)
+
+        def reward_s(self, key: SampleKey, step: int = 0) -> float:
+            return 10.0 * step
+
+    clock = SimulatedClock()
+    scoring = SimulatedScoring(Growing({}, {}), clock, SimulatedPhases(clock))
+    sample = response(key(0), version=3)
+    sample.versions[1:] = 7  # it was resumed
+    scoring.submit(prompt(0), sample)
+    (verdict,) = scoring.wait(0.5)
+    assert (verdict.reward, verdict.time_s, verdict.duration_s) == (4.0, 40.0, 40.0)
+
+
+def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
+    bench = Bench(num_workers=2, drawing=tmp_path / "timeline.json")
+    bench.submit(key(0), key(1), key(2))
+    bench.phases.close()
+    events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = [(tracks[e["tid"]], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["name"] == "score"]
+    assert sorted(drawn) == [
+        ("reward worker 0", 0.0, 5.0),
+        ("reward worker 1", 0.0, 1.0),
+        ("reward worker 1", 1.0, 2.0),
+    ]
+
+
+def test_without_a_worker_nothing_would_ever_be_scored():
+    with pytest.raises(ValueError, match=r"reward.num_workers \(0\) must be >= 1"):
+        Bench(num_workers=0)
