@@ -27,7 +27,8 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime, pack_groups, unpack_groups
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.scheduling.rounds.carried import pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted
 from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round

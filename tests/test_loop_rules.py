@@ -174,9 +174,9 @@ def check(house: House) -> None:
         elif config.rollout.partial_rollout.max_staleness >= 0:
             assert stale <= config.rollout.partial_rollout.max_staleness
         if config.rollout.tail_batching.enable:
-            assert values["rollout/queue_length"] <= batch - 1 + loop.rule.config.num_spare
+            assert values["rollout/queue_length"] <= batch - 1 + loop.rule.num_spare
         elif config.rollout.partial_rollout.enable:
-            assert values["rollout/queue_length"] <= loop.rule.config.num_spare
+            assert values["rollout/queue_length"] <= loop.rule.num_spare
     if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":
         assert loop.num_carried == 0
 

@@ -30,7 +30,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
-Progress = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 """(measurements done, of how many, what comes next)"""
 
 
@@ -51,7 +51,7 @@ class ProfileOptions:
     repeats: int = 3
 
 
-def profile(config: Config, out: str | Path, options: ProfileOptions, progress: Progress | None = None) -> Profile:
+def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
     """Measures what `out` lacks, and writes it there. Raises ValueError for a table of something else."""
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
@@ -118,7 +118,7 @@ def _measure(
     points: tuple[ProfilePoint, ...],
     degrees: tuple[int, ...],
     path: Path,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> Profile:
     decode, prefill = missing_points(table.decode, points), missing_points(table.prefill, prefill_points(points))
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}

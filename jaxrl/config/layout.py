@@ -16,16 +16,10 @@ from jaxrl.config.devices import prime_factors
 class LayoutSection:
     """Tensor parallelism that adapts; `rollout.tensor_model_parallel_size` is where it begins."""
 
-    switch: Annotated[bool, "Change tp while a batch drains, where the latency profile says that it saves time."] = (
-        False
-    )
+    switch: Annotated[bool, "Change tp while a batch drains, where the profile says that it saves time."] = False
     planner: Annotated[bool, "Choose the tp that a step begins with from the preemptions of the steps before."] = False
-    degrees: Annotated[list[int], "The tp degrees that may be used; empty: all that fit into a host."] = field(
-        default_factory=list
-    )
-    devices_per_host: Annotated[
-        int, Ge(0), "Devices of a host, inside which tp stays; 0: all devices of the run are in one host."
-    ] = 0
+    degrees: Annotated[list[int], "The tp degrees to use; empty: all inside a host."] = field(default_factory=list)
+    devices_per_host: Annotated[int, Ge(0), "Devices of a host, inside which tp stays; 0: all are in one host."] = 0
     scale_rows: Annotated[
         bool,
         "Let rollout.max_num_seqs and rollout.num_blocks of a dp group grow with tp, so that the totals over all dp "
@@ -40,20 +34,14 @@ class LayoutSection:
     direction: Annotated[
         Literal["up", "both"], "Where tp may go within a generation; up: it only grows, both: it may fall again."
     ] = "up"
-    min_gain: Annotated[
-        float, Interval(ge=0, lt=1), "Share of the predicted remaining time that a switch must save."
-    ] = 0.05
+    min_gain: Annotated[float, Interval(ge=0, lt=1), "Share of the predicted time left that a switch must save."] = 0.05
     cooldown: Annotated[int, Ge(1), "The fewest plans from one switch to the next."] = 4
-    reversal_factor: Annotated[
-        float, "Factor, above 1, by which the number of live rows must change before a switch back."
-    ] = 2.0
+    reversal_factor: Annotated[float, "By which factor, above 1, live rows must change before a switch back."] = 2.0
     state: Annotated[
         Literal["cheaper", "migrate", "recompute"],
         "How KV is carried over a switch; cheaper: moved or computed again, whichever is predicted to be faster.",
     ] = "cheaper"
-    headroom_tokens: Annotated[
-        int, Ge(0), "Tokens that every live row must have room to grow by in the new layout."
-    ] = 32
+    headroom_tokens: Annotated[int, Ge(0), "Tokens by which every live row must be able to grow in a new layout."] = 32
     correction_weight: Annotated[
         float, Ge(0), "Weight of a newly measured step time in the correction of the profile; 0: no correction."
     ] = 0.1
@@ -63,9 +51,7 @@ class LayoutSection:
     planner_rise: Annotated[
         float, Ge(1), "The planner raises tp where preemptions are more than this times those of the step before."
     ] = 1.05
-    planner_quiet_rounds: Annotated[
-        int, Ge(1), "The planner lowers tp after so many steps in a row without preemption."
-    ] = 4
+    planner_quiet_rounds: Annotated[int, Ge(1), "The planner lowers tp after so many steps without preemption."] = 4
 
     @property
     def adapts(self) -> bool:
@@ -109,4 +95,6 @@ class LayoutSection:
                 return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices})"
         if self.reversal_factor <= 1:
             return f"rollout.layout.reversal_factor must be above 1, found {self.reversal_factor}"
+        if self.correction_weight > 1:
+            return f"rollout.layout.correction_weight must be at most 1, found {self.correction_weight}"
         return None

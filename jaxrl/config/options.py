@@ -38,12 +38,8 @@ class ModelSection:
 class DataSection:
     """The problems, and how each becomes a prompt."""
 
-    train_files: Annotated[list[str], "Training problems: .jsonl, .jsonl.gz or .parquet files."] = field(
-        default_factory=list
-    )
-    val_files: Annotated[list[str], "Evaluation problems, in files of the same kinds as data.train_files."] = field(
-        default_factory=list
-    )
+    train_files: Annotated[list[str], "Training problems: .jsonl, .jsonl.gz or .parquet."] = field(default_factory=list)
+    val_files: Annotated[list[str], "Evaluation problems: .jsonl, .jsonl.gz or .parquet."] = field(default_factory=list)
     task: Annotated[str, "A reasoning-gym task that makes the problems, instead of files."] = ""
     task_config: Annotated[dict[str, Any], "Options of the task that data.task names."] = field(default_factory=dict)
     task_size: Annotated[int, Ge(1), "Prompts in the training set of a procedural task."] = 10_000
@@ -56,9 +52,7 @@ class DataSection:
     messages_key: Annotated[
         str, "Column of chat messages (a list, or a JSON string), instead of data.prompt_key; empty: none."
     ] = ""
-    answer_key: Annotated[
-        str, "Column of the reference answer; in GSM8K's answers the text before `####` is dropped."
-    ] = "answer"
+    answer_key: Annotated[str, "Column of the reference answer; GSM8K's text before `####` is dropped."] = "answer"
     source_key: Annotated[str, "Column that names the data source; empty: the file's name is the source."] = ""
     system_prompt: Annotated[str, "System message of the chat template; empty: none."] = ""
     prompt_template: Annotated[str, "What is asked, with `{question}` where the problem's text goes."] = "{question}"
@@ -90,15 +84,9 @@ class TailBatchingSection:
     """Short rounds with speculation, and long rounds of the prompts that came last in them."""
 
     enable: Annotated[bool, "Switch tail batching on."] = False
-    prompt_factor: Annotated[
-        float, Ge(1), "A short round launches this times data.train_batch_size prompts, rounded up."
-    ] = 1.25
-    response_factor: Annotated[
-        float, Ge(1), "A short round launches this times rollout.n samples of each prompt, rounded up."
-    ] = 1.25
-    max_age_steps: Annotated[
-        int, Ge(0), "The most training steps from a prompt's first launch to its batch; 0: no bound."
-    ] = 0
+    prompt_factor: Annotated[float, Ge(1), "Prompts of a short round, as a multiple of data.train_batch_size."] = 1.25
+    response_factor: Annotated[float, Ge(1), "Samples per prompt of a short round, as a multiple of rollout.n."] = 1.25
+    max_age_steps: Annotated[int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."] = 0
     at_end: Annotated[
         AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
     ] = "flush"
@@ -112,12 +100,8 @@ class PartialRolloutSection:
     """A round stops at enough complete prompts, and the next round goes on with the others."""
 
     enable: Annotated[bool, "Switch active partial rollout on."] = False
-    over_provision: Annotated[
-        float, Ge(1), "This times data.train_batch_size prompts are under way at once, rounded up."
-    ] = 2.0
-    max_staleness: Annotated[
-        int, Ge(-1), "The most versions that a trained token may lag behind the policy; -1: no cap."
-    ] = -1
+    over_provision: Annotated[float, Ge(1), "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
+    max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
     max_restarts: Annotated[
         int, Ge(0), "How often a sample may lose its tokens to max_staleness before a round waits for it."
     ] = 1
@@ -131,12 +115,8 @@ class OverProvisioningSection:
     """A baseline: launch more than is needed, keep what ends first, discard the rest for good."""
 
     enable: Annotated[bool, "Switch over-provisioning on."] = False
-    prompt_factor: Annotated[float, Ge(1), "A round launches this times data.train_batch_size prompts, rounded up."] = (
-        1.25
-    )
-    response_factor: Annotated[
-        float, Ge(1), "A round launches this times rollout.n samples of each prompt, rounded up."
-    ] = 1.25
+    prompt_factor: Annotated[float, Ge(1), "Prompts of a round, as a multiple of data.train_batch_size."] = 1.25
+    response_factor: Annotated[float, Ge(1), "Samples per prompt of a round, as a multiple of rollout.n."] = 1.25
 
 
 @dataclass(frozen=True)
@@ -147,9 +127,7 @@ class FilterGroupsSection:
     max_num_gen_batches: Annotated[
         int, Ge(1), "A round gives up with an error once it has launched this many times the prompts it started with."
     ] = 10
-    max_unscored_groups: Annotated[
-        int, Ge(0), "Complete prompts whose rewards may be due before generation waits for them."
-    ] = 8
+    max_unscored_groups: Annotated[int, Ge(0), "Complete prompts that may lack rewards before generation waits."] = 8
 
 
 @dataclass(frozen=True)
@@ -193,9 +171,7 @@ class RolloutSection:
         float, Interval(gt=0, le=1), "Share of a device's memory for weights and KV pool together."
     ] = 0.85
     warmup: Annotated[bool, "Compile every shape before the first step."] = True
-    max_active_requests: Annotated[
-        int, Ge(0), "The most samples under way at once, in the rounds of all rules; 0: no limit."
-    ] = 0
+    max_active_requests: Annotated[int, Ge(0), "The most samples under way at once, with any rule; 0: no limit."] = 0
     stale_tokens: Annotated[
         Literal["recorded", "mask"],
         "Tokens that earlier versions wrote; recorded: their ratio is taken to the log-probability recorded at "
@@ -236,14 +212,10 @@ class ActorSection:
     ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0
     ppo_epochs: Annotated[int, Ge(1), "Passes over a batch."] = 1
     ppo_max_token_len_per_gpu: Annotated[int, Ge(1), "Tokens per microbatch and device, padding included."] = 2048
-    share_prompts: Annotated[
-        bool, "Compute a prompt once per row for all of its samples there; false: once per sample."
-    ] = True
+    share_prompts: Annotated[bool, "Compute a prompt once per row for all its samples there; false: per sample."] = True
     clip_ratio_low: Annotated[float, Ge(0), "The ratio is clipped below at 1 minus this."] = 0.2
     clip_ratio_high: Annotated[float, Ge(0), "The ratio is clipped above at 1 plus this."] = 0.2
-    clip_ratio_c: Annotated[
-        float, "Dual clip: bounds the loss of negative advantages at this ratio, above 1; 0: off."
-    ] = 0.0
+    clip_ratio_c: Annotated[float, "Dual clip: bounds the loss of negative advantages at this ratio; 0: off."] = 0.0
     grad_clip: Annotated[float, Ge(0), "The most that the gradient's global norm may be; 0: off."] = 1.0
     use_kl_loss: Annotated[bool, "Add the KL to the reference model to the loss."] = False
     kl_loss_coef: Annotated[float, Ge(0), "Weight of the KL in the loss."] = 0.001
@@ -326,18 +298,14 @@ class TrainerSection:
     seed: Annotated[int, Ge(0), "Seed of random weights and of sampling."] = 0
     num_devices: Annotated[int, Ge(0), "Devices of the run; 0: all that there are."] = 0
     one_step_off: Annotated[bool, "Roll out for step t + 1 with the weights before update t."] = False
-    init_from: Annotated[
-        str, "A run directory or checkpoint folder whose parameters, and nothing else, the run starts from."
-    ] = ""
+    init_from: Annotated[str, "A run directory or checkpoint folder whose parameters (only) to start from."] = ""
     logger: Annotated[list[Literal["console", "wandb", "tensorboard"]], "Where metrics go besides the run's files."] = (
         field(default_factory=lambda: ["console"])
     )
     project_name: Annotated[str, "The project under which loggers file the run."] = "jaxrl"
     experiment_name: Annotated[str, "The run's name in loggers and on its page."] = ""
-    compilation_cache_dir: Annotated[str, "Folder of the persistent compilation cache; empty: none."] = (
-        "~/.cache/jaxrl/xla"
-    )
-    hang_timeout_s: Annotated[float, Ge(0), "Seconds after which the watchdog reports a phase as hanging; 0: off."] = (
+    compilation_cache_dir: Annotated[str, "The persistent compilation cache; empty: none."] = "~/.cache/jaxrl/xla"
+    hang_timeout_s: Annotated[float, Ge(0), "Seconds after which the watchdog reports a phase as stuck; 0: off."] = (
         1800.0
     )
 

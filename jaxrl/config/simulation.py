@@ -15,12 +15,8 @@ class SimulatedLengths:
     median: Annotated[float, "Response tokens at the median of the lognormal body, at the first step."] = 500.0
     sigma: Annotated[float, "Standard deviation of the logarithm of the body's lengths."] = 1.0
     tail_from: Annotated[float, "Quantile of the body from which a power law takes over; 1: none does."] = 1.0
-    tail_index: Annotated[
-        float, "In the power-law tail, the share of longer responses falls as length to the minus this."
-    ] = 2.0
-    shortest: Annotated[
-        int, "Tokens of the shortest response; data.max_response_length says how long the longest is."
-    ] = 1
+    tail_index: Annotated[float, "In the tail, the share of longer responses falls as length ** -tail_index."] = 2.0
+    shortest: Annotated[int, "Tokens of the shortest response; data.max_response_length caps the longest."] = 1
     growth: Annotated[float, "Share by which all lengths grow per training step."] = 0.0
     growth_limit: Annotated[float, "Lengths grow until they are this many times those of the first step."] = 10.0
 
@@ -42,12 +38,8 @@ class SimulatedTask:
     name: Annotated[str, "The task's name, which is the data source of its prompts."] = "simulated"
     weight: Annotated[float, "Share of the prompts, relative to the weights of the other tasks."] = 1.0
     response: SimulatedLengths = field(default_factory=SimulatedLengths)
-    correlation: Annotated[
-        float, "How much of a response's length its prompt decides, from 0 (nothing) to 1 (all)."
-    ] = 0.5
-    prompt_median: Annotated[
-        float, "Prompt tokens at the median; data.max_prompt_length says how long the longest is."
-    ] = 200.0
+    correlation: Annotated[float, "How much of a response's length its prompt decides: 0 nothing, 1 all."] = 0.5
+    prompt_median: Annotated[float, "Prompt tokens at the median; data.max_prompt_length caps the longest."] = 200.0
     prompt_sigma: Annotated[float, "Standard deviation of the logarithm of the prompts' lengths."] = 0.5
     scoring: SimulatedScoring = field(default_factory=SimulatedScoring)
     pass_rate: Annotated[float, "Probability that a response to the median prompt has reward 1."] = 0.5
@@ -58,9 +50,7 @@ class SimulatedTask:
 class SimulateSection:
     """A simulated run: the machine, what says how long things take, and where lengths and rewards come from."""
 
-    run_dir: Annotated[
-        str, "The folder that `jaxrl simulate` writes; empty: trainer.run_dir with -simulated behind it."
-    ] = ""
+    run_dir: Annotated[str, "The folder to write; empty: trainer.run_dir with -simulated behind it."] = ""
     hardware: Annotated[str, "Accelerator: A40, A100, H100, H800, H200 or MI300X."] = "H100"
     num_devices: Annotated[int, Ge(0), "Simulated devices; 0: trainer.num_devices, or 8 where that is 0 as well."] = 0
     model: Annotated[str, "A named shape, or a folder with a config.json; empty: model.path."] = ""
@@ -80,9 +70,7 @@ class SimulateSection:
         Literal["modelled", "recorded"],
         "Where lengths and rewards come from; modelled: simulate.task or simulate.tasks, recorded: an earlier run.",
     ] = "modelled"
-    recorded_run: Annotated[
-        str, "With simulate.workload=recorded, the run directory whose samples.jsonl is drawn from."
-    ] = ""
+    recorded_run: Annotated[str, "With workload=recorded, the run directory whose samples.jsonl is drawn from."] = ""
     recorded_rule: Annotated[
         Literal["by_prompt", "pooled"],
         "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together.",

@@ -28,7 +28,7 @@ from jaxrl.rollout.layout_programs import CompileAhead, ExecutorConfig, LayoutPr
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
-from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, SwitchTimes
+from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
 from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
     Capacity,
@@ -192,7 +192,7 @@ class MeshExecutor:
         self._ahead = CompileAhead([self._programs_at(tp) for tp in degrees])
         return self._ahead
 
-    def switch(self, move: Relayout) -> SwitchTimes:
+    def switch(self, move: Relayout) -> TimeTaken:
         """Goes over to another layout (`Engine.switch`); nothing may be in flight.
 
         Weights are resharded in place. KV migrates, or a new pool is allocated where everything is recomputed. Where
@@ -228,7 +228,7 @@ class MeshExecutor:
             raise self._back_to(self._programs_at(move.from_tp), error) from error
         self._collected_s = time.perf_counter()
         fixed_s = self._collected_s - ready - sum(seconds) + (ready - began)
-        return SwitchTimes(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
+        return TimeTaken(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
 
     def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
         """Takes KV over from an executor on other devices (`jaxrl.scheduling.layouts.handover`), by `jax.device_put`.

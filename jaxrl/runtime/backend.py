@@ -44,8 +44,8 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.tokens.engine import Engine, Finished, resume
-from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 

@@ -20,8 +20,8 @@ from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.layout_session import LayoutSession
 from jaxrl.runtime.memory import layout_degrees
-from jaxrl.runtime.rules import layout_control
-from jaxrl.scheduling.layouts.latency import CorrectionConfig, LatencyPredictor
+from jaxrl.scheduling.layouts.control import LayoutControl
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
 from jaxrl.scheduling.tokens.engine import Engine
 
@@ -88,7 +88,6 @@ def build_layouts(
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
     predictor = None
     if options.switch:
-        correction = CorrectionConfig(options.correction_weight, options.correction_max_factor)
-        predictor = LatencyPredictor(checked_profile(config, model, mesh), correction, row_sizes)
-    control = layout_control(config, engine, degrees, predictor)
-    return LayoutSession(control, time.perf_counter, timeline, log, journal, predictor)
+        predictor = LatencyPredictor(checked_profile(config, model, mesh), options, row_sizes)
+    control = LayoutControl(engine, options, degrees, config.rollout.tensor_model_parallel_size, predictor)
+    return LayoutSession(control, time.perf_counter, timeline, log, journal)

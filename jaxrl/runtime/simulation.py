@@ -22,7 +22,8 @@ from jaxrl.loop import Hooks, Loop, Together
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.layout_session import LayoutSession
-from jaxrl.runtime.rules import batch_rule, layout_control
+from jaxrl.runtime.rules import batch_rule
+from jaxrl.scheduling.layouts.control import LayoutControl
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
@@ -92,8 +93,9 @@ def build(
     session = None
     if adapts:
         predictor = layout_predictor(config, cost, tuple(layouts))
-        control = layout_control(config, engine, tuple(layouts), predictor)
-        session = LayoutSession(control, lambda: clock.now_s, phases, layout_log, None, predictor)
+        initial = config.rollout.tensor_model_parallel_size
+        control = LayoutControl(engine, config.rollout.layout, tuple(layouts), initial, predictor)
+        session = LayoutSession(control, lambda: clock.now_s, phases, layout_log, None)
     own = config.rollout.num_devices
     total = num_devices_of(config) if own else sizes.num_devices
     trainer = SimulatedTrainer(cost, total - own, clock)

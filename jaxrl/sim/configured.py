@@ -18,7 +18,7 @@ from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring
 from jaxrl.config.devices import devices_problem
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.scheduling.layouts.latency import CorrectionConfig, LatencyPredictor
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sim.calibrate import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost
@@ -242,7 +242,6 @@ def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) ->
     options = config.rollout.layout
     if not options.switch:
         return None
-    correction = CorrectionConfig(options.correction_weight, options.correction_max_factor)
     num_devices = rollout_devices_of(config)
     if config.simulate.cost == "table":
         table = _profiled(config).profile  # of a dp group, whatever the number of them
@@ -253,8 +252,8 @@ def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) ->
                 f"{', '.join(map(str, table.degrees))}, and rounds may use {missing[0]} as well"
             )
         identity = replace(table.identity, device_count=num_devices)
-        return LatencyPredictor(_option("simulate.profile", replace, table, identity=identity), correction)
+        return LatencyPredictor(_option("simulate.profile", replace, table, identity=identity), options)
     rows = config.data.train_batch_size * config.rollout.n
     name = f"{num_devices} x {config.simulate.hardware}"
     profile = modelled_profile(cost, name, degrees, num_devices, rows, config.max_model_length)
-    return LatencyPredictor(profile, correction)
+    return LatencyPredictor(profile, options)

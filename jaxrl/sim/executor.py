@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
@@ -291,7 +291,7 @@ class SimulatedExecutor:
         if tp != self.tp:
             self._take_sizes(self._layouts[tp])
 
-    def switch(self, move: Relayout) -> SwitchTimes:
+    def switch(self, move: Relayout) -> TimeTaken:
         """Takes the rows to their new seats, in the time that the cost model gives.
 
         KV that is computed again costs nothing here: the plans that prefill it are charged.
@@ -305,7 +305,7 @@ class SimulatedExecutor:
         fullest = max(groups.values(), key=sum, default=[])
         pairs = sum(causal_pairs(context) for context in fullest)
         cost = self._cost.layout_switch(self.tp, move.to_tp, float(sum(fullest)), pairs)
-        times = SwitchTimes(cost.weights_s, cost.move_s if fullest else 0.0, cost.fixed_s)
+        times = TimeTaken(cost.weights_s, cost.move_s if fullest else 0.0, cost.fixed_s)
         self._take_sizes(self._layouts[move.to_tp])
         for row in move.rows:
             self._rows.take(row.dp_group * self.num_slots + row.slot, old, seat_of[row.request.request_id])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
 from jaxrl.types import SampleKey
 
@@ -73,7 +73,7 @@ class ReplayExecutor:
         *,
         tp: int = 1,
         layouts: Mapping[int, Capacity] | None = None,
-        switch_cost: Callable[[Relayout], SwitchTimes] | None = None,
+        switch_cost: Callable[[Relayout], TimeTaken] | None = None,
     ) -> None:
         self.num_groups = num_groups
         self.num_slots = num_slots
@@ -132,7 +132,7 @@ class ReplayExecutor:
             raise ValueError(f"replay: no layout with tp {tp}, only {sorted(self._layouts)}")
         return self._layouts[tp]
 
-    def switch(self, move: Relayout) -> SwitchTimes:
+    def switch(self, move: Relayout) -> TimeTaken:
         """Takes the rows to their new slots."""
         assert not self._results, "a layout changes while plans are in flight"
         slots = {slot.request.request_id: slot for slot in self._slots.values() if slot.is_active}
@@ -144,7 +144,7 @@ class ReplayExecutor:
             capacity.num_blocks,
         )
         self.tp = move.to_tp
-        return SwitchTimes() if self._switch_cost is None else self._switch_cost(move)
+        return TimeTaken() if self._switch_cost is None else self._switch_cost(move)
 
     def _activate(self, chunk: PrefillChunk) -> _Slot:
         request = chunk.request

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.config.options import PartialRolloutSection, TailBatchingSection
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
@@ -25,8 +26,9 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout, PartialRolloutConfig
-from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
+from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, Request
@@ -45,10 +47,11 @@ PREFILL_BUDGET = 2048
 
 def rules(num_groups: int, group_size: int) -> dict[str, BatchRule]:
     """The rules with their default factors, by the names of the docs."""
+    batch = BatchSettings(num_groups, group_size)
     return {
-        "plain": FreshBatches(num_groups, group_size),
-        "tail-batching": TailBatching(TailBatchingConfig(num_groups, group_size, at_end="leave")),
-        "partial-rollout": PartialRollout(PartialRolloutConfig(num_groups, group_size, at_end="leave")),
+        "plain": FreshBatches(batch),
+        "tail-batching": TailBatching(batch, TailBatchingSection(enable=True, at_end="leave")),
+        "partial-rollout": PartialRollout(batch, PartialRolloutSection(enable=True, at_end="leave")),
     }
 
 

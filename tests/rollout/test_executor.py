@@ -24,8 +24,8 @@ from jaxrl.rollout.layout_programs import ExecutorConfig, bucket, buckets
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine, resume
-from jaxrl.scheduling.tokens.plan import PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import PlanResult, Request, Ticket, resume
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
@@ -278,7 +278,7 @@ def test_an_abort_and_a_new_start_change_no_token(num_devices: int, tp: int, hea
     kept = engine.abort(some)
     assert any(len(one) for one in kept), "some were to have tokens"
     for request_id, one in zip(some, kept, strict=True):
-        engine.add(resume(by_id[request_id], one, 1000 + request_id))
+        engine.add(replace(resume(by_id[request_id], one), request_id=1000 + request_id))
     while not engine.is_idle:
         finished |= {one.sample.key: one.sample for one in engine.step()}
     check(heads, asked, [finished[request.key] for request in asked])

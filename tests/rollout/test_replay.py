@@ -18,6 +18,7 @@ import pytest
 from replay_worker import ReplayWorker
 from sim_machine import Machine
 
+from jaxrl.config.options import FilterGroupsSection, TailBatchingSection
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -33,9 +34,9 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -310,19 +311,21 @@ class Played:
 
 
 PARAMS = SamplingParams(max_tokens=30, stop_token_ids=STOPS)
-TAIL = TailBatchingConfig(3, 2, prompt_factor=1.5, response_factor=1.5)
+BATCH = BatchSettings(3, 2)
+FILTERING = replace(BATCH, filter_groups=FilterGroupsSection(enable=True, max_unscored_groups=0))
+TAIL = TailBatchingSection(enable=True, prompt_factor=1.5, response_factor=1.5)
 
 
 @pytest.mark.parametrize(
-    "config",
-    [TAIL, replace(TAIL, keep_finished=True), replace(TAIL, dynamic_sampling=DynamicSampling(max_unscored_groups=0))],
+    ("batch", "options"),
+    [(BATCH, TAIL), (BATCH, replace(TAIL, keep_finished=True)), (FILTERING, TAIL)],
     ids=["tail batching", "keep_finished", "filter_groups"],
 )
 def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
-    config: TailBatchingConfig, executor: MeshExecutor
+    batch: BatchSettings, options: TailBatchingSection, executor: MeshExecutor
 ):
     """The simulator is given lengths by identity, rewards and their durations, and some cost model; nothing else."""
-    played = Played().play(TailBatching(config), backend_over(executor), num_rounds=6)
+    played = Played().play(TailBatching(batch, options), backend_over(executor), num_rounds=6)
     assert set(played.kinds) == {"short", "long"}
     assert sum(map(len, played.aborted)) > 0
 
@@ -340,7 +343,7 @@ def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
     )
     machine = Machine(workload, sizes, decode_steps=BATCHER.decode_steps, workers=3)
     machine.backend.enter_rollout(0)
-    simulated = Played().play(TailBatching(config), machine.backend, num_rounds=6)
+    simulated = Played().play(TailBatching(batch, options), machine.backend, num_rounds=6)
     assert simulated.kinds == played.kinds
     assert simulated.kept == played.kept
     assert simulated.aborted == played.aborted

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.runtime.rules import batch_rule, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout, PartialRolloutConfig
-from jaxrl.scheduling.rounds.race import DynamicSampling
-from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
+from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
 
 
 def config(**options: Any) -> Config:
@@ -31,8 +32,8 @@ def test_plain_batches_are_the_default():
     assert isinstance(rule, FreshBatches)
     assert rule.name == "plain batches"
     limits = rule.limits
-    assert (limits.num_groups, limits.group_size, limits.num_responses, limits.num_spare) == (4, 3, 3, 0)
-    assert (limits.score_when, limits.max_active, limits.dynamic_sampling) == ("rollout", 9, None)
+    assert limits == RaceLimits(BatchSettings(4, 3, score_when="rollout", max_active_requests=9), 3, 0)
+    assert not limits.batch.filter_groups.enable
 
 
 def test_over_provisioning():
@@ -55,18 +56,18 @@ def test_tail_batching():
         )
     )
     assert isinstance(rule, TailBatching)
-    assert rule.config == TailBatchingConfig(
-        4, 3, 1.5, 1.25, 7, "leave", True, "group", DynamicSampling(2, 3), max_active_requests=20
-    )
+    filtering = FilterGroupsSection(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
+    assert rule.batch == BatchSettings(4, 3, "group", filtering, max_active_requests=20)
+    assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave", keep_finished=True)
 
 
-@pytest.mark.parametrize(("one_step_off", "staleness", "cap"), [(False, -1, None), (False, 0, 0), (True, 1, 1)])
-def test_partial_rollout(one_step_off: bool, staleness: int, cap: int | None):
+@pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 0), (True, 1)])
+def test_partial_rollout(one_step_off: bool, staleness: int):
     partial = {"enable": True, "max_staleness": staleness, "max_restarts": 2, "at_end": "leave"}
     rule = batch_rule(config(rollout__partial_rollout=partial, trainer__one_step_off=one_step_off))
     assert isinstance(rule, PartialRollout)
-    lag = int(one_step_off)
-    assert rule.config == PartialRolloutConfig(4, 3, 2.0, cap, max_restarts=2, version_lag=lag, at_end="leave")
+    assert rule.batch == BatchSettings(4, 3, score_when="group", version_lag=int(one_step_off))
+    assert rule.options == PartialRolloutSection(True, 2.0, staleness, max_restarts=2, at_end="leave")
 
 
 ON = {"enable": True}

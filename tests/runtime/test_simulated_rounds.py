@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from replay_worker import ReplayWorker
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
+from jaxrl.config.options import (
+    FilterGroupsSection,
+    OverProvisioningSection,
+    PartialRolloutSection,
+    TailBatchingSection,
+)
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import (
@@ -22,10 +29,10 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.rounds.partial_rollout import PartialRollout, PartialRolloutConfig
-from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
+from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sim.prompts import SimulatedPrompts
@@ -268,19 +275,23 @@ def test_replayed_lengths_tell_the_same():
     assert outcomes[0][2]["rollout/bubble_ratio"] > 0
 
 
-SAMPLING = DynamicSampling(max_unscored_groups=1)
+BATCH = BatchSettings(3, 3)
+FILTERING = replace(BATCH, filter_groups=FilterGroupsSection(enable=True, max_unscored_groups=1))
+AFTERWARDS, FILTERING_AFTERWARDS = (replace(batch, score_when="rollout") for batch in (BATCH, FILTERING))
 RULES: dict[str, Callable[[], BatchRule]] = {
-    "plain": lambda: FreshBatches(3, 3),
-    "plain, scored afterwards": lambda: FreshBatches(3, 3, score_when="rollout"),
-    "plain, filter_groups": lambda: FreshBatches(3, 3, dynamic_sampling=SAMPLING),
-    "plain, filter_groups afterwards": lambda: FreshBatches(3, 3, score_when="rollout", dynamic_sampling=SAMPLING),
-    "over-provisioning": lambda: FreshBatches(3, 3, prompt_factor=1.5, response_factor=1.5),
-    "tail batching": lambda: TailBatching(TailBatchingConfig(3, 3, 1.5, 1.5)),
-    "tail batching, keep_finished": lambda: TailBatching(TailBatchingConfig(3, 3, 2.0, 1.5, keep_finished=True)),
-    "tail batching, filter_groups": lambda: TailBatching(TailBatchingConfig(3, 3, 2.0, dynamic_sampling=SAMPLING)),
-    "partial rollout": lambda: PartialRollout(PartialRolloutConfig(3, 3)),
-    "partial rollout, staleness 1": lambda: PartialRollout(PartialRolloutConfig(3, 3, max_staleness=1)),
-    "partial rollout, filter_groups": lambda: PartialRollout(PartialRolloutConfig(3, 3, dynamic_sampling=SAMPLING)),
+    "plain": lambda: FreshBatches(BATCH),
+    "plain, scored afterwards": lambda: FreshBatches(AFTERWARDS),
+    "plain, filter_groups": lambda: FreshBatches(FILTERING),
+    "plain, filter_groups afterwards": lambda: FreshBatches(FILTERING_AFTERWARDS),
+    "over-provisioning": lambda: FreshBatches(BATCH, OverProvisioningSection(True, 1.5, 1.5)),
+    "tail batching": lambda: TailBatching(BATCH, TailBatchingSection(True, 1.5, 1.5)),
+    "tail batching, keep_finished": lambda: TailBatching(
+        BATCH, TailBatchingSection(True, 2.0, 1.5, keep_finished=True)
+    ),
+    "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatchingSection(True, 2.0)),
+    "partial rollout": lambda: PartialRollout(BATCH, PartialRolloutSection(True)),
+    "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRolloutSection(True, max_staleness=1)),
+    "partial rollout, filter_groups": lambda: PartialRollout(FILTERING, PartialRolloutSection(True)),
 }
 MIXED = ModelledWorkload(
     3,

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from sim_machine import STOP, ConstantCost, sizes
 
+from jaxrl.scheduling.layouts.switching import recompute
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine, Finished, resume
-from jaxrl.scheduling.tokens.plan import Plan, Request
+from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.plan import Plan, Request, resume
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.executor import LanePlan, SimulatedExecutor
@@ -88,7 +89,7 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
         elif what < 0.34:
             note(engine.drain())
         elif what < 0.36:
-            engine.recompute()
+            recompute(engine)
         else:
             note(engine.step())
             num_lockstep += isinstance(engine.batcher, LockstepBatcher) and engine.batcher.in_lockstep

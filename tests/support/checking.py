@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchTimes
+from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Capacity, Plan, PlanResult, Request, Ticket
@@ -69,7 +69,17 @@ class CheckingExecutor:
     def capacity(self, tp: int) -> Capacity:
         return self.inner.capacity(tp)
 
-    def switch(self, move: Relayout) -> SwitchTimes:
+    def start_in(self, tp: int) -> None:
+        """Chooses a layout while nothing is live."""
+        assert not self._due
+        for executor in (self, self.inner):
+            offered = self.capacity(tp)
+            executor.num_groups, executor.num_slots = offered.num_groups, offered.num_slots
+            executor.num_blocks = offered.num_blocks
+        self.inner.tp = tp
+        self._cache, self._rows, self._prefilling = {}, {}, {}
+
+    def switch(self, move: Relayout) -> TimeTaken:
         """Copies the shadow as the plan says; rows and prefills go to their new slots."""
         assert not self._due
         capacity, size = move.capacity, self.block_size
@@ -160,7 +170,7 @@ class CheckingExecutor:
         fresh = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
         assert set(result.rows) == {row.request_id for row in plan.decode} | fresh
         for chunk in plan.prefill:
-            if chunk.is_last and not plan.decode:  # its first token, and nobody decodes
+            if chunk.is_last and not plan.decode:  # its first token, and no row decodes
                 assert len(result.rows[chunk.request.request_id].token_ids) == 1
                 self._rows[chunk.dp_group, chunk.slot].num_generated += 1
         for named in plan.decode:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, Rows, Situation
-from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchConfig
 
 ROOMY = GroupCapacity(tokens=1 << 40, rows=1 << 20)
 DEGREES = (1, 2, 4, 8)
@@ -47,6 +47,6 @@ SIMPLE = predictor(
     {(a, b): (0.5, 0.0001, 0.5) for a in DEGREES for b in DEGREES if a != b},
     prefill=dict.fromkeys(DEGREES, 0.25),
 )
-UP = LayoutSwitchConfig(DEGREES, min_gain=0.0)
+UP = LayoutSection(min_gain=0.0)
 MOVE = replace(UP, state="migrate")
 BOTH = replace(MOVE, direction="both")

@@ -1,1 +1,1 @@
-"""Tensor parallelism that adapts: what a layout costs, when it changes, and who goes where."""
+"""Tensor parallelism that adapts: what a layout costs, when it changes, and which request goes where."""

@@ -1,16 +1,25 @@
-"""A worker's layout, from plan to plan: asks the rule, has the engine switch, and holds what came of it against it.
+"""A worker's layout, round by round and plan by plan.
 
-Purpose: `LayoutControl` stands between a backend and its engine. Before each plan it looks at the live rows; where the
-rule wants to switch, the plans in flight are collected, the rule decides on what is then known, the decision is
-written down, and the engine changes its layout. The engine's own step times correct the predictor.
+Purpose: `LayoutControl` stands between a backend and its engine, and says how RollPacker's per-step planner and PAT's
+switches compose.
 
-Source: PAT §4.2, Algorithm 1, lines 15 and 23-25; design §3 (what a clock decides is journalled before it takes
-effect).
+- A round starts in the planner's degree for its kind; without a planner, in the configured one.
+- Before each plan the control looks at the live rows. Where the switch rule wants to switch, the plans in flight are
+  collected, the rule decides on what is then known, the decision is written down, and the engine changes its layout.
+  That happens several times in a round if it pays. The engine's own step times correct the predictor.
+- When the round has ended, the planner hears of all its preemptions, those after a switch included, and the worker
+  returns to the degree that the next round starts in. What the switch rule chose leaves no trace in the planner.
+
+So beside a planner tp never falls while rows live, and the planner compares rounds that began in its own degrees.
+
+Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); design §3 (what a clock
+decides is journalled before it takes effect).
 
 Collecting the plans in flight changes which plan knows what, and so the logical order in which responses end. It is
-therefore a decision of the clock as well: whoever collected and then stayed has written that down too (`Decision`).
-The logical time of a decision is the number of the next plan, counted from the start of the round, so a round that runs
-again finds every decision where it was.
+therefore a decision of the clock as well: where plans were collected and no switch followed, that is written down too
+(`Decision`). The logical time of a decision is the number of the next plan, counted from the start of the round, so a
+round that runs again finds every decision where it was. Up to the last decision that was written nothing else is
+decided: what the first run decided against is as much a decision, though it was not written down.
 """
 
 from __future__ import annotations
@@ -21,10 +30,13 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
 
-from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Switched, SwitchFailed, rows_of
-from jaxrl.scheduling.layouts.round_layouts import RoundLayouts
+from jaxrl.config.layout import LayoutSection
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
 from jaxrl.scheduling.layouts.situation import GroupCapacity, Situation
-from jaxrl.scheduling.layouts.switch_rule import Switch
+from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
+from jaxrl.scheduling.layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import PlanTimes, Progress
 
@@ -32,12 +44,6 @@ SCHEMA = 1
 STEPS_SEEN = 4  # plans after a switch whose step times are taken for the real one
 MAX_TRACE = 240  # points of a round's picture
 HISTORY = 1024
-
-
-class StepObserver(Protocol):
-    """What is told of real step times (`jaxrl.scheduling.layouts.latency.LatencyPredictor`)."""
-
-    def observe(self, tp: int, batch: int, context: float, step_s: float) -> float: ...
 
 
 class Layouts(Protocol):
@@ -154,43 +160,50 @@ class LayoutControl:
 
     Args:
       engine: over an executor that can change its layout.
-      layouts: the rules.
-      degrees: those that a round may switch to.
-      observer: hears of step times. history: what expected lengths come from (`LayoutSwitchConfig.bound`).
+      options: `rollout.layout`.
+      degrees: those that rounds may use (`LayoutSection.degrees_on`), ascending.
+      initial: the one that rounds start in; beside a planner, the first round of each kind.
+      predictor: of step times and costs; None: a round stays in the degree that it starts in.
 
     Example::
 
-        tp = control.start("short", recorded, write)     # engine idle; write(decision) returns once it is on the disk
-        control.consider()                                # before each plan
+        control.begin("short", recorded, write)  # engine idle; write(decision) returns once it is on the disk
+        control.before_plan()
         engine.step()
-        control.note(now_s)                               # after it
+        control.after_plan(now_s)
         metrics = control.end(preemptions)
     """
 
     def __init__(
         self,
         engine: Engine,
-        layouts: RoundLayouts,
+        options: LayoutSection,
         degrees: Sequence[int],
-        observer: StepObserver | None = None,
-        history: LengthHistory | None = None,
+        initial: int,
+        predictor: LatencyPredictor | None = None,
     ) -> None:
         if not isinstance(engine.executor, LayoutExecutor):
             raise ValueError(f"layout control: {type(engine.executor).__name__} cannot change its layout")
+        degrees = tuple(degrees)
+        if initial not in degrees:
+            raise ValueError(f"layout control: the tp that rounds start in ({initial}) must be one of {degrees}")
         self.engine = engine
-        self.layouts = layouts
+        self.predictor = predictor
+        self.planner = TpPlanner(options, degrees, initial) if options.planner else None
+        self.rule = None if predictor is None else LayoutSwitchRule(options, degrees, predictor)
+        self.history = LengthHistory() if options.bound == "expected" else None
         self.episodes: list[Episode] = []
         self.trace: list[tuple[float, int, int]] = []  # (time, live rows, tp)
         self._executor = engine.executor
-        self._degrees = tuple(degrees)
-        self._capacities = self._possible()
-        self._observer = observer
-        self._history = history
-        self._recorded: dict[int, Decision] = {}
+        self._initial = initial
+        self._capacities = {tp: self._capacity(tp) for tp in degrees}
+        self._kind: str | None = None  # of the round under way
+        self._likely = "plain"  # of the next training round, as far as one can know
+        self._recorded: deque[Decision] = deque()  # what is still to be done as it was done before
         self._write: Callable[[Decision], None] = _nowhere
         self._first = 0
         self._quiet_until = 0
-        self._errors: list[float] = []
+        self._ratios: list[float] = []
         engine.watch = self._observe
 
     @property
@@ -198,67 +211,82 @@ class LayoutControl:
         """The degree in use."""
         return self._executor.tp
 
-    def start(
+    def degree(self, kind: str = "all") -> int:
+        """The degree that the next round of this kind starts in."""
+        return self._initial if self.planner is None else self.planner.degree(kind)
+
+    def enter(self) -> None:
+        """A rollout phase begins, with neither weights nor pool: the layout of the next round, free of charge."""
+        start_in(self.engine, self.degree(self._likely))
+
+    def begin(
         self,
         kind: str = "all",
         recorded: Sequence[Decision] = (),
         write: Callable[[Decision], None] | None = None,
-    ) -> int:
-        """Begins a round with an idle engine; returns the degree to start in, which is in use then.
+    ) -> None:
+        """Begins a round with an idle engine, in the degree of its kind.
 
         Args:
           kind: of round, as the planner tells them apart.
           recorded: what the journal has of this round.
           write: puts a decision there; it takes effect when this returns.
         """
-        switches = [decision.switch for decision in recorded if decision.switch is not None]
-        tp = self.layouts.start(kind, switches)
+        if self._kind is not None:
+            raise ValueError(f"layout control: a {kind!r} round begins before the {self._kind!r} round has ended")
+        self._kind = kind
+        self._likely = self._likely if kind == "eval" else kind
+        if self.rule is not None:
+            self.rule.begin()
+        tp = self.degree(kind)
         if tp != self.tp:
-            self.engine.switch(tp)  # nobody is live: weights only
-        self._recorded = {decision.dispatch: decision for decision in recorded}
+            self.engine.switch(tp)  # no request is live: only weights move
+        self._recorded = deque(sorted(recorded, key=lambda decision: decision.dispatch))
         self._write = _nowhere if write is None else write
         self._first, self._quiet_until = self.engine.batcher.next_index, 0
-        self.episodes, self.trace, self._errors = [], [], []
-        return tp
+        self.episodes, self.trace, self._ratios = [], [], []
 
-    def consider(self) -> Episode | None:
-        """Between two plans: switches if it pays; returns what was done.
+    def before_plan(self) -> Episode | None:
+        """Switches if it pays; returns what was done.
 
-        Raises `SwitchFailed` if a switch failed and the executor is of no use any more.
+        Raises:
+          ValueError: outside a round, for a journal of another run, or where a switch would lower tp beside a planner.
+          SwitchFailed: a switch failed and the executor is of no use any more.
         """
+        if self._kind is None:
+            raise ValueError("layout control: no round has begun")
         dispatch = self.engine.batcher.next_index - self._first
-        last = max(self._recorded, default=-1)
-        if dispatch <= last:
-            known = self._recorded.get(dispatch)
-            return None if known is None else self._follow(known)
-        if dispatch < self._quiet_until or not self.layouts.wants(self._situation(dispatch)):
+        if self._recorded:
+            return self._follow(self._recorded.popleft()) if dispatch >= self._recorded[0].dispatch else None
+        if self.rule is None or dispatch < self._quiet_until or not self.rule.wants(self._situation(dispatch)):
             return None
         self.engine.settle()
-        switch = self.layouts.decide(self._situation(dispatch))
-        self._quiet_until = (
-            dispatch + STEPS_SEEN
-        )  # what looked worth it in flight, and was not, is not asked for at once
+        switch = self.rule.decide(self._situation(dispatch))
+        # What looked worth it with plans in flight, and was not, is not looked at again at once.
+        self._quiet_until = dispatch + STEPS_SEEN
+        if switch is not None:
+            self._refuse_lowering(switch)
         self._write(Decision(dispatch, switch))
         return None if switch is None else self._switch(switch)
 
-    def note(self, now_s: float) -> None:
-        """After a plan: a point of the round's picture."""
+    def after_plan(self, now_s: float) -> None:
+        """Adds a point to the round's picture."""
         self.trace.append((now_s, len(self.engine.unfinished()), self.tp))
         if len(self.trace) > 2 * MAX_TRACE:
             self.trace = _thinned(self.trace)
 
     def finished(self, length: int) -> None:
         """A response ended by itself after so many tokens."""
-        if self._history is not None:
-            self._history.add(length)
-
-    def lengths(self) -> list[int]:
-        """What expected lengths come from now, the oldest first."""
-        return [] if self._history is None else self._history.lengths()
+        if self.history is not None:
+            self.history.add(length)
 
     def end(self, preemptions: int) -> dict[str, float]:
         """Ends the round; its metrics. Seconds are sums over the round's switches, predicted and real."""
-        self.layouts.end(preemptions)
+        if self._kind is None:
+            raise ValueError("layout control: no round has begun")
+        kind, self._kind = self._kind, None
+        if self.planner is not None:
+            self.planner.observe(preemptions, kind)
         done = [episode for episode in self.episodes if episode.done is not None]
         metrics: dict[str, float] = {
             "rollout/layout/switches": len(done),
@@ -275,13 +303,13 @@ class LayoutControl:
             if stepped:
                 metrics["rollout/layout/step_s"] = fmean(fmean(e.steps_s) for e in stepped)
                 metrics["rollout/layout/predicted_step_s"] = fmean(e.decision.step_after_s for e in stepped)
-        if self._errors:
-            metrics["rollout/layout/step_correction"] = fmean(self._errors)
+        if self._ratios:
+            metrics["rollout/layout/step_correction"] = fmean(self._ratios)
         return metrics
 
     def cancel(self) -> None:
-        """The round is dropped."""
-        self.layouts.cancel()
+        """The round is dropped: the planner hears nothing of it."""
+        self._kind = None
 
     def picture(self) -> dict[str, Any]:
         """The round for the log: points (seconds since the first, live rows, tp), and its switches."""
@@ -292,33 +320,64 @@ class LayoutControl:
             "switches": [episode.to_json() for episode in self.episodes],
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint, cut between rounds."""
+        state: dict[str, Any] = {} if self.planner is None else {"planner": self.planner.state_dict()}
+        state["likely"] = self._likely
+        state["lengths"] = [] if self.history is None else self.history.lengths()
+        if self.predictor is not None:
+            state["correction"] = self.predictor.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another control was; what the state lacks stays as it is."""
+        if self.planner is not None and "planner" in state:
+            self.planner.load_state_dict(state["planner"])
+        self._likely = state.get("likely", self._likely)
+        for length in state.get("lengths", ()):
+            self.finished(length)
+        if self.predictor is not None and "correction" in state:
+            self.predictor.load_state_dict(state["correction"])
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _possible(self) -> dict[int, GroupCapacity]:
-        found: dict[int, GroupCapacity] = {}
-        for tp in self._degrees:
-            capacity = self._executor.capacity(tp)
-            found[tp] = GroupCapacity((capacity.num_blocks - 1) * capacity.block_size, capacity.num_slots)
-        return found
+    def _capacity(self, tp: int) -> GroupCapacity:
+        capacity = self._executor.capacity(tp)
+        return GroupCapacity((capacity.num_blocks - 1) * capacity.block_size, capacity.num_slots)
 
     def _situation(self, dispatch: int) -> Situation:
         batcher = self.engine.batcher
-        expected = None if self._history is None else self._history.expected_remaining
+        expected = None if self.history is None else self.history.expected_remaining
         return Situation(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
 
     def _follow(self, known: Decision) -> Episode | None:
         """Does what was decided here before."""
+        dispatch, switch = self.engine.batcher.next_index - self._first, known.switch
+        if dispatch != known.dispatch or (switch is not None and switch.from_tp != self.tp):
+            came_from = "" if switch is None else f" from tp {switch.from_tp}"
+            raise ValueError(
+                f"journalled layout decision at dispatch {known.dispatch}{came_from}: the run is at dispatch "
+                f"{dispatch} with tp {self.tp}, so the journal is not of this run"
+            )
+        self._quiet_until = dispatch + 1  # one decision before a plan
         self.engine.settle()
-        if known.switch is None:
+        if switch is None:
             return None
-        switch = self.layouts.decide(self._situation(known.dispatch))
-        assert switch is not None
-        assert switch == known.switch, "the rule replays the switches that it was given"
+        self._refuse_lowering(switch)
+        if self.rule is not None:
+            self.rule.record(switch)
         if known.failed:
-            self.engine.recompute()
+            recompute(self.engine)
             self.episodes.append(Episode(switch, None))
             return self.episodes[-1]
         return self._switch(switch)
+
+    def _refuse_lowering(self, switch: Switch) -> None:
+        if self.planner is not None and switch.to_tp < switch.from_tp:
+            raise ValueError(
+                f"layout control: {switch} lowers tp inside a round, which the planner alone does, between rounds "
+                "(rollout.layout.direction must be up where rollout.layout.planner is on)"
+            )
 
     def _switch(self, switch: Switch) -> Episode:
         try:
@@ -343,8 +402,8 @@ class LayoutControl:
         step_s = times.duration_s / times.num_steps
         if episode is not None and len(episode.steps_s) < STEPS_SEEN:
             episode.steps_s.append(step_s)
-        if self._observer is not None and step_s > 0:
-            self._errors.append(self._observer.observe(self.tp, times.batch, times.context, step_s))
+        if self.predictor is not None and step_s > 0:
+            self._ratios.append(self.predictor.observe(self.tp, times.batch, times.context, step_s))
 
 
 def _nowhere(_: Decision) -> None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
-from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, empty_pools, live_blocks, resident_row, rows_of
+from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, live_blocks, resident_row, restart, rows_of
 from jaxrl.scheduling.layouts.situation import regroup
 from jaxrl.scheduling.tokens.batcher import Batcher
-from jaxrl.scheduling.tokens.engine import Engine, resume
-from jaxrl.scheduling.tokens.plan import Executor, Seat
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Executor, Seat, resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class TakingExecutor(Executor, Protocol):
 def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> HandedOver:
     """Lets live requests of `source` go on in `target`, beside its own.
 
-    Plans in flight of both are collected first; who ended in them is told by the engines' next `step` or `drain`, and
-    of the ids that did, none is moved.
+    Plans in flight of both are collected first. The engines' next `step` or `drain` returns the requests that ended in
+    them, and of those none is moved.
 
     Raises:
       ValueError: before anything moves: an id that `source` does not have or `target` has already, pools of different
@@ -79,7 +79,7 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
     try:
         taker.take_over(source.executor, kv, rows)
     except SwitchFailed:
-        target.batcher.reseat(target.batcher.capacity, empty_pools(target.batcher.capacity), {})
+        restart(target.batcher, target.batcher.capacity)
         raise
     except BaseException:
         for request_id in seats:
@@ -92,7 +92,7 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
 
 
 def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvPlan, dict[int, Seat]]:
-    """Blocks of the target for those of the leaving that fit, and where they will sit."""
+    """Blocks of the target for those of the leaving requests that fit, and the seats that they get."""
     running = {p.request.request_id: p for p in source.running() if p.request.request_id in set(leaving)}
     groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source)]
     live: dict[int, LiveBlocks] = {i: live_blocks(source, progress) for i, progress in running.items()}

@@ -1,8 +1,8 @@
 """Which KV blocks move where when requests change their dp groups: the accounting half of a layout switch.
 
-Purpose: `plan_migration` is told who is live, what each request holds, and who is to be with whom afterwards
-(`situation.regroup`); it fills the block pools of the new layout and lists the copies. What moves the bytes is
-`jaxrl.sharding.kv_migration`, which takes `KvPlan.lanes`.
+Purpose: `plan_migration` is told which requests are live, what each holds, and which of them share a dp group
+afterwards (`situation.regroup`); it fills the block pools of the new layout and lists the copies. What moves the bytes
+is `jaxrl.sharding.kv_migration`, which takes `KvPlan.lanes`.
 
 Source: design §5 (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per group when
 groups split, and joined again when they merge); PAT §4.3 for migrating at all.
@@ -33,7 +33,7 @@ class LiveBlocks:
     """What a live request holds.
 
     Attributes:
-      request_id: whose.
+      request_id: the request's.
       group: its dp group.
       table: its blocks there, in the order of its positions.
       num_written: its leading positions whose KV is in the pool.
@@ -140,7 +140,7 @@ def plan_migration(
     placements: dict[int, Placement] = {}
     copies: list[Copy] = []
     for group, ids in enumerate(groups):
-        # Whoever has most of a prompt publishes it; sorting is stable, so otherwise the order is the caller's.
+        # The request that has most of a prompt publishes it; sorting is stable: otherwise the order is the caller's.
         for request in sorted((by_id[i] for i in ids), key=lambda r: -min(r.num_written, r.prompt_len)):
             shared = blocks.allocate(request.request_id, group, request.num_tokens, request.share, request.prompt_len)
             if shared is None:
@@ -185,20 +185,20 @@ def _check(
         )
     for group, ids in enumerate(groups):
         for request in (by_id[i] for i in ids):
-            who = f"migration: request {request.request_id}"
+            which = f"migration: request {request.request_id}"
             if _lane(request.group, num_before, group, num_after) is None:
                 raise ValueError(
-                    f"{who} is in dp group {request.group} of {num_before} and cannot get to group {group} of "
+                    f"{which} is in dp group {request.group} of {num_before} and cannot get to group {group} of "
                     f"{num_after}: neighbouring groups merge, and a group splits into neighbours"
                 )
             if not max(request.num_written, request.prompt_len) <= request.num_tokens:
                 raise ValueError(
-                    f"{who}: num_tokens ({request.num_tokens}) must cover what is written ({request.num_written}) and "
-                    f"the prompt ({request.prompt_len})"
+                    f"{which}: num_tokens ({request.num_tokens}) must cover what is written ({request.num_written}) "
+                    f"and the prompt ({request.prompt_len})"
                 )
             if -(-request.num_written // block_size) > len(request.table):
                 raise ValueError(
-                    f"{who}: its {len(request.table)} blocks of {block_size} positions cannot hold the "
+                    f"{which}: its {len(request.table)} blocks of {block_size} positions cannot hold the "
                     f"{request.num_written} that are written"
                 )
 
@@ -215,7 +215,7 @@ def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]],
 
 
 def blocks_needed(requests: Sequence[LiveBlocks], block_size: int) -> int:
-    """Blocks that these requests take together in one empty pool: whom to preempt before a pool shrinks."""
+    """Blocks that these requests take together in one empty pool: says what to preempt before a pool shrinks."""
     alone = sum(-(-request.num_tokens // block_size) for request in requests)
     pool = BlockManager(1, alone + 2, block_size)
     for request in sorted(requests, key=lambda r: -min(r.num_written, r.prompt_len)):

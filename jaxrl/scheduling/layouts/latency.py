@@ -8,9 +8,7 @@ Source: PAT §4.2 (online latency predictor) and §4.3 (equations 1-4).
 Departures:
 
 - The paper's T_move divides the bytes that a rank sends (equation 1) by a measured bandwidth (equation 2). The table
-  holds the measured seconds per token of the fullest source group, which is that quotient for one token; `kv_move_s`
-  has the equations themselves, for tables that are made up rather than measured. H is the width of keys (or values)
-  there: with grouped-query attention, key/value heads x head size.
+  holds the measured seconds per token of the fullest source group, which is that quotient for one token.
 - Between two profiled batches the paper interpolates. Programs here are compiled for few numbers of rows, and a step
   with rows in between takes as long as the next of those: a batch counts as that one where the table has them
   (`RowSizes`). Only between padded batches that were not profiled times are interpolated.
@@ -31,54 +29,18 @@ Legend: S decode steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost
-
-
-def kv_move_s(
-    lengths: Iterable[int], num_layers: int, kv_width: int, element_bytes: int, from_tp: int, bytes_per_s: float
-) -> float:
-    """T_move by equations 1 and 2: the bytes of KV that one rank sends, over its one-way bandwidth.
-
-    Args:
-      lengths: contexts of the rows, in tokens.
-      kv_width: entries of one token's keys in one layer (and as many of its values), over all ranks.
-      element_bytes: of one entry.
-      from_tp: degree that the cache is split by before the move.
-      bytes_per_s: one-way bandwidth of a rank under this pattern.
-    """
-    send_bytes = sum(2 * num_layers * length * (kv_width / from_tp) * element_bytes for length in lengths)
-    return send_bytes / bytes_per_s
 
 
 def rms_context(lengths: Sequence[int]) -> float:
     """Equation 3: the context of as many equal rows that cost prefill's attention the same. Tokens."""
     return math.sqrt(sum(length * length for length in lengths) / len(lengths))
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionConfig:
-    """How the engine's own step times correct the predictions.
-
-    Attributes:
-      weight: of a new observation in the exponentially weighted mean; 0 switches the correction off.
-      max_factor: ratios count as at most this, and at least one over it: a step that waited for a compiler or for
-        another process says little.
-    """
-
-    weight: float = 0.1
-    max_factor: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.weight <= 1 or self.max_factor < 1:
-            raise ValueError(
-                f"latency correction: weight ({self.weight}) must be in [0, 1], max_factor ({self.max_factor}) >= 1"
-            )
 
 
 class _Curve:
@@ -135,7 +97,8 @@ class LatencyPredictor:
 
     Args:
       profile: checked by the caller (`Profile.check`).
-      correction: how fast, and how far, observations move the predictions.
+      options: `correction_weight` and `correction_max_factor` of `rollout.layout`: how fast, and how far, observations
+        move the predictions.
       row_sizes: of the programs that run now, by degree; None: of those that were profiled.
 
     Example::
@@ -150,13 +113,13 @@ class LatencyPredictor:
     def __init__(
         self,
         profile: Profile,
-        correction: CorrectionConfig | None = None,
+        options: LayoutSection | None = None,
         row_sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         if not profile.decode:
             raise ValueError(f"the latency profile has no decode points: {NEW_PROFILE}")
         self.profile = profile
-        self.correction = CorrectionConfig() if correction is None else correction
+        self.options = LayoutSection() if options is None else options
         self._surfaces = {tp: _Surface([p for p in profile.decode if p.tp == tp]) for tp in profile.degrees}
         if row_sizes is None:
             row_sizes = {rows.tp: rows.sizes for rows in profile.row_sizes}
@@ -235,10 +198,10 @@ class LatencyPredictor:
         if not 0 < step_s < math.inf:
             raise ValueError(f"observed step time ({step_s}) at tp {tp} must be > 0 and finite")
         predicted = float(self._profiled_s(tp, np.array([batch]), np.array([context]))[0])
-        limit = math.log(self.correction.max_factor)
+        limit = math.log(self.options.correction_max_factor)
         seen = min(max(math.log(step_s / predicted), -limit), limit)
         before = self._log_ratio(tp)
-        self._log_ratios[tp] = before + self.correction.weight * (seen - before)
+        self._log_ratios[tp] = before + self.options.correction_weight * (seen - before)
         return self.ratio(tp)
 
     def state_dict(self) -> dict[str, Any]:

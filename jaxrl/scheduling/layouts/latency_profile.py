@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 SCHEMA = 2
+MIN_CONTEXT, DENSE_BELOW = 8, 512  # tokens of a row: the shortest measured, and where points begin to thin out
 NEW_PROFILE = "make a new one with `jaxrl profile`"
 
 Source = Literal["measured", "synthetic"]
@@ -95,7 +96,7 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The table of one model on one machine, whole or in the making. Raises ValueError for what cannot be.
+    """The table of one model on one machine, whole or in the making. Raises ValueError for an impossible entry.
 
     Attributes:
       identity: what it holds for.
@@ -231,14 +232,12 @@ def profile_points(
     degrees: Iterable[int],
     device_count: int,
     max_context: int,
-    min_context: int = 8,
-    dense_below: int = 512,
     row_sizes: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[ProfilePoint, ...]:
     """The loads to measure, sorted: one layout after another, and in it one batch (one program) after another.
 
     Batches double from 1, or are the row sizes of the programs, to which all others would be padded. Contexts double
-    below `dense_below`, where latency is least linear, and go on by factors of four. A degree's largest batch and
+    below `DENSE_BELOW`, where latency is least linear, and go on by factors of four. A degree's largest batch and
     longest context are among them. As a batch with one point has no slope, batches of which two contexts do not fit are
     left out.
 
@@ -248,19 +247,18 @@ def profile_points(
         within a group's share of it.
       degrees: the tp degrees.
       device_count: tp x dp.
-      min_context, max_context: tokens of a row.
+      max_context: tokens of a row.
       row_sizes: by degree, ascending (`RowSizes`).
 
     Raises ValueError if a degree does not divide the devices, or if nothing fits the budget.
     """
-    if not 1 <= min_context < max_context or max_batch < 1:
+    if max_context <= MIN_CONTEXT or max_batch < 1:
         raise ValueError(
-            f"profile: contexts from {min_context} to {max_context} must be >= 1 and ascend, max_batch ({max_batch}) "
-            "must be >= 1"
+            f"profile: contexts from {MIN_CONTEXT} to {max_context} must ascend, max_batch ({max_batch}) must be >= 1"
         )
-    contexts = [min_context]
+    contexts = [MIN_CONTEXT]
     while contexts[-1] < max_context:
-        factor = 2 if contexts[-1] < dense_below else 4
+        factor = 2 if contexts[-1] < DENSE_BELOW else 4
         contexts.append(min(contexts[-1] * factor, max_context))
     points: list[ProfilePoint] = []
     for tp in sorted(set(degrees)):

@@ -1,8 +1,8 @@
 """What becomes of every live request when the layout changes in the middle of a batch.
 
-Purpose: `plan_relayout` says, from the batcher's books alone, who goes where, which blocks move, and who has to give up
-its row; the executor carries it out on the devices, and only then `apply` changes the books. So whatever fails before
-anything has moved leaves the engine as it was.
+Purpose: `plan_relayout` says, from the batcher's books alone, which request goes where, which blocks move, and which
+requests have to give up their rows; the executor carries it out on the devices, and only then `apply` changes the
+books. So whatever fails before anything has moved leaves the engine as it was.
 
 Source: design §5 (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3 (migrate or
 recompute).
@@ -48,8 +48,8 @@ class Relayout:
       capacity: what the new layout offers.
       kv: the new pools and the copies; without any where everything is recomputed.
       rows: those that decode in the new layout without a prefill.
-      seats: of everybody who keeps its KV, by request id.
-      evicted: who migrates not, for want of room: waits and is recomputed.
+      seats: of the requests that keep their KV, by request id.
+      evicted: requests that there is no room for: they wait, and are recomputed.
       num_live, num_tokens: rows before the change, and their tokens whose KV was there.
     """
 
@@ -76,7 +76,7 @@ class Relayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchTimes:
+class TimeTaken:
     """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
 
     weights_s: float = 0.0
@@ -86,20 +86,6 @@ class SwitchTimes:
     @property
     def total_s(self) -> float:
         return self.weights_s + self.state_s + self.fixed_s
-
-
-@dataclass(frozen=True, slots=True)
-class Switched:
-    """A change of layout that has happened; fields as in `Relayout`. `num_moved`: tokens migrated."""
-
-    from_tp: int
-    to_tp: int
-    how: How
-    num_live: int
-    num_tokens: int
-    num_moved: int
-    num_evicted: int
-    times: SwitchTimes
 
 
 class SwitchFailed(RuntimeError):
@@ -128,7 +114,7 @@ class LayoutExecutor(Executor, Protocol):
         """What the layout of this degree offers. Raises ValueError if there is no such layout."""
         ...
 
-    def switch(self, move: Relayout) -> SwitchTimes:
+    def switch(self, move: Relayout) -> TimeTaken:
         """Carries it out, with nothing in flight.
 
         Raises `SwitchFailed` if it fails after something has moved; anything else that it raises, it raises before.
@@ -225,7 +211,7 @@ def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
 def _evict(
     groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """(groups that fit into their pools, who had to leave): the last of a group, which is its youngest, first."""
+    """(groups that fit into their pools, requests that had to leave): the youngest of a group, its last, goes first."""
     fitting: list[tuple[int, ...]] = []
     evicted: list[int] = []
     for ids in groups:
@@ -250,6 +236,6 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
             )
 
 
-def empty_pools(capacity: Capacity) -> BlockManager:
-    """Pools of these sizes with nobody in them."""
-    return BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)
+def restart(batcher: Batcher, capacity: Capacity) -> None:
+    """Goes on with empty pools of this capacity: every request waits, its tokens kept, and is prefilled again."""
+    batcher.reseat(capacity, BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size), {})

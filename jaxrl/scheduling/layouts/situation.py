@@ -22,7 +22,7 @@ class LiveRow:
     """A request on the device.
 
     Attributes:
-      request_id: whose.
+      request_id: the request's.
       length: tokens of its context, prompt and response.
       limit: the longest it can get: prompt + max_tokens.
       expected_remaining: tokens that history expects it to gain still; None if history knows nothing of it.
@@ -80,7 +80,7 @@ class Situation:
 
 
 def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
-    """Who is with whom once there are `dp` groups (Algorithm 1, lines 7 and 23).
+    """Which rows share a dp group once there are `dp` of them (Algorithm 1, lines 7 and 23).
 
     Fewer: neighbours merge, as the factored mesh has it (design §5). More: each group deals its rows to the groups it
     splits into, longest first, each to the one with fewest rows, of those with fewest tokens. What the rule predicts

@@ -12,40 +12,39 @@ Departures:
 - The paper takes one step time for all that is left. Here rows leave as they reach their own limits and contexts grow,
   step by step; every dp group waits for the fullest (lockstep, design §3).
 - `bound="expected"` takes a row's expected remaining length (from history) instead of its limit.
-- Hysteresis (the paper has none): a gain has to exceed `min_gain`; `cooldown` plans lie between switches; and a switch
-  in the direction opposite to the last one needs a batch `reversal_factor` times smaller (to raise tp) or larger (to
-  lower it) than at that last switch. Whatever the predictor says, a batch that only drains therefore turns at most
-  once, from falling to rising tp: at most len(degrees) - 1 switches down, then at most as many up. With
-  `direction="up"`, the default, there is nothing but the way up. `scheduling/tp_planner.py` says how that fits in with
-  the planner that chooses the degree a generation starts with.
+- Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of what is left; `cooldown` plans lie
+  between switches; and a switch in the direction opposite to the last one needs a batch `reversal_factor` times smaller
+  (to raise tp) or larger (to lower it) than at that last switch. Whatever the predictor says, a batch that only drains
+  therefore turns at most once, from falling to rising tp: at most len(degrees) - 1 switches down, then at most as many
+  up. With `direction="up"`, the default, there is nothing but the way up. `jaxrl.scheduling.layouts.control` says how
+  that fits in with the planner that chooses the degree a generation starts with.
 - While requests wait for a row the batch is not draining, and nothing is decided.
 
 The way back when a generation ends costs nothing here: no KV is left, and the next weights come from training anyway.
 
 Decisions rest on measured times, so each goes to the journal (`Switch.to_json`) before it takes effect, and a
-generation that runs again takes them from there (`ReplayedSwitchRule`). Their logical time is the dispatch number,
-counted from the start of the generation: so the second run finds what the first one wrote.
+generation that runs again takes them from there. Their logical time is the dispatch number, counted from the start of
+the generation: so the second run finds what the first one wrote.
 
 Legend: S decode steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.situation import Bound, Rows, Situation, load_at, num_tokens, regroup
 
 SCHEMA = 1
 MAX_TERMS = 2048
 
-Direction = Literal["up", "both"]
-StateMode = Literal["cheaper", "migrate", "recompute"]
 How = Literal["migrate", "recompute"]
 
 
@@ -67,56 +66,13 @@ class LatencyModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutSwitchConfig:
-    """Options of the rule.
-
-    Attributes:
-      degrees: tp degrees that may be used, ascending, each dividing the next.
-      bound: how long rows are taken to go on: to their limits (safe), or as history expects.
-      direction: "up": tp only grows within a generation.
-      min_gain: the part of the predicted remaining time that a switch must save, more than.
-      cooldown: the fewest plans between one switch and the next.
-      reversal_factor: how much the number of live rows must change before a switch back; see the module.
-      state: how KV is carried over: whichever is predicted cheaper, or always the one way.
-      headroom_tokens: what every live row must have room to grow by in the new layout.
-    """
-
-    degrees: tuple[int, ...]
-    bound: Bound = "max_length"
-    direction: Direction = "up"
-    min_gain: float = 0.05
-    cooldown: int = 4
-    reversal_factor: float = 2.0
-    state: StateMode = "cheaper"
-    headroom_tokens: int = 32
-
-    def __post_init__(self) -> None:
-        if not self.degrees or self.degrees[0] < 1 or any(a >= b or b % a for a, b in pairwise(self.degrees)):
-            raise ValueError(f"layout switch: degrees {self.degrees} must ascend from >= 1, each dividing the next")
-        for name, value, allowed in (
-            ("bound", self.bound, get_args(Bound)),
-            ("direction", self.direction, get_args(Direction)),
-            ("state", self.state, get_args(StateMode)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"layout switch: {name} {value!r} must be one of {', '.join(allowed)}")
-        if not 0 <= self.min_gain < 1 or self.cooldown < 1 or self.headroom_tokens < 0:
-            raise ValueError(
-                f"layout switch: min_gain ({self.min_gain}) must be in [0, 1), cooldown ({self.cooldown}) >= 1 "
-                f"and headroom_tokens ({self.headroom_tokens}) >= 0"
-            )
-        if self.reversal_factor <= 1:
-            raise ValueError(f"layout switch: reversal_factor ({self.reversal_factor}) must be > 1, or it oscillates")
-
-
-@dataclass(frozen=True, slots=True)
 class Candidate:
     """A degree, and what is left of the generation under it; for a refused one only the reason counts.
 
     Attributes:
       remaining_s: decoding, after the switch.
       weights_s, state_s, fixed_s: parts of the switch; 0 for the degree in use.
-      how: the way for the KV. refused: why it cannot be, or None.
+      how: the way for the KV. refused: why it is not possible, or None.
     """
 
     tp: int
@@ -203,44 +159,41 @@ def remaining_s(model: LatencyModel, tp: int, groups: Sequence[Rows], bound: Bou
     return float(np.sum(step_s * widths))
 
 
-class SwitchRule(Protocol):
-    """Decides between two plans; `start_generation` comes first."""
-
-    def start_generation(self) -> None: ...
-
-    def wants(self, now: Situation) -> bool:
-        """Whether `decide` would look further than at the time: asked with plans in flight, it changes nothing."""
-        ...
-
-    def decide(self, now: Situation) -> Switch | None: ...
-
-
 @dataclass(slots=True)
 class LayoutSwitchRule:
-    """Algorithm 1 with hysteresis. Its only state is the last switch of this generation."""
+    """Algorithm 1 with hysteresis. Its only state is the last switch of this generation.
 
-    config: LayoutSwitchConfig
+    Attributes:
+      options: `rollout.layout`.
+      degrees: tp degrees that may be used, ascending, each dividing the next.
+      model: what times are predicted by.
+    """
+
+    options: LayoutSection
+    degrees: tuple[int, ...]
     model: LatencyModel
     _last: Switch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError if the model knows too little of the degrees."""
-        degrees, one = self.config.degrees, np.ones(1)
+        """Raises ValueError for degrees that do not nest, or if the model knows too little of them."""
+        degrees, one = self.degrees, np.ones(1)
+        if not degrees or degrees[0] < 1 or any(a >= b or b % a for a, b in pairwise(degrees)):
+            raise ValueError(f"layout switch: degrees {degrees} must ascend from >= 1, each dividing the next")
         for tp in degrees:
             self.model.decode_steps_s(tp, one, one)
         for source in degrees:
             for target in degrees:
-                if target > source or (target < source and self.config.direction == "both"):
+                if target > source or (target < source and self.options.direction == "both"):
                     self.model.switch_cost(source, target)
-                    if self.config.state != "migrate":
+                    if self.options.state != "migrate":
                         self.model.recompute_s(target, (1,))
 
-    def start_generation(self) -> None:
-        """Forgets the last generation's switches; dispatch numbers start anew."""
+    def begin(self) -> None:
+        """A generation begins: forgets the last one's switches; dispatch numbers start anew."""
         self._last = None
 
     def decide(self, now: Situation) -> Switch | None:
-        """The switch to make now, or None to go on. Raises ValueError for a situation that cannot be.
+        """The switch to make now, or None to go on. Raises ValueError for an impossible situation.
 
         A switch that is returned counts as made: if it fails, the next one waits for the cooldown all the same.
         """
@@ -275,12 +228,12 @@ class LayoutSwitchRule:
         self._check(now)
         if not now.num_live or now.num_waiting:
             return None
-        if self._last is not None and now.dispatch - self._last.dispatch < self.config.cooldown:
+        if self._last is not None and now.dispatch - self._last.dispatch < self.options.cooldown:
             return None
         stay, *others = self.evaluate(now)
         possible = [candidate for candidate in others if candidate.refused is None]
         best = min(possible, key=lambda candidate: candidate.total_s, default=None)
-        if best is None or stay.total_s - best.total_s <= self.config.min_gain * stay.total_s:
+        if best is None or stay.total_s - best.total_s <= self.options.min_gain * stay.total_s:
             return None
         return stay, best
 
@@ -289,9 +242,9 @@ class LayoutSwitchRule:
         self._last = switch
 
     def evaluate(self, now: Situation) -> tuple[Candidate, ...]:
-        """The degree in use, then the others in ascending order, each with what it would take or why it cannot be."""
-        stay = Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.config.bound))
-        return (stay, *(self._candidate(now, tp) for tp in self.config.degrees if tp != now.tp))
+        """The degree in use, then the others in ascending order, each with its times or the reason against it."""
+        stay = Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
+        return (stay, *(self._candidate(now, tp) for tp in self.degrees if tp != now.tp))
 
     def _candidate(self, now: Situation, tp: int) -> Candidate:
         groups = regroup(now.groups, self.model.num_devices // tp)
@@ -300,21 +253,21 @@ class LayoutSwitchRule:
             return Candidate(tp, refused=refused)
         cost = self.model.switch_cost(now.tp, tp)
         ways: dict[How, float] = {}
-        if self.config.state != "recompute":
+        if self.options.state != "recompute":
             ways["migrate"] = self.model.move_s(now.tp, tp, max(map(num_tokens, now.groups)))
-        if self.config.state != "migrate":
+        if self.options.state != "migrate":
             lengths = [[row.length for row in rows] for rows in groups if rows]
             ways["recompute"] = max(self.model.recompute_s(tp, each) for each in lengths)
         how = min(ways, key=lambda way: ways[way])  # migrate, of equals
-        left_s = remaining_s(self.model, tp, groups, self.config.bound)
+        left_s = remaining_s(self.model, tp, groups, self.options.bound)
         return Candidate(tp, left_s, cost.weights_s, ways[how], cost.fixed_s, how)
 
     def _refuse_direction(self, now: Situation, tp: int) -> str | None:
         """Why the hysteresis forbids to go this way, if it does."""
         goes_up = tp > now.tp
-        if self.config.direction == "up" and not goes_up:
+        if self.options.direction == "up" and not goes_up:
             return f"tp {tp}: within a generation tp only grows (direction 'up')"
-        last, factor = self._last, self.config.reversal_factor
+        last, factor = self._last, self.options.reversal_factor
         if last is None or (last.to_tp > last.from_tp) == goes_up:
             return None
         if goes_up and now.num_live * factor > last.num_live:
@@ -331,7 +284,7 @@ class LayoutSwitchRule:
         rows = max(map(len, groups))
         if rows > capacity.rows:
             return f"tp {tp}: {rows} rows in a dp group that has room for {capacity.rows}"
-        growth = self.config.headroom_tokens
+        growth = self.options.headroom_tokens
         need = max(sum(min(row.length + growth, row.limit) for row in each) for each in groups)
         need = max(need, *(row.limit for each in groups for row in each))
         if need > capacity.tokens:
@@ -340,11 +293,11 @@ class LayoutSwitchRule:
 
     def _next_step_s(self, now: Situation, tp: int) -> float:
         groups = regroup(now.groups, self.model.num_devices // tp)
-        return float(self.model.decode_steps_s(tp, *load_at(groups, self.config.bound, np.zeros(1, np.int64)))[0])
+        return float(self.model.decode_steps_s(tp, *load_at(groups, self.options.bound, np.zeros(1, np.int64)))[0])
 
     def _check(self, now: Situation) -> None:
-        if now.tp not in self.config.degrees:
-            raise ValueError(f"layout switch: tp ({now.tp}) must be one of the degrees {self.config.degrees}")
+        if now.tp not in self.degrees:
+            raise ValueError(f"layout switch: tp ({now.tp}) must be one of the degrees {self.degrees}")
         if now.tp * len(now.groups) != self.model.num_devices:
             raise ValueError(
                 f"layout switch: dp ({len(now.groups)}) × tp ({now.tp}) must equal the number of devices "
@@ -353,54 +306,5 @@ class LayoutSwitchRule:
         if self._last is not None and now.dispatch < self._last.dispatch:
             raise ValueError(
                 f"layout switch: dispatch {now.dispatch} comes before the last switch ({self._last.dispatch}); "
-                "start_generation begins a new count"
+                "begin begins a new count"
             )
-
-
-class ReplayedSwitchRule:
-    """Decisions from the journal, by dispatch number; after the last of them, those of `then`.
-
-    Up to the last decision that was written, nothing else is decided: what the first run decided against is as much a
-    decision, though nobody wrote it down.
-
-    Args:
-      switches: of this generation, by ascending dispatch number.
-      then: decides after them; None to decide nothing more (the simulator, over a run that is complete).
-    """
-
-    def __init__(self, switches: Iterable[Switch], then: LayoutSwitchRule | None = None) -> None:
-        self._switches = tuple(switches)
-        self._then = then
-        dispatches = [switch.dispatch for switch in self._switches]
-        if any(a >= b for a, b in pairwise(dispatches)):
-            raise ValueError(f"journalled layout switches: dispatch numbers {dispatches} must ascend")
-        self._next = 0
-
-    def start_generation(self) -> None:
-        """Begins at the first decision."""
-        self._next = 0
-        if self._then is not None:
-            self._then.start_generation()
-
-    def wants(self, now: Situation) -> bool:
-        """Whether the journal has something for this dispatch; after its last entry, whether `then` wants to."""
-        if self._next == len(self._switches):
-            return self._then is not None and self._then.wants(now)
-        return now.dispatch >= self._switches[self._next].dispatch
-
-    def decide(self, now: Situation) -> Switch | None:
-        """What the journal says of this dispatch. Raises ValueError if the run does not follow its journal."""
-        if self._next == len(self._switches):
-            return None if self._then is None else self._then.decide(now)
-        due = self._switches[self._next]
-        if now.dispatch < due.dispatch:
-            return None
-        if (now.dispatch, now.tp) != (due.dispatch, due.from_tp):
-            raise ValueError(
-                f"journalled layout switch at dispatch {due.dispatch} from tp {due.from_tp}: the run is at dispatch "
-                f"{now.dispatch} with tp {now.tp}, so the journal is not of this run"
-            )
-        self._next += 1
-        if self._then is not None:
-            self._then.record(due)
-        return due

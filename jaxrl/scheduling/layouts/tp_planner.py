@@ -2,7 +2,7 @@
 
 Purpose: `TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more
 memory for KV) and halves it after quiet rounds (a smaller one communicates less). How that goes together with switches
-inside a round: `jaxrl.scheduling.layouts.round_layouts`.
+inside a round: `jaxrl.scheduling.layouts.control`.
 
 Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
 groups stay inside one host, and the degree to begin with is the best one by the profile.
@@ -22,49 +22,13 @@ Preemptions are logical, not measured by a clock: decisions follow from the stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.situation import LiveRow
-from jaxrl.scheduling.layouts.switch_rule import LatencyModel, remaining_s
-
-
-@dataclass(frozen=True, slots=True)
-class TpPlannerConfig:
-    """Options of the planner.
-
-    Attributes:
-      degrees: tp degrees that may be used, ascending.
-      initial: the one that every kind of round begins with (`profiled_degree` finds one).
-      max_degree: devices of one host: tp does not go beyond.
-      rise: more than this times the preemptions of the round before double tp.
-      quiet_rounds: this many rounds in a row without preemption halve it.
-    """
-
-    degrees: tuple[int, ...]
-    initial: int
-    max_degree: int
-    rise: float = 1.05
-    quiet_rounds: int = 4
-
-    def __post_init__(self) -> None:
-        if not self.degrees or self.degrees[0] < 1 or list(self.degrees) != sorted(set(self.degrees)):
-            raise ValueError(f"tp planner: degrees {self.degrees} must ascend from >= 1")
-        if self.initial not in self.allowed:
-            raise ValueError(
-                f"tp planner: the initial degree ({self.initial}) must be one of {self.degrees} and at most max_degree "
-                f"({self.max_degree}), the devices of one host"
-            )
-        if self.rise < 1 or self.quiet_rounds < 1:
-            raise ValueError(f"tp planner: rise ({self.rise}) and quiet_rounds ({self.quiet_rounds}) must be >= 1")
-
-    @property
-    def allowed(self) -> tuple[int, ...]:
-        """The degrees that stay inside one host."""
-        return tuple(degree for degree in self.degrees if degree <= self.max_degree)
+from jaxrl.config.layout import LayoutSection
 
 
 @dataclass(slots=True)
@@ -79,9 +43,14 @@ class _Kind:
 class TpPlanner:
     """Chooses a degree per kind of round, from the preemptions of those before.
 
+    Args:
+      options: `rollout.layout`.
+      degrees: tp degrees that may be used, ascending, all of them inside one host.
+      initial: the one that the first round of each kind starts in.
+
     Example::
 
-        planner = TpPlanner(TpPlannerConfig(degrees=(1, 2, 4, 8), initial=2, max_degree=8))
+        planner = TpPlanner(LayoutSection(), degrees=(1, 2, 4, 8), initial=2)
         planner.degree("short")         # 2
         planner.observe(10, "short")    # 2: nothing to compare with
         planner.observe(11, "short")    # 4: 11 > 1.05 x 10
@@ -89,33 +58,34 @@ class TpPlanner:
 
     SCHEMA = 1
 
-    def __init__(self, config: TpPlannerConfig) -> None:
-        self.config = config
+    def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
+        self.options, self.degrees, self.initial = options, tuple(degrees), initial
+        if list(self.degrees) != sorted(set(self.degrees)) or initial not in self.degrees:
+            raise ValueError(f"tp planner: degrees {self.degrees} must ascend and include the initial one ({initial})")
         self._kinds: dict[str, _Kind] = {}
 
     def degree(self, kind: str = "all") -> int:
         """The degree that the next round of this kind starts with."""
         known = self._kinds.get(kind)
-        return self.config.initial if known is None else known.degree
+        return self.initial if known is None else known.degree
 
     def observe(self, preemptions: int, kind: str = "all") -> int:
         """Takes in how often a whole round preempted; returns the degree of the next round of this kind."""
         if preemptions < 0:
             raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")
-        state = self._kinds.setdefault(kind, _Kind(self.config.initial))
+        state = self._kinds.setdefault(kind, _Kind(self.initial))
         state.quiet = 0 if preemptions else state.quiet + 1
-        if state.last >= 0 and preemptions > self.config.rise * state.last:
+        if state.last >= 0 and preemptions > self.options.planner_rise * state.last:
             self._move(state, +1)
-        elif state.quiet >= self.config.quiet_rounds:
+        elif state.quiet >= self.options.planner_quiet_rounds:
             self._move(state, -1)
         state.last = preemptions
         return state.degree
 
     def _move(self, state: _Kind, steps: int) -> None:
         """To the next degree, or nowhere at the end of them; either way the quiet rounds count anew."""
-        allowed = self.config.allowed
-        at = min(max(allowed.index(state.degree) + steps, 0), len(allowed) - 1)
-        state.degree, state.quiet = allowed[at], 0
+        at = min(max(self.degrees.index(state.degree) + steps, 0), len(self.degrees) - 1)
+        state.degree, state.quiet = self.degrees[at], 0
 
     def state_dict(self) -> dict[str, Any]:
         """Part of a checkpoint: kinds, and flat integers [N, 3] (degree, last count or -1, quiet rounds)."""
@@ -127,31 +97,11 @@ class TpPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another planner was. On fewer devices a degree becomes the largest allowed below it."""
+        """Goes on where another planner was. A degree that is not there becomes the largest one below it."""
         if state["schema"] != self.SCHEMA:
             raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {self.SCHEMA}")
         kinds: dict[str, _Kind] = {}
         for kind, (degree, last, quiet) in zip(state["kinds"], state["state"], strict=True):
-            fitting = max((d for d in self.config.allowed if d <= degree), default=self.config.allowed[0])
+            fitting = max((d for d in self.degrees if d <= degree), default=self.degrees[0])
             kinds[str(kind)] = _Kind(fitting, int(last), int(quiet))
         self._kinds = kinds
-
-
-def profiled_degree(
-    model: LatencyModel, degrees: tuple[int, ...], num_rows: int, prompt_tokens: int, response_tokens: int
-) -> int:
-    """The degree under which a round of equal rows is predicted to decode fastest; the smallest of equals.
-
-    Args:
-      model: what step times are taken from.
-      degrees: to choose from; only those whose pools can hold the rows.
-      num_rows: responses of the round, dealt evenly to the dp groups; all have a row.
-      prompt_tokens, response_tokens: of each.
-    """
-
-    def decode_s(tp: int) -> float:
-        fullest = -(-num_rows // (model.num_devices // tp))
-        rows = tuple(LiveRow(i, prompt_tokens, prompt_tokens + response_tokens) for i in range(fullest))
-        return remaining_s(model, tp, (rows,))
-
-    return min(sorted(degrees), key=decode_s)

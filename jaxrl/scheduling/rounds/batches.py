@@ -10,8 +10,9 @@ for it without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-Here are the seam, the two baselines, the refusals of design §9, and how carried samples are packed for a checkpoint.
-The rules that the project is about are in `tail_batching.py` and `partial_rollout.py`.
+Here are the seam and the two baselines. The rules that the project is about are in `tail_batching.py` and
+`partial_rollout.py`. `carried.py` packs what they carry for a checkpoint, and `composition.py` says which settings
+exclude each other.
 
 Source: the baselines of RollPacker §6.1 and §3: plain synchronous batches, optionally with all rewards after the
 rollout, and over-provisioning whose losers are discarded (what tail batching's queue exists to repair: it trains on
@@ -24,20 +25,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.scheduling.rounds.race import DynamicSampling, PlannedGroup, Race, RaceLimits, ScoreWhen
+from jaxrl.config.options import OverProvisioningSection
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind, RoundLedger
-from jaxrl.types import FinishReason, Group, Prompt, Sample, SampleKey
-
-AtEnd = Literal["flush", "leave"]
-"""Whether prompts that wait when training ends have been trained on by then (the rounds before see to it), or not."""
-
-_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
+from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
 class PromptStream(Protocol):
@@ -111,45 +108,28 @@ class BatchRule(Protocol):
 
 
 class FreshBatches:
-    """New prompts every round, and nothing carried over: with both factors 1 (the default) plain synchronous batches,
-    all responses waited for; above 1 over-provisioning, whose losers are discarded.
+    """New prompts every round, and nothing carried over: plain synchronous batches, all responses waited for, or
+    over-provisioning, whose losers are discarded.
 
-    ceil(prompt_factor · P0) prompts × ceil(response_factor · R0) responses are launched, and the first P0 × R0 are the
-    batch. Prompts that lose leave the system as `filtered`, for good.
+    Over-provisioning launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0) responses, and the first
+    P0 × R0 are the batch. Prompts that lose leave the system as `filtered`, for good.
 
     Args:
-      num_groups: prompts per batch, P0 (`data.train_batch_size`).
-      group_size: samples per prompt, R0 (`rollout.n`).
-      prompt_factor, response_factor: >= 1.
-      score_when: "rollout" scores only when the last response has ended, as older systems do.
-      dynamic_sampling: leave out groups whose rewards are all equal, and draw others.
-      max_active_requests: the most samples under way; 0: no limit.
+      batch: P0, R0, and what else rules share.
+      options: `rollout.over_provisioning`; None, or switched off: plain batches.
 
     Raises ValueError for limits that cannot be.
     """
 
     SCHEMA = 1
 
-    def __init__(
-        self,
-        num_groups: int,
-        group_size: int,
-        *,
-        prompt_factor: float = 1.0,
-        response_factor: float = 1.0,
-        score_when: ScoreWhen = "sample",
-        dynamic_sampling: DynamicSampling | None = None,
-        max_active_requests: int = 0,
-    ) -> None:
-        self.limits = RaceLimits(
-            num_groups=num_groups,
-            group_size=group_size,
-            num_responses=provisioned("rollout.over_provisioning.response_factor", response_factor, group_size),
-            num_spare=provisioned("rollout.over_provisioning.prompt_factor", prompt_factor, num_groups) - num_groups,
-            score_when=score_when,
-            dynamic_sampling=dynamic_sampling,
-            max_active=max_active_requests,
-        )
+    def __init__(self, batch: BatchSettings, options: OverProvisioningSection | None = None) -> None:
+        num_prompts, num_responses = batch.num_groups, batch.group_size
+        if options is not None and options.enable:
+            option = "rollout.over_provisioning"
+            num_prompts = provisioned(f"{option}.prompt_factor", options.prompt_factor, num_prompts)
+            num_responses = provisioned(f"{option}.response_factor", options.response_factor, num_responses)
+        self.limits = RaceLimits(batch, num_responses, num_prompts - batch.num_groups)
         self._open: OpenRound | None = None
 
     @property
@@ -188,9 +168,9 @@ class FreshBatches:
 
 
 def provisioned(option: str, factor: float, count: int) -> int:
-    """ceil(factor · count), the factor taken as it is written (1.1 · 50 is 55); raises ValueError below 1."""
-    if not (factor >= 1 and math.isfinite(factor)):
-        raise ValueError(f"{option} ({factor}) must be a finite number >= 1: a round launches no less than it needs")
+    """ceil(factor · count), the factor taken as it is written (1.1 · 50 is 55); raises ValueError for infinity."""
+    if not math.isfinite(factor):
+        raise ValueError(f"{option} ({factor}) must be a finite number")
     return math.ceil(Fraction(str(factor)) * count)
 
 
@@ -250,7 +230,7 @@ class OpenRound:
 
 
 def open_round(race: Race, kind: RoundKind, time: RoundTime) -> OpenRound:
-    return OpenRound(Round((), race.limits.group_size, race, kind=kind), race, time)
+    return OpenRound(Round((), race.limits.batch.group_size, race, kind=kind), race, time)
 
 
 def close_round(opened: OpenRound | None, current: Round) -> OpenRound:
@@ -261,7 +241,7 @@ def close_round(opened: OpenRound | None, current: Round) -> OpenRound:
 
 
 def spread_of_ages(name: str, ages: Sequence[int]) -> dict[str, float]:
-    """Mean and maximum; zeros where nobody waits."""
+    """Mean and maximum; zeros where none waits."""
     return {f"{name}/mean": float(np.mean(ages)) if ages else 0.0, f"{name}/max": float(max(ages, default=0))}
 
 
@@ -276,149 +256,3 @@ def check_schema(what: str, state: Mapping[str, Any], schema: int) -> None:
     """Raises ValueError for a state that this version does not read."""
     if state["schema"] != schema:
         raise ValueError(f"{what}: state of schema {state['schema']}; this version reads schema {schema}")
-
-
-def as_carried(sample: Sample) -> Sample:
-    """A sample as it is carried on: without a verdict, which may have come or not by the time the round ended."""
-    return replace(sample, reward=None, reward_info={})
-
-
-def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Unscored samples as flat arrays with offsets: keys int64 [N, 4], offsets int64 [N + 1], finish reasons int8 [N];
-    token_ids, versions int32 [T], rollout_logprobs, sampled_logprobs float32 [T]; texts as a list."""
-    assert all(sample.reward is None for sample in samples)
-
-    def flat(name: str, dtype: Any) -> np.ndarray:
-        return np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(s, name), dtype) for s in samples)])
-
-    keys = [(s.key.epoch, s.key.prompt_index, s.key.sample_index, s.key.attempt) for s in samples]
-    return {
-        "keys": np.asarray(keys, np.int64).reshape(-1, 4),
-        "offsets": np.cumsum([0, *map(len, samples)], dtype=np.int64),
-        "finish_reasons": np.asarray([_REASONS.index(s.finish_reason) for s in samples], np.int8),
-        "token_ids": flat("token_ids", np.int32),
-        "versions": flat("versions", np.int32),
-        "rollout_logprobs": flat("rollout_logprobs", np.float32),
-        "sampled_logprobs": flat("sampled_logprobs", np.float32),
-        "texts": [sample.text for sample in samples],
-    }
-
-
-def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
-    """The reverse of `pack_samples`. Raises ValueError if the pieces do not fit together."""
-    offsets, names = packed["offsets"], ("token_ids", "rollout_logprobs", "sampled_logprobs", "versions")
-    count, total = len(packed["keys"]), int(offsets[-1])
-    lengths = {name: len(packed[name]) for name in names}
-    if len(offsets) != count + 1 or set(lengths.values()) != {total} or len(packed["texts"]) != count:
-        raise ValueError(
-            f"carried samples: {count} keys, {len(offsets)} offsets up to {total}, {len(packed['texts'])} texts and "
-            f"{lengths} must fit together"
-        )
-    samples: list[Sample] = []
-    for i, (row, reason, text) in enumerate(
-        zip(packed["keys"], packed["finish_reasons"], packed["texts"], strict=True)
-    ):
-        start, stop = int(offsets[i]), int(offsets[i + 1])
-        tokens, rollout, sampled, versions = (np.array(packed[name][start:stop]) for name in names)
-        key = SampleKey(*(int(value) for value in row))
-        samples.append(Sample(key, tokens, rollout, sampled, versions, _REASONS[int(reason)], text))
-    return samples
-
-
-def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as `pack_samples` has them, rewards
-    float64, and why a scorer failed (empty if it did not); the rest of what scorers say is dropped."""
-    samples = [sample for group in groups for sample in group.samples]
-    return {
-        "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
-        "samples": pack_samples([as_carried(sample) for sample in samples]),
-        "rewards": np.asarray([sample.reward for sample in samples], np.float64),
-        "errors": [str(sample.reward_info.get("error", "")) for sample in samples],
-    }
-
-
-def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Group]:
-    """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together."""
-    samples, errors = unpack_samples(packed["samples"]), packed["errors"]
-    sizes = [int(size) for *_, size in packed["groups"]]
-    if not len(samples) == len(packed["rewards"]) == len(errors) == sum(sizes):
-        raise ValueError(
-            f"a batch that waits: {len(samples)} samples, {len(packed['rewards'])} rewards, {len(errors)} errors and "
-            f"groups of {sizes} must fit together"
-        )
-    scored = iter(
-        replace(sample, reward=float(reward), reward_info={"error": error} if error else {})
-        for sample, reward, error in zip(samples, packed["rewards"], errors, strict=True)
-    )
-    return [
-        Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])
-        for epoch, index, size in packed["groups"]
-    ]
-
-
-# -- what composes with what (design §9) -------------------------------------------------------------------------------
-
-
-def check_composition(
-    *,
-    tail_batching: bool = False,
-    partial_rollout: bool = False,
-    over_provisioning: bool = False,
-    one_step_off: bool = False,
-    dynamic_sampling: bool = False,
-    streaming: bool = False,
-    ranking_groups: bool = False,
-    score_when: ScoreWhen = "sample",
-    group_size: int = 2,
-    max_staleness: int | None = None,
-    needs_whole_batch: str | None = None,
-) -> str | None:
-    """Why settings do not go together, as a sentence, or None if they do.
-
-    Args:
-      tail_batching ... ranking_groups: which mechanisms are on.
-      score_when: when samples are scored.
-      group_size: samples per prompt (`rollout.n`).
-      max_staleness: partial rollout's cap in versions; None: no cap.
-      needs_whole_batch: the advantage estimator, if its statistics span the batch.
-    """
-    switches = {
-        "tail batching": tail_batching,
-        "partial rollout": partial_rollout,
-        "over-provisioning": over_provisioning,
-    }
-    racing = [name for name, is_on in switches.items() if is_on]
-    if len(racing) > 1:
-        return f"{' and '.join(racing)} exclude each other: each decides what becomes of unfinished responses"
-    if ranking_groups and not one_step_off:
-        return "ranking groups need one-step-off: groups of one step's prompts run while the step before trains"
-    if partial_rollout and one_step_off and max_staleness is not None and max_staleness < 1:
-        return (
-            f"rollout.partial_rollout.max_staleness ({max_staleness} versions) must be >= 1 with one-step-off, "
-            "which adds one version to every token"
-        )
-    if score_when == "rollout" and partial_rollout:
-        return (
-            "partial rollout scores a prompt's samples when all of them have ended, whatever comes later: "
-            "reward.score_when must be 'sample' or 'group' (which mean the same there), found 'rollout'"
-        )
-    if dynamic_sampling and group_size < 2:
-        return (
-            f"dynamic sampling needs rollout.n >= 2, found {group_size}: the rewards of a group of one are all equal, "
-            "so every prompt would be left out"
-        )
-    if score_when == "rollout" and streaming:
-        return (
-            "streaming needs rewards during the rollout: reward.score_when must be 'sample' or 'group', found 'rollout'"
-        )
-    if score_when == "rollout" and dynamic_sampling and racing:
-        return (
-            f"dynamic sampling with {racing[0]} needs rewards during the rollout, which say when it ends: "
-            "reward.score_when must be 'sample' or 'group', found 'rollout'"
-        )
-    if streaming and needs_whole_batch is not None:
-        return (
-            f"streaming excludes algorithm.adv_estimator={needs_whole_batch}: its statistics span the batch, so no "
-            "gradient can start before the last reward"
-        )
-    return None

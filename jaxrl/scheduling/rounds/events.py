@@ -67,7 +67,7 @@ class Launch:
     """Start these responses of a prompt.
 
     Attributes:
-      prompt: whose.
+      prompt: what is responded to.
       keys: to start, or to go on with.
       resumed: what those of `keys` that were begun in an earlier round have: they go on from these token ids.
       finished: responses that ended by themselves in an earlier round and count in this one; nothing is to be started

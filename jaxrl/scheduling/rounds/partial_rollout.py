@@ -35,85 +35,25 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.config.options import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import (
-    AtEnd,
     OpenRound,
     PromptStream,
     RoundResult,
     RoundTime,
-    as_carried,
     check_schema,
     close_round,
     new_group,
     open_round,
-    pack_samples,
     provisioned,
     spread_of_ages,
-    unpack_samples,
 )
-from jaxrl.scheduling.rounds.race import DynamicSampling, PlannedGroup, Race, RaceLimits
+from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import PromptKey, Round
 from jaxrl.types import Sample
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PartialRolloutConfig:
-    """Options of active partial rollout.
-
-    Attributes:
-      num_groups: prompts per batch, N (`data.train_batch_size`).
-      group_size: samples per prompt (`rollout.n`).
-      over_provision: N' / N, >= 1; N' is rounded up.
-      max_staleness: versions; None: no cap. 0: nothing that an earlier version wrote is trained on.
-      max_restarts: how often a response may lose its tokens to the cap before a round waits for it.
-      version_lag: how many versions the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
-      at_end: what becomes of the buffer when training ends.
-      dynamic_sampling: leave out groups whose rewards are all equal, and draw others.
-      max_active_requests: the most samples under way; 0: no limit.
-    """
-
-    num_groups: int
-    group_size: int
-    over_provision: float = 2.0
-    max_staleness: int | None = None
-    max_restarts: int = 1
-    version_lag: int = 0
-    at_end: AtEnd = "flush"
-    dynamic_sampling: DynamicSampling | None = None
-    max_active_requests: int = 0
-
-    def __post_init__(self) -> None:
-        self.limits(self.num_spare)
-        if self.at_end not in ("flush", "leave"):
-            raise ValueError(f"rollout.partial_rollout.at_end ({self.at_end!r}) must be 'flush' or 'leave'")
-        if self.max_restarts < 0:
-            raise ValueError(f"rollout.partial_rollout.max_restarts ({self.max_restarts}) must be >= 0")
-        assert self.version_lag >= 0
-        if self.max_staleness is not None and self.max_staleness < self.version_lag:
-            raise ValueError(
-                f"rollout.partial_rollout.max_staleness ({self.max_staleness} versions) must be >= {self.version_lag}, "
-                "the versions by which training is ahead of the rollout"
-            )
-
-    @property
-    def num_spare(self) -> int:
-        """N' - N."""
-        option = "rollout.partial_rollout.over_provision"
-        return provisioned(option, self.over_provision, self.num_groups) - self.num_groups
-
-    def limits(self, num_spare: int) -> RaceLimits:
-        return RaceLimits(
-            num_groups=self.num_groups,
-            group_size=self.group_size,
-            num_responses=self.group_size,
-            num_spare=num_spare,
-            keep_unfinished=True,
-            score_when="group",
-            dynamic_sampling=self.dynamic_sampling,
-            max_active=self.max_active_requests,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +77,28 @@ class BufferedGroup:
 
 
 class PartialRollout:
-    """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`)."""
+    """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`).
 
-    def __init__(self, config: PartialRolloutConfig) -> None:
-        self.config = config
+    Args:
+      batch: N, the group size, and what else rules share. Its `score_when` is not used: samples are scored by group.
+      options: `rollout.partial_rollout`.
+
+    Raises ValueError for limits that cannot be.
+
+    Attributes:
+      num_spare: N' - N.
+    """
+
+    def __init__(self, batch: BatchSettings, options: PartialRolloutSection) -> None:
+        self.batch, self.options = replace(batch, score_when="group"), options
+        under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_groups)
+        self.num_spare = under_way - batch.num_groups
+        self._limits(self.num_spare)
+        if 0 <= options.max_staleness < batch.version_lag:
+            raise ValueError(
+                f"rollout.partial_rollout.max_staleness ({options.max_staleness} versions) must be >= "
+                f"{batch.version_lag} with one-step-off, which adds one version to every token"
+            )
         self.buffer: deque[BufferedGroup] = deque()  # by first launch
         self.num_rounds = 0
         self._open: OpenRound | None = None
@@ -156,28 +114,31 @@ class PartialRollout:
     def num_carried(self) -> int:
         return len(self.buffer)
 
+    def _limits(self, num_spare: int) -> RaceLimits:
+        return RaceLimits(self.batch, self.batch.group_size, num_spare, keep_unfinished=True)
+
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         assert self._open is None, "a round is planned before the one before it is settled"
-        config = self.config
+        batch = self.batch
         self.num_rounds += 1
         self._restarted = self._dropped_tokens = self._resumed_tokens = 0
         waiting = [self._restart_stale(group, time.policy_version) for group in self.buffer]
         late = [group.key for group in waiting if self._is_due(group, time.policy_version)]
-        due = set(late[: config.num_groups])
+        due = set(late[: batch.num_groups])
         # stable: oldest first among the due, the complete and the others
         self.buffer = deque(sorted(waiting, key=lambda group: (group.key not in due, not group.is_complete)))
-        num_spare = config.num_spare
-        if config.at_end == "flush" and time.steps_left is not None:
-            num_spare = min(num_spare, config.num_groups * (time.steps_left - 1))
+        num_spare = self.num_spare
+        if self.options.at_end == "flush" and time.steps_left is not None:
+            num_spare = min(num_spare, batch.num_groups * (time.steps_left - 1))
 
         def supply() -> PlannedGroup:
             if self.buffer:
                 return self._resume(prompts)
-            return new_group(prompts, config.group_size, time.step, self.num_rounds)
+            return new_group(prompts, batch.group_size, time.step, self.num_rounds)
 
-        race = Race(config.limits(num_spare), supply, due)
+        race = Race(self._limits(num_spare), supply, due)
         self._open = open_round(race, "partial", time)
         return self._open.round
 
@@ -193,14 +154,14 @@ class PartialRollout:
 
     def _is_over_cap(self, oldest: int, policy_version: int) -> bool:
         """Whether a token of version `oldest`, trained on after a round of `policy_version`, is too stale."""
-        config = self.config
-        return config.max_staleness is not None and policy_version + config.version_lag - oldest > config.max_staleness
+        cap = self.options.max_staleness
+        return cap >= 0 and policy_version + self.batch.version_lag - oldest > cap
 
     def _is_due(self, group: BufferedGroup, policy_version: int) -> bool:
         """Whether a sample that has started again often enough would be over the cap in the next round."""
         for sample in group.samples:
             oldest = int(sample.versions.min()) if len(sample) else policy_version
-            if sample.key.attempt >= self.config.max_restarts and self._is_over_cap(oldest, policy_version + 1):
+            if sample.key.attempt >= self.options.max_restarts and self._is_over_cap(oldest, policy_version + 1):
                 return True
         return False
 
@@ -229,7 +190,7 @@ class PartialRollout:
             if prompt_key not in gone:
                 begun = [ledger.aborted[key] for key in group.planned.keys if key in ledger.aborted]
                 samples = sorted((*map(as_carried, group.kept.values()), *begun), key=lambda sample: sample.key)
-                assert len(samples) == self.config.group_size, f"{prompt_key}: a response is missing"
+                assert len(samples) == self.batch.group_size, f"{prompt_key}: a response is missing"
                 planned = group.planned
                 kept.append(BufferedGroup(prompt_key, planned.first_step, planned.first_round, tuple(samples)))
         self.buffer = deque(sorted((*kept, *self.buffer), key=lambda entry: entry.first_round))  # stable
@@ -272,14 +233,14 @@ class PartialRollout:
         check_schema("partial rollout", state, SCHEMA)
         samples = deque(unpack_samples(state["samples"]))
         rows = [tuple(int(value) for value in row) for row in state["groups"]]
-        if any(row[4] != self.config.group_size for row in rows):
+        if any(row[4] != self.batch.group_size for row in rows):
             raise ValueError(
                 f"partial rollout: the buffer holds groups of {sorted({row[4] for row in rows})} samples, and "
-                f"rollout.n is {self.config.group_size}: a resumed run must keep rollout.n"
+                f"rollout.n is {self.batch.group_size}: a resumed run must keep rollout.n"
             )
         if sum(row[4] for row in rows) != len(samples):
             raise ValueError(
-                f"partial rollout: {len(samples)} samples for {len(rows)} groups of {self.config.group_size}"
+                f"partial rollout: {len(samples)} samples for {len(rows)} groups of {self.batch.group_size}"
             )
         buffer: deque[BufferedGroup] = deque()
         for epoch, index, first_step, first_round, count in rows:

@@ -13,7 +13,7 @@ Departures:
 - Dynamic sampling brings in a new prompt for each one that leaves as filtered, so a round in which none does is the
   plain short round. (RollPacker §7 keeps the active requests at the cap until the end; prompts would then be deferred
   for having come late.)
-- What a verdict decides (which groups are left out, who comes in instead) takes effect at a logical time: a completed
+- What a verdict decides (which groups are left out, which come in instead) takes effect at a logical time: a completed
   group's verdicts are asked for when `max_unscored_groups` others wait behind it, or when they could end the round, and
   then generation waits for them (`AwaitVerdict`). Nothing depends on how long scoring takes: neither which groups are
   in the batch, nor which plan a replacement enters (and so which rows decode beside which).
@@ -26,34 +26,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
+from jaxrl.config.options import FilterGroupsSection, ScoreWhen
 from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, RoundLedger
 from jaxrl.types import Prompt, Sample, SampleKey
 
-ScoreWhen = Literal["sample", "group", "rollout"]
-"""When samples go to the reward pool: each when it ends, a group's when it is complete, or all when nothing decodes."""
-
 
 @dataclass(frozen=True, slots=True)
-class DynamicSampling:
-    """Leave out groups whose rewards are all equal, and bring in other prompts for them.
+class BatchSettings:
+    """What all batch rules are given of the configuration, besides a section of their own.
 
     Attributes:
-      max_unscored_groups: completed groups whose verdicts may be due while generation goes on.
-      max_num_gen_batches: a round that has launched this many times the groups it started with gives up with an error.
+      num_groups: prompts per batch, P0 (`data.train_batch_size`).
+      group_size: samples per prompt, R0 (`rollout.n`).
+      score_when: `reward.score_when`.
+      filter_groups: dynamic sampling (`algorithm.filter_groups`).
+      max_active_requests: the most samples under way; 0: no limit.
+      version_lag: how many versions the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
     """
 
-    max_unscored_groups: int = 8
-    max_num_gen_batches: int = 10
+    num_groups: int
+    group_size: int
+    score_when: ScoreWhen = "sample"
+    filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
+    max_active_requests: int = 0
+    version_lag: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_unscored_groups < 0:
-            raise ValueError(f"algorithm.filter_groups.max_unscored_groups ({self.max_unscored_groups}) must be >= 0")
-        if self.max_num_gen_batches < 1:
-            raise ValueError(f"algorithm.filter_groups.max_num_gen_batches ({self.max_num_gen_batches}) must be >= 1")
+        if self.filter_groups.enable and self.group_size < 2:
+            raise ValueError(
+                f"dynamic sampling needs rollout.n >= 2, found {self.group_size}: the rewards of a group of one are "
+                "all equal, so every prompt would be left out"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class PlannedGroup:
     """A prompt as it enters a round.
 
     Attributes:
-      prompt: whose.
+      prompt: what is responded to.
       keys: responses to start or to go on with.
       resumed: what those of `keys` that were begun earlier have.
       finished: responses that ended in an earlier round.
@@ -83,54 +89,36 @@ class RaceLimits:
     """What a round needs and may spend.
 
     Attributes:
-      num_groups: groups that the round yields (P0 prompts).
-      group_size: samples per group (R0).
+      batch: what it yields, and how it is scored.
       num_responses: responses started per new prompt, `group_size` or more; the most that a prompt may have under way.
       num_spare: groups under way beyond those still needed.
       keep_unfinished: whether the tokens of those that lose are asked for.
-      score_when: see `ScoreWhen`.
-      dynamic_sampling: None: every complete group is good.
-      max_active: the most responses under way; 0: no limit.
     """
 
-    num_groups: int
-    group_size: int
+    batch: BatchSettings
     num_responses: int
     num_spare: int = 0
     keep_unfinished: bool = False
-    score_when: ScoreWhen = "sample"
-    dynamic_sampling: DynamicSampling | None = None
-    max_active: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_groups < 1 or self.group_size < 1:
-            raise ValueError(
-                f"a round needs prompts and responses: data.train_batch_size ({self.num_groups} prompts) and "
-                f"rollout.n ({self.group_size} samples per prompt) must be >= 1"
-            )
-        assert self.num_responses >= self.group_size
+        batch = self.batch
+        assert self.num_responses >= batch.group_size >= 1
+        assert batch.num_groups >= 1
         assert self.num_spare >= 0
-        assert not (self.keep_unfinished and self.num_responses > self.group_size), "a response too many has no place"
-        if self.max_active and self.max_active < self.num_responses:
+        assert not (self.keep_unfinished and self.num_responses > batch.group_size), "a response too many has no place"
+        assert not (self.is_race and batch.filter_groups.enable and batch.score_when == "rollout"), (
+            "rewards decide which groups end the round"
+        )
+        if batch.max_active_requests and batch.max_active_requests < self.num_responses:
             raise ValueError(
-                f"rollout.max_active_requests ({self.max_active} samples) must hold one prompt's responses "
+                f"rollout.max_active_requests ({batch.max_active_requests} samples) must hold one prompt's responses "
                 f"({self.num_responses} samples), or be 0 for no limit"
-            )
-        if self.dynamic_sampling and self.group_size < 2:
-            raise ValueError(
-                f"dynamic sampling needs groups of at least 2 samples, and rollout.n is {self.group_size}: the rewards "
-                "of a group of one are all equal, so every prompt would be left out"
-            )
-        if self.dynamic_sampling and self.is_race and self.score_when == "rollout":
-            raise ValueError(
-                "reward.score_when (rollout) must be 'sample' or 'group' where dynamic sampling meets "
-                "over-provisioning: which groups end the round follows from their rewards"
             )
 
     @property
     def is_race(self) -> bool:
-        """Whether it matters who finishes first."""
-        return self.num_spare > 0 or self.num_responses > self.group_size
+        """Whether it matters which responses finish first."""
+        return self.num_spare > 0 or self.num_responses > self.batch.group_size
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +139,7 @@ class Race:
       due: prompts whose groups must be in the batch: the round goes on until all of them are complete. They are the
         first that `supply` gives, and at most `num_groups`.
 
-    Attributes, for whoever settles the round when it is over:
+    Attributes, for settling the round when it is over:
       groups: all that were launched, in that order.
       accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
       filtered: groups left out by dynamic sampling, and how they leave.
@@ -160,7 +148,7 @@ class Race:
     def __init__(
         self, limits: RaceLimits, supply: Callable[[], PlannedGroup], due: Collection[PromptKey] = frozenset()
     ) -> None:
-        assert len(due) <= limits.num_groups
+        assert len(due) <= limits.batch.num_groups
         self.limits = limits
         self.groups: dict[PromptKey, RacingGroup] = {}
         self.accepted: list[PromptKey] = []
@@ -220,7 +208,7 @@ class Race:
                 continue
             if self._awaited is not None:
                 break
-            if len(self.accepted) >= self.limits.num_groups and not self._due_left:
+            if len(self.accepted) >= self.limits.batch.num_groups and not self._due_left:
                 self._stop(ledger, commands)
             elif self._has_room():
                 self._launch(commands)
@@ -235,10 +223,10 @@ class Race:
         if not self._unresolved:
             return False
         group = self.groups[self._unresolved[0]]
-        if self.limits.dynamic_sampling is None:
+        if not self.limits.batch.filter_groups.enable:
             self._accept(self._unresolved.popleft())
             return True
-        if not self._must_judge(self.limits.dynamic_sampling) or not all(key in self._sent for key in group.kept):
+        if not self._must_judge() or not all(key in self._sent for key in group.kept):
             return False
         if not all(key in ledger.verdicts for key in group.kept):
             # verdicts come in the order in which samples were sent
@@ -254,19 +242,20 @@ class Race:
             self._due_left.discard(prompt_key)
         return True
 
-    def _must_judge(self, sampling: DynamicSampling) -> bool:
-        could_end = len(self.accepted) + len(self._unresolved) >= self.limits.num_groups
-        return could_end or len(self._unresolved) > sampling.max_unscored_groups
+    def _must_judge(self) -> bool:
+        batch = self.limits.batch
+        could_end = len(self.accepted) + len(self._unresolved) >= batch.num_groups
+        return could_end or len(self._unresolved) > batch.filter_groups.max_unscored_groups
 
     def _accept(self, prompt_key: PromptKey) -> None:
         self.accepted.append(prompt_key)
         self._due_left.discard(prompt_key)
 
     def _has_room(self) -> bool:
-        limits = self.limits
-        if len(self.groups) - len(self.filtered) >= limits.num_groups + limits.num_spare:
+        limits, max_active = self.limits, self.limits.batch.max_active_requests
+        if len(self.groups) - len(self.filtered) >= limits.batch.num_groups + limits.num_spare:
             return False
-        return not limits.max_active or self._num_active + limits.num_responses <= limits.max_active
+        return not max_active or self._num_active + limits.num_responses <= max_active
 
     def _launch(self, commands: list[Command]) -> None:
         self._refuse_endless()
@@ -278,18 +267,19 @@ class Race:
         self.groups[prompt_key] = RacingGroup(planned, dict.fromkeys(planned.keys), finished)
         self._num_active += len(planned.keys)
         commands.append(Launch(planned.prompt, planned.keys, planned.resumed, planned.finished))
-        if self.limits.score_when == "sample":
+        if self.limits.batch.score_when == "sample":
             self._score(self.groups[prompt_key], commands)
         self._end_group_if_complete(prompt_key, commands)
 
     def _refuse_endless(self) -> None:
-        limits, sampling = self.limits, self.limits.dynamic_sampling
-        if sampling and len(self.groups) >= sampling.max_num_gen_batches * (limits.num_groups + limits.num_spare):
+        batch, filtering = self.limits.batch, self.limits.batch.filter_groups
+        most = filtering.max_num_gen_batches * (batch.num_groups + self.limits.num_spare)
+        if filtering.enable and len(self.groups) >= most:
             raise ValueError(
                 f"dynamic sampling: {len(self.groups)} prompts launched in one round, {len(self.filtered)} of them "
-                f"with rewards that are all equal, and {len(self.accepted)} of {limits.num_groups} groups found: the "
+                f"with rewards that are all equal, and {len(self.accepted)} of {batch.num_groups} groups found: the "
                 "problems are too easy or too hard for the model; algorithm.filter_groups.max_num_gen_batches "
-                f"({sampling.max_num_gen_batches}) is the limit"
+                f"({filtering.max_num_gen_batches}) is the limit"
             )
 
     def _take(self, ledger: RoundLedger, sample: Sample, commands: list[Command]) -> None:
@@ -301,9 +291,9 @@ class Race:
         del group.live[sample.key]
         self._num_active -= 1
         group.kept[sample.key] = sample
-        if self.limits.score_when == "sample":
+        if self.limits.batch.score_when == "sample":
             self._score(group, commands)
-        if len(group.kept) == self.limits.group_size:
+        if len(group.kept) == self.limits.batch.group_size:
             others = tuple(key for key in group.live if key not in ledger.finished)
             self._num_active -= len(group.live)
             group.live.clear()
@@ -313,10 +303,10 @@ class Race:
 
     def _end_group_if_complete(self, prompt_key: PromptKey, commands: list[Command]) -> None:
         group = self.groups[prompt_key]
-        if len(group.kept) < self.limits.group_size:
+        if len(group.kept) < self.limits.batch.group_size:
             return
         self._unresolved.append(prompt_key)
-        if self.limits.score_when == "group":
+        if self.limits.batch.score_when == "group":
             self._score(group, commands)
 
     def _score(self, group: RacingGroup, commands: list[Command]) -> None:
@@ -329,7 +319,7 @@ class Race:
     def _score_after_rollout(self, commands: list[Command]) -> bool:
         """Sends what waits for the end of the rollout, if that is now; whether there was anything."""
         num_sent = len(self._sent)
-        if self.limits.score_when == "rollout" and not self._num_active:
+        if self.limits.batch.score_when == "rollout" and not self._num_active:
             for prompt_key in self._unresolved:
                 self._score(self.groups[prompt_key], commands)
         return len(self._sent) > num_sent
@@ -338,7 +328,7 @@ class Race:
         """Enough groups are there: chooses the batch and ends everything else."""
         self._stopped = True
         ordered = sorted(self.accepted, key=lambda prompt_key: prompt_key not in self._due)  # stable
-        self.batch = ordered[: self.limits.num_groups]
+        self.batch = ordered[: self.limits.batch.num_groups]
         live = tuple(key for group in self.groups.values() for key in group.live if key not in ledger.finished)
         if live:
             commands.append(Abort(live, keep=self.limits.keep_unfinished))

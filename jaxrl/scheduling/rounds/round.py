@@ -125,7 +125,7 @@ class Round:
         brings prompts in with its launches.
       group_size: responses per prompt (`rollout.n`).
       rule: the synchronous one by default.
-      kind: what sort of round it is, for whoever plans resources and draws pictures.
+      kind: what sort of round it is, for plans of resources and for pictures.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Round:
     def _record_abort(self, sample: Sample) -> None:
         ledger, key = self.ledger, sample.key
         if key not in ledger.aborting:
-            raise ValueError(f"{key} aborted: nobody asked for it, or it has ended before")
+            raise ValueError(f"{key} aborted: no command asked for it, or it has ended before")
         if sample.finish_reason != "abort":
             raise ValueError(f"{key} aborted with reason {sample.finish_reason!r}: it must be 'abort'")
         del ledger.aborting[key]
@@ -279,7 +279,7 @@ class Departures:
         return left is not None and index < len(left) and bool(left[index])
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, and who left as flat integers [N, 2] (epoch, index), ascending."""
+        """Counts, and the prompts that left as flat integers [N, 2] (epoch, index), ascending."""
         rows = [np.zeros((0, 2), np.int64)]
         for epoch in sorted(self._left):
             indices = np.flatnonzero(self._left[epoch])

@@ -35,89 +35,25 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.config.options import TailBatchingSection
 from jaxrl.scheduling.rounds.batches import (
-    AtEnd,
     OpenRound,
     PromptStream,
     RoundResult,
     RoundTime,
-    as_carried,
     check_schema,
     close_round,
     new_group,
     open_round,
-    pack_samples,
     provisioned,
     spread_of_ages,
-    unpack_samples,
 )
-from jaxrl.scheduling.rounds.race import DynamicSampling, PlannedGroup, Race, RaceLimits, ScoreWhen
+from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import PromptKey, Round, RoundKind
 from jaxrl.types import Sample, SampleKey
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class TailBatchingConfig:
-    """Options of tail batching.
-
-    Attributes:
-      num_groups: prompts per batch, P0 (`data.train_batch_size`).
-      group_size: samples per prompt, R0 (`rollout.n`).
-      prompt_factor, response_factor: speculation in short rounds, >= 1.
-      max_age_steps: the most training steps from a prompt's first launch to its batch; 0: no bound.
-      at_end: what becomes of the queue when training ends.
-      keep_finished: whether finished responses of deferred prompts may count later.
-      score_when: when samples are scored.
-      dynamic_sampling: leave out groups whose rewards are all equal, and draw others.
-      max_active_requests: the most samples under way; 0: no limit.
-    """
-
-    num_groups: int
-    group_size: int
-    prompt_factor: float = 1.25
-    response_factor: float = 1.25
-    max_age_steps: int = 0
-    at_end: AtEnd = "flush"
-    keep_finished: bool = False
-    score_when: ScoreWhen = "sample"
-    dynamic_sampling: DynamicSampling | None = None
-    max_active_requests: int = 0
-
-    def __post_init__(self) -> None:
-        self.limits("short", self.num_spare)
-        if self.at_end not in ("flush", "leave"):
-            raise ValueError(f"rollout.tail_batching.at_end ({self.at_end!r}) must be 'flush' or 'leave'")
-        if self.max_age_steps and self.max_age_steps < self.least_age_bound:
-            raise ValueError(
-                f"rollout.tail_batching.max_age_steps ({self.max_age_steps} steps) must be >= {self.least_age_bound}, "
-                f"or 0 for no bound: a short round defers up to {self.num_spare} prompts (prompt_factor "
-                f"{self.prompt_factor}), and long rounds take {self.num_groups} each"
-            )
-
-    @property
-    def num_spare(self) -> int:
-        """Prompts of a full short round beyond P0."""
-        return provisioned("rollout.tail_batching.prompt_factor", self.prompt_factor, self.num_groups) - self.num_groups
-
-    @property
-    def least_age_bound(self) -> int:
-        """Steps until the last prompt deferred by one short round has been run, if only long rounds follow."""
-        return -(-self.num_spare // self.num_groups)
-
-    def limits(self, kind: RoundKind, num_spare: int) -> RaceLimits:
-        """Of a short round, or of a long one (then `num_spare` is 0)."""
-        num_responses = provisioned("rollout.tail_batching.response_factor", self.response_factor, self.group_size)
-        return RaceLimits(
-            num_groups=self.num_groups,
-            group_size=self.group_size,
-            num_responses=num_responses if kind == "short" else self.group_size,
-            num_spare=num_spare,
-            score_when=self.score_when,
-            dynamic_sampling=self.dynamic_sampling,
-            max_active=self.max_active_requests,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +75,33 @@ class Deferred:
 
 
 class TailBatching:
-    """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`)."""
+    """The batch rule (`jaxrl.scheduling.rounds.batches.BatchRule`).
 
-    def __init__(self, config: TailBatchingConfig) -> None:
-        self.config = config
+    Args:
+      batch: P0, R0, and what else rules share.
+      options: `rollout.tail_batching`.
+
+    Raises ValueError for limits that cannot be.
+
+    Attributes:
+      num_spare: prompts of a full short round beyond P0.
+      num_responses: of a prompt in a short round.
+    """
+
+    def __init__(self, batch: BatchSettings, options: TailBatchingSection) -> None:
+        self.batch, self.options = batch, options
+        launched = provisioned("rollout.tail_batching.prompt_factor", options.prompt_factor, batch.num_groups)
+        self.num_spare = launched - batch.num_groups
+        self.num_responses = provisioned(
+            "rollout.tail_batching.response_factor", options.response_factor, batch.group_size
+        )
+        self._limits("short", self.num_spare)
+        if options.max_age_steps and options.max_age_steps < self.least_age_bound:
+            raise ValueError(
+                f"rollout.tail_batching.max_age_steps ({options.max_age_steps} steps) must be >= "
+                f"{self.least_age_bound}, or 0 for no bound: a short round defers up to {self.num_spare} prompts "
+                f"(prompt_factor {options.prompt_factor}), and long rounds take {batch.num_groups} each"
+            )
         self.queue: deque[Deferred] = deque()
         self.num_rounds = 0
         self._open: OpenRound | None = None
@@ -156,6 +115,15 @@ class TailBatching:
     def num_carried(self) -> int:
         return len(self.queue)
 
+    @property
+    def least_age_bound(self) -> int:
+        """Steps until the last prompt deferred by one short round has been run, if only long rounds follow."""
+        return -(-self.num_spare // self.batch.num_groups)
+
+    def _limits(self, kind: RoundKind, num_spare: int) -> RaceLimits:
+        """Of a short round, or of a long one (then `num_spare` is 0)."""
+        return RaceLimits(self.batch, self.num_responses if kind == "short" else self.batch.group_size, num_spare)
+
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
@@ -163,7 +131,7 @@ class TailBatching:
         self.num_rounds += 1
         self._forget_kept(time.policy_version)
         kind, num_spare = self._choose(time)
-        limits = self.config.limits(kind, num_spare)
+        limits = self._limits(kind, num_spare)
 
         def supply() -> PlannedGroup:
             if kind == "long" and self.queue:
@@ -175,13 +143,13 @@ class TailBatching:
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
         """The kind of the next round, and how many prompts it launches beyond P0."""
-        config = self.config
-        if len(self.queue) >= config.num_groups or self._age_forces_long(time.step):
+        num_groups = self.batch.num_groups
+        if len(self.queue) >= num_groups or self._age_forces_long(time.step):
             return "long", 0
-        num_spare = config.num_spare
-        if config.at_end == "flush" and time.steps_left is not None:
+        num_spare = self.num_spare
+        if self.options.at_end == "flush" and time.steps_left is not None:
             # after this step so many prompts can be run, and those in the queue are among them
-            left = config.num_groups * (time.steps_left - 1) - len(self.queue)
+            left = num_groups * (time.steps_left - 1) - len(self.queue)
             if left < 0:
                 return "long", 0
             num_spare = min(num_spare, left)
@@ -189,18 +157,18 @@ class TailBatching:
 
     def _age_forces_long(self, step: int) -> bool:
         """Whether a prompt could grow older than the bound if this round were short and all that follow long."""
-        config = self.config
-        if not config.max_age_steps or not self.queue:
+        max_age = self.options.max_age_steps
+        if not max_age or not self.queue:
             return False
-        first_steps = [deferred.first_step for deferred in self.queue] + [step] * config.num_spare
-        last_runs = (step + 1 + place // config.num_groups for place in range(len(first_steps)))
-        return any(last - first > config.max_age_steps for last, first in zip(last_runs, first_steps, strict=True))
+        first_steps = [deferred.first_step for deferred in self.queue] + [step] * self.num_spare
+        last_runs = (step + 1 + place // self.batch.num_groups for place in range(len(first_steps)))
+        return any(last - first > max_age for last, first in zip(last_runs, first_steps, strict=True))
 
     def _relaunch(self, prompts: PromptStream) -> PlannedGroup:
         deferred = self.queue.popleft()
         attempt = deferred.attempt + 1
         taken = {sample.key.sample_index for sample in deferred.kept}
-        size = self.config.group_size
+        size = self.batch.group_size
         free = [i for i in range(size + len(taken)) if i not in taken][: size - len(taken)]
         return PlannedGroup(
             prompt=prompts.get(*deferred.key),
@@ -227,7 +195,7 @@ class TailBatching:
         deferred: list[Deferred] = []
         for group in race.unfinished:
             planned = group.planned
-            kept = tuple(as_carried(sample) for sample in group.kept.values()) if self.config.keep_finished else ()
+            kept = tuple(as_carried(sample) for sample in group.kept.values()) if self.options.keep_finished else ()
             deferred.append(
                 Deferred(planned.prompt.key, planned.attempt, planned.first_step, planned.first_round, kept)
             )
@@ -267,10 +235,10 @@ class TailBatching:
             raise ValueError(
                 f"tail batching: {len(kept)} kept responses, and the queue counts {sum(r[5] for r in rows)}"
             )
-        if any(row[5] > self.config.group_size for row in rows):
+        if any(row[5] > self.batch.group_size for row in rows):
             raise ValueError(
                 f"tail batching: prompts in the queue keep up to {max(row[5] for row in rows)} responses, and "
-                f"rollout.n is {self.config.group_size}: a resumed run with keep_finished must not lower rollout.n"
+                f"rollout.n is {self.batch.group_size}: a resumed run with keep_finished must not lower rollout.n"
             )
         queue: deque[Deferred] = deque()
         for epoch, index, attempt, first_step, first_round, count in rows:

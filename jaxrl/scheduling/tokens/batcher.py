@@ -1,4 +1,4 @@
-"""Continuous batching: who runs in the next plan, on which row, with which blocks.
+"""Continuous batching: which requests run in the next plan, on which rows, with which blocks.
 
 Purpose: `Batcher.schedule()` makes the next `Plan`, `Batcher.update(result)` takes in what an earlier one brought.
 
@@ -12,7 +12,7 @@ follow from that.
   max_tokens; and a request is let in only if every running row could be given the blocks of one plan more.
 - What a request gives back (stopped, aborted, preempted) is reused at once, in the very next plan. That is safe because
   plans run in order: a plan in flight may still write to the blocks it names, but the next owner's prefill comes later
-  and writes every position before anyone reads it; a slot's state is overwritten by the next owner's last chunk, and
+  and writes every position before it is read; a slot's state is overwritten by the next owner's last chunk, and
   until then no plan names the slot, so it does not advance.
 - Tokens that arrive late belong to a preempted request (it may turn out finished) but no longer to an aborted one. So a
   request is not let in while a plan in flight names its id: what it runs again must include those tokens.
@@ -91,15 +91,15 @@ class _Draft:
     budget: list[int]  # prefill tokens left, per dp group
     headroom: list[int]  # blocks that the rows of each dp group may want in the next plan
     room: list[int] = field(default_factory=list)  # how much each dp group has, while requests are let in
-    closed: set[int] = field(default_factory=set)  # dp groups that let nobody in
-    lacks_budget: bool = False  # somebody's prefill waits for the next plan
+    closed: set[int] = field(default_factory=set)  # dp groups that let no request in
+    lacks_budget: bool = False  # a prefill waits for the next plan
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
     named: list[Named] = field(default_factory=list)
 
     def put_off_decode(self) -> None:
         """Leaves prefill only."""
-        assert self.prefill, "who lacks prefill budget leaves it to somebody"
+        assert self.prefill, "prefill budget is lacking because another request has it"
         self.decode = []
         prefilled = {chunk.request.request_id for chunk in self.prefill}
         self.named = [
@@ -181,7 +181,7 @@ class Batcher:
         """The next plan; None if no row can do anything before a plan in flight is collected."""
         groups = self.capacity.num_groups
         draft = _Draft(budget=[self.capacity.max_prefill_tokens] * groups, headroom=[0] * groups)
-        for progress in list(self._running):  # oldest first, so that only who has no place in the draft is preempted
+        for progress in list(self._running):  # oldest first, so that only requests not yet in the draft are preempted
             if progress.slot >= 0:
                 self._continue(draft, progress)
         is_short = self._admit(draft)
@@ -281,8 +281,8 @@ class Batcher:
         """The dp group to admit a request to, or None if it must wait.
 
         Where its prompt's blocks are, if there is room; else the one with most room: running the prompt once more
-        costs less than waiting for a row. If no group has room all are closed, so that nobody behind it takes what it
-        waits for. For want of prefill budget it waits alone: the next plan has some.
+        costs less than waiting for a row. If no group has room all are closed, so that no request behind it takes what
+        it waits for. For want of prefill budget it waits alone: the next plan has some.
         """
         request = progress.request
         home: tuple[int, ...] = ()
@@ -351,7 +351,7 @@ class Batcher:
     # Results
 
     def update(self, result: PlanResult, stop_check: StopCheck | None = None) -> list[Ended]:
-        """Takes in a plan's outcome; returns who ended, by (dp group, slot)."""
+        """Takes in a plan's outcome; returns the requests that ended, by (dp group, slot)."""
         index, flight, _ = self._flights.popleft()
         assert index == result.index, f"plan {index} is due, and the result is of plan {result.index}"
         self.counters.plans += 1
@@ -385,7 +385,7 @@ class Batcher:
     # Another layout
 
     def running(self) -> tuple[Progress, ...]:
-        """Who has a row, in the order of arrival: to read."""
+        """The requests that have a row, in the order of arrival: to read."""
         return tuple(self._running)
 
     def reseat(self, capacity: Capacity, blocks: BlockManager, seats: Mapping[int, Seat]) -> None:
@@ -393,8 +393,8 @@ class Batcher:
 
         Args:
           capacity, blocks: of the new layout; `blocks` holds what `seats` name.
-          seats: by request id, where requests that keep their KV are from now on. Whoever else had a row waits, tokens
-            kept, in front of those that never ran.
+          seats: by request id, where requests that keep their KV are from now on. All others that had a row wait, their
+            tokens kept, in front of those that never ran.
         """
         assert not self._flights, "a layout changes while plans are in flight"
         self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]
@@ -424,7 +424,7 @@ class Batcher:
             insort(self._running, progress, key=_by_arrival)
 
     def free_slots(self, group: int) -> tuple[int, ...]:
-        """Slots of a dp group that nobody has, ascending."""
+        """The free slots of a dp group, ascending."""
         return tuple(sorted(self._free_slots[group]))
 
     # Bookkeeping
@@ -456,33 +456,33 @@ class Batcher:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that is malformed or can never run."""
-        who = f"request {request.request_id} ({request.key})"
+        which = f"request {request.request_id} ({request.key})"
         num_prompt, num_max, kept = len(request.prompt_ids), request.params.max_tokens, len(request.generated)
         if request.request_id in self._requests:
-            raise ValueError(f"{who}: a request with this id is live")
+            raise ValueError(f"{which}: a request with this id is live")
         if not num_prompt:
-            raise ValueError(f"{who}: the prompt must have at least one token")
+            raise ValueError(f"{which}: the prompt must have at least one token")
         recorded = (
             request.generated_sampled_logprobs,
             request.generated_rollout_logprobs,
             request.generated_versions,
         )
         if any(len(values) != kept for values in recorded):
-            raise ValueError(f"{who}: kept tokens ({kept}) need as many log-probabilities and versions")
+            raise ValueError(f"{which}: kept tokens ({kept}) need as many log-probabilities and versions")
         if kept >= num_max or (kept and request.generated[-1] in request.params.stop_token_ids):
-            raise ValueError(f"{who}: finished already: {kept} kept tokens, max_tokens {num_max}")
+            raise ValueError(f"{which}: finished already: {kept} kept tokens, max_tokens {num_max}")
         if self._share_prompts.get(request.share, (request.prompt_ids,))[0] != request.prompt_ids:
-            raise ValueError(f"{who}: `share` {request.share!r} is in use with another prompt")
+            raise ValueError(f"{which}: `share` {request.share!r} is in use with another prompt")
         length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
         if self.config.max_model_len is not None and num_prompt + num_max > self.config.max_model_len:
             raise ValueError(
-                f"{who}: {length} exceeds rollout.max_model_len ({self.config.max_model_len}): lower "
+                f"{which}: {length} exceeds rollout.max_model_len ({self.config.max_model_len}): lower "
                 "data.max_prompt_length or data.max_response_length"
             )
         need = self.blocks.blocks_for(num_prompt + num_max)
         if need > self.blocks.capacity:
             raise ValueError(
-                f"{who}: {length} takes {need} blocks of {self.capacity.block_size} positions, and a pool has "
+                f"{which}: {length} takes {need} blocks of {self.capacity.block_size} positions, and a pool has "
                 f"{self.blocks.capacity}: raise rollout.num_blocks ({self.capacity.num_blocks}), or lower "
                 "data.max_prompt_length or data.max_response_length"
             )

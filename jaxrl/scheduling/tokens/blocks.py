@@ -13,7 +13,7 @@ copy-on-write never happens. Nothing outlives its last holder: there is no cache
 
 A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
 Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
-published block may be named in the same plan, and nobody ever waits for the device.
+published block may be named in the same plan, and nothing ever waits for the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BlockManager:
         if num_groups < 1 or block_size < 1 or num_blocks < 2:
             raise ValueError(
                 f"BlockManager: num_groups ({num_groups}) and block_size ({block_size}) must be >= 1, and num_blocks "
-                f"({num_blocks}) >= 2, because block {TRASH_BLOCK} belongs to nobody (rollout.num_blocks)"
+                f"({num_blocks}) >= 2, because block {TRASH_BLOCK} belongs to no request (rollout.num_blocks)"
             )
         self.num_groups = num_groups
         self.num_blocks = num_blocks
@@ -140,7 +140,7 @@ class BlockManager:
         if not num_full or not holding.is_publisher:
             return
         published = self._published.setdefault((holding.group, holding.share), [])
-        # Whoever holds a published block holds all published ones before it, so that the list shrinks from its end
+        # A request that holds a published block holds all those before it, so that the list shrinks from its end
         # only. A request that started its own copy before another one published must therefore stay silent.
         if holding.blocks[: len(published)] != published[: len(holding.blocks)]:
             holding.is_publisher = False
@@ -183,7 +183,7 @@ class BlockManager:
                     shared = holding.share is not None and i < holding.num_shareable
                     owners.setdefault(block, set()).add((holding.share if shared else ("own", request_id), i))
             free = self._free[group]
-            assert TRASH_BLOCK not in {*held, *free}, "somebody got the block that belongs to nobody"
+            assert TRASH_BLOCK not in {*held, *free}, "a request got the block that belongs to none"
             assert len({*held, *free}) == len(held) + len(free), "a block is free and held, or free twice"
             assert len(free) + len(held) == self.capacity, "a block is lost"
             assert all(self._references[group][block] == held[block] for block in range(self.num_blocks))

@@ -4,8 +4,8 @@ Purpose: requests in, finished samples out, over any `Executor`: the model on a 
 
 Source: nano-vllm's `LLMEngine.step`; the overlap of host and device as in mini-sglang's overlap scheduler.
 
-Departures: requests can be aborted with their tokens and added again with them (`resume`), which partial rollout and
-tail batching rest on; finished ones come in logical order (dispatch, dp group, slot), never in the order of a clock.
+Departures: requests can be aborted with their tokens and added again with them (`plan.resume`), which partial rollout
+and tail batching rest on; finished ones come in logical order (dispatch, dp group, slot), never in a clock's order.
 
 Example::
 
@@ -22,11 +22,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import get_args
+from dataclasses import dataclass
 
-from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Switched, SwitchFailed, empty_pools, plan_relayout
 from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.layouts.switching import Switched, switch
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
 from jaxrl.scheduling.tokens.progress import Counters, Ended, PlanTimes, StopCheck, TraceEvent
@@ -83,11 +82,10 @@ class Engine:
         self.executor = executor
         self.stop_check = stop_check
         self.batcher = batcher(config, _capacity(executor), trace)
-        self.duration_s = 0.0  # what the plans collected so far took, by the executor's account
         self.watch: Callable[[PlanTimes], None] | None = None  # told of every plan that was collected
         self._tickets: deque[Ticket] = deque()
-        self._loads: deque[_Load] = deque()  # of the same plans, where somebody watches
-        self._untold: list[Finished] = []  # who ended while a switch waited for the plans in flight
+        self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
+        self._untold: list[Finished] = []  # ended while plans in flight were collected without a step
 
     @property
     def counters(self) -> Counters:
@@ -95,7 +93,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is unfinished, no plan in flight, and nobody's end untold."""
+        """No request is unfinished, no plan in flight, and every end has been told."""
         return self.batcher.is_idle and not self._untold
 
     def unfinished(self) -> tuple[int, ...]:
@@ -121,7 +119,7 @@ class Engine:
         return [progress.sample("abort") for progress in self.batcher.abort(request_ids)]
 
     def step(self) -> list[Finished]:
-        """Submits the next plan, collects the one before, and returns who finished in that one."""
+        """Submits the next plan, collects the one before, and returns the requests that finished in that one."""
         plan = self.batcher.schedule()
         if plan is not None:
             if self.watch is not None:
@@ -138,69 +136,13 @@ class Engine:
             finished.extend(self._collect())
         return finished
 
-    def recompute(self) -> None:
-        """Takes every row's KV for lost: all requests wait, tokens kept, and are prefilled anew."""
-        self.settle()
-        self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher.capacity), {})
-
-    def follow_executor(self) -> None:
-        """Takes up the layout that the executor was given while nothing was on the device.
-
-        Raises ValueError if the engine is not idle: live requests change layout by `switch`.
-        """
-        if not self.is_idle:
-            raise ValueError(
-                f"the executor has changed its layout by itself, and {len(self.unfinished())} requests are unfinished: "
-                "use Engine.switch"
-            )
-        capacity = _capacity(self.executor)
-        self.batcher.reseat(capacity, empty_pools(capacity), {})
-
     def settle(self) -> None:
-        """Like `drain`, but who ended is told by the next `step` or `drain`."""
+        """Like `drain`, but the next `step` or `drain` returns the requests that ended."""
         self._untold = self.drain()
 
     def switch(self, tp: int, by: How = "migrate") -> Switched:
-        """Goes on with another tensor-parallel degree, in the middle of a batch.
-
-        Plans in flight are collected first; who ended in them is told by the next `step` or `drain`. No request is
-        lost, none starts anew, and no token changes.
-
-        Args:
-          tp: one of the executor's degrees, another than the one in use.
-          by: how the KV of live requests gets there; those that do not fit wait and are recomputed either way.
-
-        Raises:
-          ValueError: before anything moves, for a layout that cannot be; the old one goes on.
-          SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine goes on in the old
-            layout and recomputes every request; otherwise the executor needs weights first.
-        """
-        executor = self.executor
-        if not isinstance(executor, LayoutExecutor):
-            raise ValueError(f"switch to tp {tp}: {type(executor).__name__} cannot change its layout")
-        if tp == executor.tp:
-            raise ValueError(f"switch to tp {tp}: that is the layout in use")
-        if by not in get_args(How):
-            raise ValueError(f"switch to tp {tp}: by={by!r} must be one of {', '.join(get_args(How))}")
-        capacity = executor.capacity(tp)
-        self.settle()
-        move = plan_relayout(self.batcher, executor.tp, tp, capacity, by)
-        try:
-            times = executor.switch(move)
-        except SwitchFailed:
-            self.batcher.reseat(self.batcher.capacity, empty_pools(self.batcher.capacity), {})
-            raise
-        move.apply(self.batcher)
-        return Switched(
-            from_tp=move.from_tp,
-            to_tp=tp,
-            how=by,
-            num_live=move.num_live,
-            num_tokens=move.num_tokens,
-            num_moved=move.num_moved,
-            num_evicted=len(move.evicted),
-            times=times,
-        )
+        """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.switching.switch`)."""
+        return switch(self, tp, by)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """Runs requests to their ends; returns samples in the order of the requests. The engine must be idle."""
@@ -213,7 +155,7 @@ class Engine:
     def stream(self, requests: Sequence[Request]) -> Generator[Sample]:
         """Adds requests to an idle engine; the iterator runs them and yields samples as they finish.
 
-        Whoever stops listening (`close`) aborts the rest.
+        Closing the iterator aborts the rest.
         """
         self._add_all(requests)
         return self._stream()
@@ -229,7 +171,7 @@ class Engine:
             raise
 
     def _add_all(self, requests: Sequence[Request]) -> None:
-        """Adds all requests or none, to an idle engine: nobody else would be told of others that finish."""
+        """Adds all requests or none, to an idle engine: the ends of earlier requests would go untold."""
         if not self.is_idle:
             raise ValueError(
                 f"generate and stream need an idle engine, and {len(self.unfinished())} requests are unfinished: "
@@ -250,7 +192,6 @@ class Engine:
 
     def _collect(self) -> list[Finished]:
         result = self.executor.collect(self._tickets.popleft())
-        self.duration_s += result.duration_s
         if self._loads and self._loads[0].index == result.index:
             load = self._loads.popleft()
             if self.watch is not None:
@@ -265,20 +206,6 @@ class Engine:
             tokens[row.dp_group] += self.batcher.progress(row.request_id).num_written + 1 - plan.num_steps
         prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
         return _Load(plan.index, prefill_tokens, max(rows), max(tokens), bool(self._tickets))
-
-
-def resume(request: Request, sample: Sample, request_id: int | None = None) -> Request:
-    """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
-    if sample.key != request.key:
-        raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
-    return replace(
-        request,
-        request_id=request.request_id if request_id is None else request_id,
-        generated=tuple(sample.token_ids.tolist()),
-        generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
-        generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
-        generated_versions=tuple(sample.versions.tolist()),
-    )
 
 
 def _capacity(executor: Executor) -> Capacity:

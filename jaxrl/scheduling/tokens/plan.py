@@ -7,19 +7,19 @@ the result for it is empty.
 
 Rows live in slots. A *slot* is an index into the executor's per-row state, local to a dp group; the last chunk of a
 request's prefill writes the slot's state (`PrefillChunk.is_last`), decode advances it, and a later request may
-overwrite it at any time. Block numbers are local to the dp group's pool; block 0 belongs to nobody (rows that must not
-write are pointed at it).
+overwrite it at any time. Block numbers are local to the dp group's pool; block 0 belongs to no request (rows that must
+not write are pointed at it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from jaxrl.types import SampleKey, SamplingParams
+from jaxrl.types import Sample, SampleKey, SamplingParams
 
 TRASH_BLOCK = 0
 
@@ -49,12 +49,25 @@ class Request:
     generated_versions: tuple[int, ...] = ()
 
 
+def resume(request: Request, sample: Sample) -> Request:
+    """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
+    if sample.key != request.key:
+        raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
+    return replace(
+        request,
+        generated=tuple(sample.token_ids.tolist()),
+        generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
+        generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
+        generated_versions=tuple(sample.versions.tolist()),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Run `tokens` at positions `start`, `start + 1`, ... of a request through the model, writing their KV.
 
     Attributes:
-      request: whom it belongs to.
+      request: that it belongs to.
       dp_group, slot: the row that it fills.
       tokens: the chunk, a piece of prompt + kept tokens.
       start: position of the chunk's first token; everything before it is in the cache (or is written by an earlier
@@ -92,7 +105,7 @@ class Plan:
     Attributes:
       index: dispatch number, from 0: the engine's logical time.
       prefill: chunks, run first, all in one program.
-      decode: rows to advance, those whose prefill ends in this plan included; nobody while prefill goes first.
+      decode: rows to advance, those whose prefill ends in this plan included; none while prefill goes first.
       num_steps: the most decode steps before the host looks again.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row
         lets a waiting request in); at the latest it is left when no row is active.

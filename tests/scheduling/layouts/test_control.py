@@ -1,24 +1,27 @@
-"""A worker's layout from plan to plan: decisions, their journal, what is observed, and failures."""
+"""A worker's layout, round by round and plan by plan: decisions, their journal, what is observed, and failures."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from checking import assert_empty, assert_whole, make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.control import MAX_TRACE, Decision, LayoutControl, LengthHistory
+from jaxrl.config.layout import LayoutSection
+from jaxrl.scheduling.layouts.control import MAX_TRACE, Decision, LayoutControl
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, SwitchTimes
-from jaxrl.scheduling.layouts.round_layouts import RoundLayouts
-from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchConfig, LayoutSwitchRule
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
+from jaxrl.scheduling.layouts.switch_rule import Switch
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
 from jaxrl.scheduling.tokens.progress import Completed, Progress, TraceEvent
-from jaxrl.types import Sample
+from jaxrl.types import Sample, SampleKey
 
 DEGREES = (1, 2, 4)
 CAPACITIES = {
@@ -43,13 +46,19 @@ def predictor() -> LatencyPredictor:
 
 
 class World:
-    """An engine over replayed lengths whose plans take what the profile says, `slow` times as long."""
+    """An engine over replayed lengths whose plans take what the profile says, `slow` times as long.
 
-    def __init__(self, lengths: list[int], slow: float = 1.0, **options: Any) -> None:
-        self.requests = [make_request(i, max_tokens=60, prompt=i) for i in range(len(lengths))]
-        self.lengths = {request.key: n for request, n in zip(self.requests, lengths, strict=True)}
+    `predicts`: whether there is a predictor, and so a switch rule.
+    """
+
+    def __init__(
+        self, lengths: list[int], slow: float = 1.0, initial: int = 1, *, predicts: bool = True, **options: Any
+    ) -> None:
+        self.requests: list[Request] = []
+        self.lengths: dict[SampleKey, int] = {}
+        self.launch(lengths)
         self.events: list[TraceEvent] = []
-        own = CAPACITIES[1]
+        own = CAPACITIES[initial]
         self.engine, self.executor = make_engine(
             self.lengths,
             BatcherConfig(decode_steps=4),
@@ -58,30 +67,35 @@ class World:
             num_blocks=own.num_blocks,
             max_prefill_tokens=own.max_prefill_tokens,
             layouts=CAPACITIES,
+            tp=initial,
             trace=self.events.append,
         )
         inner = self.executor.inner
         inner._cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
-        inner._switch_cost = lambda move: SwitchTimes(0.003, 0.002, 0.001)
+        inner._switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
         self.predictor = predictor()
-        config = replace(LayoutSwitchConfig(DEGREES, min_gain=0.0, cooldown=1, state="migrate"), **options)
-        self.history = LengthHistory()
-        layouts = RoundLayouts(1, LayoutSwitchRule(config, self.predictor))
-        self.control = LayoutControl(self.engine, layouts, DEGREES, self.predictor, self.history)
+        section = replace(LayoutSection(min_gain=0.0, cooldown=1, state="migrate"), **options)
+        self.control = LayoutControl(self.engine, section, DEGREES, initial, self.predictor if predicts else None)
         self.written: list[Decision] = []
         self.samples: dict[int, Sample] = {}
 
-    def run(self, recorded: list[Decision] | None = None, plans: int = 1 << 30) -> None:
-        """A round, up to so many plans."""
-        self.control.start("all", recorded or (), self.written.append)
+    def launch(self, lengths: list[int]) -> None:
+        """The next round has requests of these lengths."""
+        first = len(self.lengths)
+        self.requests = [make_request(first + i, max_tokens=60, prompt=first + i) for i in range(len(lengths))]
+        self.lengths.update((request.key, n) for request, n in zip(self.requests, lengths, strict=True))
+
+    def run(self, recorded: list[Decision] | None = None, plans: int = 1 << 30, kind: str = "all") -> None:
+        """A round, up to so many plans; it has not ended then."""
+        self.control.begin(kind, recorded or (), self.written.append)
         for request in self.requests:
             self.engine.add(request)
         while not self.engine.is_idle and plans:
-            self.control.consider()
+            self.control.before_plan()
             for finished in self.engine.step():
                 self.samples[finished.request_id] = finished.sample
                 self.control.finished(len(finished.sample))
-            self.control.note(float(self.engine.counters.plans))
+            self.control.after_plan(float(self.engine.counters.plans))
             plans -= 1
 
     def check(self) -> None:
@@ -126,7 +140,8 @@ def test_a_draining_round_goes_up_and_the_next_one_starts_below():
     assert picture["points"][0][2] == 1
     assert picture["points"][-1][2] == 4
     assert [s["to_tp"] for s in picture["switches"]] == [to for _, to in ways]
-    assert world.control.start() == world.control.tp == 1, "the way back, with nobody live"
+    world.control.begin()
+    assert world.control.tp == 1, "the way back, with no request live"
 
 
 def test_the_predictor_follows_the_machine():
@@ -142,8 +157,14 @@ def test_decisions_survive_the_journal():
     world.run()
     for decision in [*world.written, Decision(3, None), Decision(4, world.written[0].switch, failed=True)]:
         assert Decision.from_json(decision.to_json() | {"step": 3, "kind": "layout", "key": [0, 1]}) == decision
-    with pytest.raises(ValueError, match="this version reads schema 1"):
-        Decision.from_json({"schema": 0})
+    for broken in ({"schema": 0}, {**world.written[0].to_json(), "schema": 9}):
+        with pytest.raises(ValueError, match="this version reads schema 1"):
+            Decision.from_json(broken)
+    switch = next(decision.switch for decision in world.written if decision.switch)
+    assert Switch.from_json(json.loads(json.dumps(switch.to_json() | {"step": 4, "key": [0, 1]}))) == switch
+    for broken in ({"schema": 1}, {**switch.to_json(), "schema": 9}):
+        with pytest.raises(ValueError, match=r"this version reads schema 1, with the fields dispatch, from_tp"):
+            Switch.from_json(broken)
 
 
 @pytest.mark.parametrize("crash", [3, 8, 12, 100])
@@ -186,22 +207,29 @@ def with_response(request: Request, length: int) -> Request:
 
 def test_expected_lengths_come_from_history():
     world = World(LENGTHS, bound="expected")
+    history = world.control.history
+    assert history is not None
     for length in (4, 6, 60):
-        world.history.add(length)
-    assert world.history.expected_remaining(Progress(with_response(world.requests[0], 5), 0)) == (1 + 55) / 2
-    assert world.history.expected_remaining(Progress(with_response(world.requests[0], 60), 0)) is None
+        history.add(length)
+    assert history.expected_remaining(Progress(with_response(world.requests[0], 5), 0)) == (1 + 55) / 2
+    assert history.expected_remaining(Progress(with_response(world.requests[0], 60), 0)) is None
     asked: list[float | None] = []
-    inner = world.control.layouts.wants
+    inner: Any = world.control.rule
 
-    def wants(now: Any) -> bool:
-        asked.extend(row.expected_remaining for rows in now.groups for row in rows)
-        return inner(now)
+    class Asked:
+        """The rule, with a note of what it is shown."""
 
-    world.control.layouts.wants = wants  # pyright: ignore[reportAttributeAccessIssue]
+        begin, decide = inner.begin, inner.decide
+
+        def wants(self, now: Any) -> bool:
+            asked.extend(row.expected_remaining for rows in now.groups for row in rows)
+            return inner.wants(now)
+
+    world.control.rule = Asked()  # pyright: ignore[reportAttributeAccessIssue]
     world.run()
     assert asked[0] == (4 + 6 + 60) / 3
     assert any(value is not None and value != asked[0] for value in asked)
-    assert len(world.history._lengths) == 3 + len(LENGTHS)
+    assert len(history._lengths) == 3 + len(LENGTHS)
     world.check()
 
 
@@ -244,9 +272,9 @@ def test_a_switch_that_leaves_nothing_usable_ends_the_round():
 
 def test_long_rounds_keep_a_short_picture():
     world = World([60, 60])
-    world.control.start()
+    world.control.begin()
     for i in range(5000):
-        world.control.note(float(i))
+        world.control.after_plan(float(i))
     points = world.control.picture()["points"]
     assert len(points) <= MAX_TRACE + 1
     assert points[-1][0] == 4999
@@ -264,4 +292,170 @@ def test_an_executor_that_cannot_change_is_refused():
 
     plain = Engine(Plain(), engine.batcher.config)
     with pytest.raises(ValueError, match="layout control: Plain cannot change its layout"):
-        LayoutControl(plain, RoundLayouts(1), (1,))
+        LayoutControl(plain, LayoutSection(), (1,), 1)
+
+
+def first_switch() -> tuple[list[Decision], Switch]:
+    """What a round writes up to its first switch, and that."""
+    world = World(LENGTHS)
+    world.run()
+    end = next(i for i, decision in enumerate(world.written) if decision.switch)
+    switch = world.written[end].switch
+    assert switch is not None
+    return world.written[: end + 1], switch
+
+
+def test_a_run_that_leaves_its_journal_is_refused():
+    recorded, switch = first_switch()
+    elsewhere = replace(recorded[-1], switch=replace(switch, from_tp=2))
+    match = rf"at dispatch {switch.dispatch} from tp 2: the run is at dispatch {switch.dispatch} with tp 1"
+    with pytest.raises(ValueError, match=match):
+        World(LENGTHS).run([*recorded[:-1], elsewhere])
+    world = World(LENGTHS)
+    world.control.begin("all", recorded[-1:])
+    world.engine.batcher.next_index += switch.dispatch + 1
+    with pytest.raises(ValueError, match=rf"the run is at dispatch {switch.dispatch + 1} with tp 1"):
+        world.control.before_plan()
+
+
+def test_the_journal_may_be_in_any_order_and_the_cooldown_counts_from_it():
+    recorded, switch = first_switch()
+    one, other = World(LENGTHS, cooldown=7), World(LENGTHS, cooldown=7)
+    one.run(recorded)
+    other.run(recorded[::-1])
+    assert other.written == one.written
+    assert [e.decision for e in other.control.episodes] == [e.decision for e in one.control.episodes]
+    later = [decision.switch.dispatch for decision in one.written if decision.switch]
+    assert all(dispatch >= switch.dispatch + 7 for dispatch in later)
+
+
+def test_a_journal_is_followed_without_a_rule_and_decides_nothing_more():
+    recorded, switch = first_switch()
+    world = World(LENGTHS, predicts=False)
+    world.run(recorded)
+    assert [episode.decision for episode in world.control.episodes] == [switch]
+    assert world.written == []
+    world.check()
+
+
+def test_a_switch_that_lowers_tp_beside_a_planner_is_refused():
+    down = Switch(0, 4, 2, "migrate", 1, 10, 2.0, 1.0, 0.1, 0.1, 0.1, 0.02, 0.01)
+    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
+        World([60, 3], initial=4, planner=True).run([Decision(0, down)])
+    live = World([60] * 4, initial=4, planner=True, direction="both")
+    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
+        live.run()
+    assert live.written == [], "refused before it is written down"
+
+
+# The planner between rounds and the switch rule inside them, together
+
+
+def run_round(world: World, preemptions: int, kind: str = "all") -> tuple[list[int], int]:
+    """The degrees of a round whose rows end one after another, and the one that the next round starts in."""
+    world.launch([60, 20, 40, 30])
+    tp = world.control.degree(kind)
+    world.run(kind=kind)
+    seen = [tp, *(episode.decision.to_tp for episode in world.control.episodes)]
+    assert world.control.tp == seen[-1]
+    world.control.end(preemptions)
+    return seen, world.control.degree(kind)
+
+
+def test_a_round_starts_in_the_planners_degree_goes_up_and_returns():
+    world = World([], planner=True)
+    # Four rows: 10 ms at tp 1. Two, in different groups at tp 2: 8 ms. One: 4 ms at tp 4.
+    assert run_round(world, preemptions=0) == ([1, 2, 4], 1), "up inside, and back to the planner's degree"
+    assert run_round(world, preemptions=3) == ([1, 2, 4], 2), "the planner doubles, whatever the round ended in"
+    assert run_round(world, preemptions=3) == ([2, 4], 2), "it never falls below the planner's degree"
+    assert run_round(world, preemptions=9) == ([2, 4], 4)
+    assert run_round(world, preemptions=9) == ([4], 4), "no way up is left"
+    for degree in (4, 4, 4, 2):
+        assert run_round(world, preemptions=0) == ([4], degree)
+    assert run_round(world, preemptions=0) == ([2, 4], 2)
+    assert all(len(world.samples[key.prompt_index]) == length for key, length in world.lengths.items())
+
+
+def test_the_planner_alone():
+    world = World([], initial=2, predicts=False, planner=True)
+    assert run_round(world, preemptions=1) == ([2], 2)
+    assert run_round(world, preemptions=2) == ([2], 4)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
+def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
+    world = World([], initial=initial, planner=True, planner_quiet_rounds=2)
+    for count in preemptions:
+        planned = world.control.degree()
+        seen, back = run_round(world, count)
+        assert seen[0] == planned
+        assert seen == sorted(set(seen))
+        assert back == world.control.degree()
+
+
+def test_the_order_of_calls():
+    control = World([], initial=2, planner=True).control
+    with pytest.raises(ValueError, match="no round has begun"):
+        control.before_plan()
+    with pytest.raises(ValueError, match="no round has begun"):
+        control.end(0)
+    control.begin("short")
+    with pytest.raises(ValueError, match=r"a 'long' round begins before the 'short' round has ended"):
+        control.begin("long")
+    control.end(5)
+    control.begin("long")
+    assert control.tp == 2
+
+
+def test_without_a_planner_every_round_starts_alike_and_may_go_down():
+    world = World([60] * 4, initial=4, direction="both")
+    for _ in range(2):
+        world.run(plans=3, kind="short")
+        assert [(e.decision.from_tp, e.decision.to_tp) for e in world.control.episodes] == [(4, 1)]
+        world.engine.abort(world.engine.unfinished())
+        world.engine.drain()
+        world.control.cancel()
+        world.launch([60] * 4)
+    with pytest.raises(ValueError, match=r"the tp that rounds start in \(8\) must be one of \(1, 2, 4\)"):
+        LayoutControl(world.engine, LayoutSection(), DEGREES, 8)
+    alone = World([], initial=2, predicts=False)
+    assert run_round(alone, 7) == ([2], 2)
+    assert alone.control.state_dict() == {"likely": "all", "lengths": []}
+
+
+def test_a_cancelled_round_teaches_the_planner_nothing():
+    world, other = World([], planner=True), World([], planner=True)
+    run_round(world, 1)
+    world.control.begin()
+    world.control.cancel()
+    other.control.load_state_dict(world.control.state_dict())
+    assert other.control.degree() == world.control.degree() == 1
+    assert run_round(other, 5)[1] == run_round(world, 5)[1] == 2
+
+
+def test_a_checkpoint_has_the_planner_the_lengths_and_the_correction():
+    world, other = (World([], slow=1.5, planner=True, bound="expected") for _ in range(2))
+    run_round(world, 3)
+    run_round(world, 4)
+    other.control.load_state_dict(world.control.state_dict())
+    assert other.control.degree() == world.control.degree() == 2
+    assert other.predictor.ratio(1) == world.predictor.ratio(1) != 1
+    assert other.control.history is not None
+    assert sorted(other.control.history.lengths()) == sorted([60, 20, 40, 30] * 2)
+
+
+def test_a_phase_begins_in_the_layout_of_the_likely_round():
+    """An evaluation says nothing of the next training round."""
+    world = World([], planner=True)
+    run_round(world, 3, "short")
+    run_round(world, 4, "short")
+    world.control.begin("eval")
+    world.control.end(0)
+    assert world.control.tp == 1
+    other = World([], planner=True)
+    other.control.load_state_dict(world.control.state_dict())
+    for each in (world, other):
+        each.control.enter()
+        assert each.control.tp == 2
+        assert run_round(each, 4, "short") == ([2, 4], 2)

@@ -32,7 +32,7 @@ def generations(draw):
         num_tokens = prompt_len + draw(st.integers(0, 17))
         shared = manager.allocate(request_id, group, num_tokens, share, prompt_len)
         num_written = draw(st.integers(max(shared, 1), num_tokens))
-        if draw(st.booleans()):  # whoever is silent gives the next one a copy of its own
+        if draw(st.booleans()):  # a request that is silent leaves the next one a copy of its own
             manager.publish(request_id, min(num_written, prompt_len))
         requests.append((request_id, group, num_written, num_tokens, share, prompt_len))
         rows[group].append(LiveRow(request_id, num_written, num_written + 5))

@@ -1,4 +1,4 @@
-"""Changes of layout in the middle of a batch, on the books: nobody is lost, nothing is read that was not written."""
+"""Changes of layout in the middle of a batch, on the books: no request is lost, and only what was written is read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of
+from jaxrl.scheduling.layouts.switching import recompute, start_in
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
@@ -163,7 +164,7 @@ def test_switches_that_make_no_sense_are_refused():
         engine.switch(4)
 
 
-def test_who_ended_while_a_switch_drained_is_told_afterwards():
+def test_ends_during_a_switch_are_told_afterwards():
     request = make_request(0)
     engine = engine_of({request.key: 5}, 1, layouts())
     engine.add(request)
@@ -208,17 +209,42 @@ def test_the_engine_goes_on_after_a_failure(error: Exception):
     assert_empty(engine)
 
 
-def test_an_idle_engine_follows_its_executor_and_a_busy_one_refuses():
+def test_an_idle_engine_starts_in_any_layout_and_a_busy_one_refuses():
     requests = some_requests(6)
     lengths = {request.key: 5 + request.request_id for request in requests}
     engine = engine_of(lengths, 2, layouts())
     run(engine, requests, {})
-    engine.executor = engine_of(lengths, 1, layouts()).executor
-    engine.executor.plans.extend([None] * engine.batcher.next_index)  # pyright: ignore[reportAttributeAccessIssue]
-    engine.follow_executor()
+    start_in(engine, 1)
     assert engine.batcher.capacity == layouts()[1]
+    assert engine.executor.num_groups == 8
     engine.add(requests[0])
-    with pytest.raises(ValueError, match=r"1 requests are unfinished: use Engine\.switch"):
-        engine.follow_executor()
+    with pytest.raises(ValueError, match=r"1 requests are unfinished, so the layout changes by Engine\.switch alone"):
+        start_in(engine, 2)
     samples = run(engine, requests[1:], {})
     assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}
+
+
+def test_an_executor_that_offers_no_choice_stays_as_it_is():
+    engine = engine_of({}, 2, layouts())
+    checking: Any = engine.executor
+    engine.executor = checking.inner
+    start_in(engine, 1)
+    assert engine.batcher.capacity == layouts()[2]
+    assert checking.tp == 2
+
+
+def test_all_kv_can_be_given_up():
+    requests = some_requests(6)
+    engine = engine_of({request.key: 12 for request in requests}, 2, layouts())
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    engine.step()
+    assert engine.batcher.num_running == 6
+    recompute(engine)
+    assert (engine.batcher.num_running, engine.batcher.num_waiting) == (0, 6)
+    samples = run(engine, [], {})
+    for request in requests:
+        assert_whole(samples[request.request_id], request, 12)
+    assert engine.counters.admissions == 12
+    assert_empty(engine)

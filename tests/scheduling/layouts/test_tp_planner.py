@@ -1,4 +1,4 @@
-"""The planner of tp between rounds: tables by hand, its state, and how it goes with switches inside a round."""
+"""The planner of tp between rounds: tables by hand, and its state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.tp_planner import TpPlanner, TpPlannerConfig, profiled_degree
+from jaxrl.config.layout import LayoutSection
+from jaxrl.scheduling.layouts.tp_planner import TpPlanner
 
 DEGREES = (1, 2, 4, 8)
-CONFIG = TpPlannerConfig(DEGREES, initial=2, max_degree=8)
+
+
+def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, **options: float) -> TpPlanner:
+    return TpPlanner(replace(LayoutSection(), **options), degrees, initial)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ CONFIG = TpPlannerConfig(DEGREES, initial=2, max_degree=8)
     ],
 )
 def test_the_rule(preemptions: list[int], degrees: list[int]):
-    planner = TpPlanner(CONFIG)
+    planner = make_planner()
     assert planner.degree() == 2
     assert [planner.observe(count) for count in preemptions] == degrees
     assert planner.degree() == degrees[-1]
@@ -47,28 +49,28 @@ def test_the_rule(preemptions: list[int], degrees: list[int]):
 def test_kinds_of_rounds_are_compared_with_their_like():
     """Short rounds have 1.79 times the preemptions of long ones: that is no rise (RollPacker §4.2)."""
     rounds = [("short", 179), ("short", 179), ("long", 100), ("short", 179), ("long", 120), ("short", 170)]
-    planner, mixed = TpPlanner(CONFIG), TpPlanner(CONFIG)
+    planner, mixed = make_planner(), make_planner()
     assert [planner.observe(count, kind) for kind, count in rounds] == [2, 2, 2, 2, 4, 2]
     assert (planner.degree("short"), planner.degree("long"), planner.degree("other")) == (2, 4, 2)
     assert [mixed.observe(count) for _, count in rounds] == [2, 2, 2, 4, 4, 8]
 
 
 def test_tp_stays_in_one_host_and_on_allowed_degrees():
-    planner = TpPlanner(replace(CONFIG, max_degree=4))
+    planner = make_planner((1, 2, 4))
     assert [planner.observe(count) for count in (1, 2, 4, 8)] == [2, 4, 4, 4]
-    odd = TpPlanner(TpPlannerConfig((1, 3, 6), initial=1, max_degree=6))
+    odd = make_planner((1, 3, 6), 1)
     assert [odd.observe(count) for count in (1, 2, 4, 0, 0, 0, 0)] == [1, 3, 6, 6, 6, 6, 3]
 
 
 def test_other_constants():
-    planner = TpPlanner(replace(CONFIG, rise=2.0, quiet_rounds=1))
+    planner = make_planner(planner_rise=2.0, planner_quiet_rounds=1)
     assert [planner.observe(count) for count in (10, 20, 41, 0)] == [2, 2, 4, 2]
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["short", "long"]), st.integers(0, 5)), max_size=40), st.integers(0, 40))
 def test_state_is_saved_and_a_step_is_one_degree(rounds: list[tuple[str, int]], cut: int):
-    whole, first = TpPlanner(CONFIG), TpPlanner(CONFIG)
+    whole, first = make_planner(), make_planner()
     for kind, count in rounds:
         before = whole.degree(kind)
         after = whole.observe(count, kind)
@@ -77,7 +79,7 @@ def test_state_is_saved_and_a_step_is_one_degree(rounds: list[tuple[str, int]], 
         assert after <= before or count > 0
     for kind, count in rounds[:cut]:
         first.observe(count, kind)
-    second = TpPlanner(CONFIG)
+    second = make_planner()
     second.load_state_dict(first.state_dict())
     for kind, count in rounds[cut:]:
         second.observe(count, kind)
@@ -87,15 +89,15 @@ def test_state_is_saved_and_a_step_is_one_degree(rounds: list[tuple[str, int]], 
 
 
 def test_restored_on_another_machine():
-    planner = TpPlanner(CONFIG)
+    planner = make_planner()
     for count in (1, 2, 4):
         planner.observe(count)
     assert planner.degree() == 8
-    smaller = TpPlanner(TpPlannerConfig((1, 2, 4), initial=1, max_degree=4))
+    smaller = make_planner((1, 2, 4), 1)
     smaller.load_state_dict(planner.state_dict())
     assert (smaller.degree(), smaller.observe(5)) == (4, 4)
-    coarser = TpPlanner(TpPlannerConfig((3, 6), initial=3, max_degree=6))
-    low = TpPlanner(replace(CONFIG, initial=1))
+    coarser = make_planner((3, 6), 3)
+    low = make_planner(initial=1)
     low.observe(0)
     coarser.load_state_dict(low.state_dict())
     assert coarser.degree() == 3, "nothing allowed is as small: the smallest"
@@ -103,51 +105,12 @@ def test_restored_on_another_machine():
         smaller.load_state_dict({**planner.state_dict(), "schema": 4})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"degrees": ()}, r"degrees \(\) must ascend"),
-        ({"degrees": (2, 2)}, r"degrees \(2, 2\) must ascend"),
-        ({"initial": 3}, r"initial degree \(3\) must be one of \(1, 2, 4, 8\)"),
-        ({"initial": 8, "max_degree": 4}, r"initial degree \(8\) must be one of .* at most max_degree \(4\)"),
-        ({"rise": 0.9}, r"rise \(0.9\)"),
-        ({"quiet_rounds": 0}, r"quiet_rounds \(0\)"),
-    ],
-)
-def test_config_is_checked(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        replace(CONFIG, **options)
+@pytest.mark.parametrize(("degrees", "initial"), [((), 2), ((2, 2), 2), ((4, 2), 2), (DEGREES, 3)])
+def test_degrees_are_checked(degrees: tuple[int, ...], initial: int):
+    with pytest.raises(ValueError, match=rf"degrees .* must ascend and include the initial one \({initial}\)"):
+        make_planner(degrees, initial)
 
 
 def test_preemptions_are_counts():
     with pytest.raises(ValueError, match=r"preemptions \(-1\) of a 'long' round must be >= 0"):
-        TpPlanner(CONFIG).observe(-1, "long")
-
-
-# With the profile
-
-
-def make_model() -> LatencyPredictor:
-    """Four devices. One row takes 10, 8, 4 ms at tp 1, 2, 4; each row more in a dp group costs 4 ms x tp."""
-    points = [
-        Measurement(tp, rows, context, base + 0.004 * tp * (rows - 1))
-        for tp, base in ((1, 0.010), (2, 0.008), (4, 0.004))
-        for rows in (1, 33)
-        for context in (1, 1 << 20)
-    ]
-    costs = [SwitchCost(a, b, 0.1, 0.0, 0.0) for a in (1, 2, 4) for b in (1, 2, 4) if a != b]
-    return LatencyPredictor(Profile(ProfileIdentity("m", "", "", 4, "", ""), tuple(points), (), tuple(costs)))
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "expected"),
-    [
-        (1, 4),  # 10, 8, 4 ms
-        (2, 2),  # 10; 8; 4 + 16 = 20
-        (4, 1),  # 10; 8 + 8 = 16; 4 + 48
-        (5, 1),  # two rows somewhere: 14; three: 24
-    ],
-)
-def test_the_degree_to_begin_with(num_rows: int, expected: int):
-    assert profiled_degree(make_model(), (1, 2, 4), num_rows, prompt_tokens=10, response_tokens=100) == expected
-    assert profiled_degree(make_model(), (2,), num_rows, 10, 100) == 2
+        make_planner().observe(-1, "long")

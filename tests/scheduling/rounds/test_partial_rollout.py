@@ -21,6 +21,7 @@ from fake_rollout import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -35,16 +36,21 @@ from jaxrl.scheduling.rounds.events import (
 )
 from jaxrl.scheduling.rounds.partial_rollout import (
     PartialRollout,
-    PartialRolloutConfig,
     old_logprobs_by_version,
     on_policy_mask,
     version_spans,
 )
-from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.types import Sample, SampleKey
 
 START = RoundStarted(0.0)
+
+
+def partial_rollout(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> PartialRollout:
+    """The rule with options `rollout.partial_rollout`; `shared` is what else all rules are given."""
+    batch = BatchSettings(num_groups, group_size, **(shared or {}))
+    return PartialRollout(batch, PartialRolloutSection(enable=True, **options))
 
 
 def key(index: int, i: int, attempt: int = 0) -> SampleKey:
@@ -99,7 +105,7 @@ def verdicts(*keys: SampleKey) -> list[tuple[Event, list[tuple]]]:
 
 def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
     """N = 2, N' = 3, two samples each."""
-    rule = PartialRollout(PartialRolloutConfig(2, 2, over_provision=1.5))
+    rule = partial_rollout(2, 2, over_provision=1.5)
     prompts = FakePrompts(10)
     current = rule.plan(prompts, RoundTime(1, 0))
     assert current.kind == "partial"
@@ -129,7 +135,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
     assert result.metrics["rollout/resumed_share"] == 0
 
     state = through_disk(rule.state_dict())
-    rule = PartialRollout(rule.config)
+    rule = partial_rollout(2, 2, over_provision=1.5)
     rule.load_state_dict(state)
     current = rule.plan(prompts, RoundTime(2, 1))
     goes_on = ("launch", 2, key(2, 1), ("has", key(2, 0)), ("on", key(2, 1), [0, 0, 0]))
@@ -169,7 +175,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
 
 
 def test_groups_that_complete_too_late_are_the_first_of_the_next_round():
-    rule = PartialRollout(PartialRolloutConfig(1, 1, over_provision=3.0))
+    rule = partial_rollout(1, 1, over_provision=3.0)
     prompts = FakePrompts(10)
     current = rule.plan(prompts, RoundTime(1, 0))
     one = [key(p, 0) for p in range(6)]
@@ -199,7 +205,7 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     def length(k: SampleKey) -> int:
         return (1000 if k.attempt == 0 else 40) if k.prompt_index == 0 else 3
 
-    rule = PartialRollout(PartialRolloutConfig(1, 1, max_staleness=1))
+    rule = partial_rollout(1, 1, max_staleness=1)
     training = FakeTraining(rule, FakePrompts(50), FakeRollout(length), None)
     results = [training.run_step() for _ in range(6)]
     assert [result.groups[0].prompt.index for result in results] == [1, 2, 3, 0, 4, 5]
@@ -214,7 +220,7 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
 
 
 def test_without_restarts_the_round_waits_before_tokens_are_over_the_cap():
-    rule = PartialRollout(PartialRolloutConfig(1, 1, max_staleness=1, max_restarts=0))
+    rule = partial_rollout(1, 1, max_staleness=1, max_restarts=0)
     training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 30), None)
     results = [training.run_step() for _ in range(4)]
     assert [result.groups[0].prompt.index for result in results] == [1, 0, 2, 3]
@@ -224,17 +230,15 @@ def test_without_restarts_the_round_waits_before_tokens_are_over_the_cap():
 
 def test_the_pipelines_lag_counts_against_the_same_cap():
     for lag, step_of_restart in ((0, 3), (1, 2)):
-        config = PartialRolloutConfig(1, 1, max_staleness=1, version_lag=lag, max_restarts=9)
-        training = FakeTraining(
-            PartialRollout(config), FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 1000), None
-        )
+        rule = partial_rollout(1, 1, max_staleness=1, max_restarts=9, shared={"version_lag": lag})
+        training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 1000), None)
         restarted = [training.run_step().metrics["rollout/restarted_samples"] for _ in range(3)]
         assert restarted.index(1) + 1 == step_of_restart
 
 
 @pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
 def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
-    rule = PartialRollout(PartialRolloutConfig(2, 2, at_end=at_end))
+    rule = partial_rollout(2, 2, at_end=at_end)
     training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), 4)
     for _ in range(4):
         assert len(training.run_step().groups) == 2
@@ -255,30 +259,25 @@ def test_the_staleness_of_tokens_for_training():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"over_provision": 0.5}, r"over_provision \(0.5\) must be a finite number >= 1"),
-        ({"num_groups": 0}, r"train_batch_size \(0 prompts\)"),
-        ({"max_restarts": -1}, "max_restarts"),
-        ({"max_staleness": 0, "version_lag": 1}, "max_staleness .0 versions. must be >= 1"),
-        ({"max_staleness": -1}, "max_staleness .-1 versions. must be >= 0"),
-        ({"at_end": "drop"}, "'flush' or 'leave'"),
-        ({"max_active_requests": 1}, "max_active_requests"),
-        ({"group_size": 1, "dynamic_sampling": DynamicSampling()}, "at least 2 samples"),
+        ({"over_provision": float("inf")}, r"over_provision \(inf\) must be a finite number"),
+        ({"max_staleness": 0, "shared": {"version_lag": 1}}, "max_staleness .0 versions. must be >= 1"),
+        ({"shared": {"max_active_requests": 1}}, "max_active_requests"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        PartialRolloutConfig(**{"num_groups": 2, "group_size": 2, **options})
+        partial_rollout(2, 2, **options)
 
 
 def test_states_of_another_make_are_refused():
-    rule = PartialRollout(PartialRolloutConfig(2, 2))
+    rule = partial_rollout(2, 2)
     training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 5 + 3 * k.prompt_index), None)
     training.run_step()
     state = rule.state_dict()
     with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
         rule.load_state_dict({**state, "schema": 9})
     with pytest.raises(ValueError, match=r"must keep rollout\.n"):
-        PartialRollout(PartialRolloutConfig(2, 3)).load_state_dict(state)
+        partial_rollout(2, 3).load_state_dict(state)
     with pytest.raises(ValueError, match="4 samples for 1 groups of 2"):
         rule.load_state_dict({**state, "groups": state["groups"][:1]})
 
@@ -295,24 +294,27 @@ def lengths(seed: int) -> Callable[[SampleKey], int]:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> PartialRolloutConfig:
-    sampling = draw(st.none() | st.builds(DynamicSampling, st.integers(0, 3), st.just(1000)))
+def configurations(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSection]:
+    filtering = draw(st.builds(FilterGroupsSection, st.booleans(), st.just(1000), st.integers(0, 3)))
     lag = draw(st.integers(0, 1))
-    return PartialRolloutConfig(
+    batch = BatchSettings(
         draw(st.integers(1, 4)),
-        draw(st.integers(2 if sampling else 1, 3)),
-        over_provision=draw(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.5])),
-        max_staleness=draw(st.none() | st.integers(lag, lag + 2)),
-        max_restarts=draw(st.integers(0, 2)),
-        version_lag=lag,
-        at_end=draw(st.sampled_from(["flush", "leave"])),
-        dynamic_sampling=sampling,
+        draw(st.integers(2 if filtering.enable else 1, 3)),
+        filter_groups=filtering,
         max_active_requests=draw(st.sampled_from([0, 3, 7])),
+        version_lag=lag,
+    )
+    return batch, PartialRolloutSection(
+        enable=True,
+        over_provision=draw(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.5])),
+        max_staleness=draw(st.just(-1) | st.integers(lag, lag + 2)),
+        max_restarts=draw(st.integers(0, 2)),
+        at_end=draw(st.sampled_from(["flush", "leave"])),
     )
 
 
 @given(
-    config=configs(),
+    configuration=configurations(),
     seed=st.integers(0, 1000),
     num_prompts=st.integers(1, 12),
     num_slots=st.integers(2, 20),
@@ -322,7 +324,7 @@ def configs(draw: st.DrawFn) -> PartialRolloutConfig:
 )
 @settings(max_examples=60, deadline=None)
 def test_random_runs_keep_the_book(
-    config: PartialRolloutConfig,
+    configuration: tuple[BatchSettings, PartialRolloutSection],
     seed: int,
     num_prompts: int,
     num_slots: int,
@@ -330,6 +332,8 @@ def test_random_runs_keep_the_book(
     total: int,
     crashes: Any,
 ):
+    batch, options = configuration
+
     def make(slow: int, eager: bool = False) -> FakeTraining:
         rollout = FakeRollout(
             lengths(seed),
@@ -339,19 +343,19 @@ def test_random_runs_keep_the_book(
             delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
             eager=eager,
         )
-        return FakeTraining(PartialRollout(config), FakePrompts(num_prompts), rollout, total)
+        return FakeTraining(PartialRollout(batch, options), FakePrompts(num_prompts), rollout, total)
 
     training = run_with_crashes(lambda: make(0), total, crashes)
     for version, result in enumerate(training.results):
-        assert len(result.groups) == config.num_groups
-        assert result.metrics["rollout/queue_length"] <= config.num_spare
+        assert len(result.groups) == batch.num_groups
+        assert result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).num_spare
         for group in result.groups:
-            assert sorted(s.key.sample_index for s in group.samples) == list(range(config.group_size))
+            assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
             for sample in group.samples:
-                check_trained(sample, version, config, lengths(seed))
-    if config.at_end == "flush":
+                check_trained(sample, version, batch.version_lag, options.max_staleness, lengths(seed))
+    if options.at_end == "flush":
         assert training.rule.num_carried == 0
-        assert training.departures.counts["trained"] == total * config.num_groups
+        assert training.departures.counts["trained"] == total * batch.num_groups
     for slow, eager in ((0, False), (2, True), (5, False)):
         other = make(slow, eager)
         for result in training.results:
@@ -360,12 +364,12 @@ def test_random_runs_keep_the_book(
         buffered = len(other.rule.state_dict()["samples"]["token_ids"])
         tokens = count_tokens(other)
         assert other.rollout.num_drawn == sum(tokens.values()) + buffered
-        if config.max_staleness is None:
+        if options.max_staleness < 0:
             assert tokens["thrown"] == 0
 
 
 def check_trained(
-    sample: Sample, version: int, config: PartialRolloutConfig, length: Callable[[SampleKey], int]
+    sample: Sample, version: int, lag: int, max_staleness: int, length: Callable[[SampleKey], int]
 ) -> None:
     """Whole, scored, with each token's own records, and within the cap."""
     assert sample.reward is not None
@@ -375,15 +379,16 @@ def check_trained(
     expected = make_sample(sample.key, sample.versions.tolist(), "stop")
     for name in ("token_ids", "rollout_logprobs", "sampled_logprobs"):
         assert np.array_equal(getattr(sample, name), getattr(expected, name))
-    if config.max_staleness is None:
+    if max_staleness < 0:
         assert sample.key.attempt == 0
     else:
-        assert version + config.version_lag - sample.versions.min() <= config.max_staleness
+        assert version + lag - sample.versions.min() <= max_staleness
 
 
 def check_resumption(training: FakeTraining) -> None:
     """Without a cap, incomplete prompts are launched in the order in which they were drawn: old ones first."""
-    if training.rule.config.max_staleness is not None:  # pyright: ignore
+    assert isinstance(training.rule, PartialRollout)
+    if training.rule.options.max_staleness >= 0:
         return
     drawn = FakePrompts(training.prompts.num_prompts).next(training.prompts.position)
     place = {prompt.key: i for i, prompt in enumerate(drawn)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from fake_rollout import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.config.options import FilterGroupsSection, OverProvisioningSection, TailBatchingSection
 from jaxrl.scheduling.rounds.batches import FreshBatches
-from jaxrl.scheduling.rounds.race import DynamicSampling
-from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.types import SampleKey
 
 
@@ -46,30 +48,32 @@ def random_rewards(seed: int) -> Callable[[SampleKey], Any]:
 
 
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
+filter_groups = st.builds(FilterGroupsSection, st.booleans(), st.just(1000), st.integers(0, 3))
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> TailBatchingConfig:
-    sampling = draw(st.none() | st.builds(DynamicSampling, st.integers(0, 3), st.just(1000)))
-    groups = draw(st.integers(1, 4))
-    size = draw(st.integers(2 if sampling else 1, 3))
-    config = TailBatchingConfig(groups, size, draw(factors), draw(factors))
-    return TailBatchingConfig(
-        groups,
-        size,
-        config.prompt_factor,
-        config.response_factor,
-        max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda age: age and max(age, config.least_age_bound))),
-        at_end=draw(st.sampled_from(["flush", "leave"])),
-        keep_finished=draw(st.booleans()),
+def configurations(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]:
+    filtering = draw(filter_groups)
+    batch = BatchSettings(
+        draw(st.integers(1, 4)),
+        draw(st.integers(2 if filtering.enable else 1, 3)),
         score_when=draw(st.sampled_from(["sample", "group"])),
-        dynamic_sampling=sampling,
+        filter_groups=filtering,
         max_active_requests=draw(st.sampled_from([0, 8, 12])),
     )
+    options = TailBatchingSection(
+        enable=True,
+        prompt_factor=draw(factors),
+        response_factor=draw(factors),
+        at_end=draw(st.sampled_from(["flush", "leave"])),
+        keep_finished=draw(st.booleans()),
+    )
+    least = TailBatching(batch, options).least_age_bound
+    return batch, replace(options, max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda a: a and max(a, least))))
 
 
 @given(
-    config=configs(),
+    configuration=configurations(),
     seed=st.integers(0, 1000),
     num_prompts=st.integers(1, 12),
     num_slots=st.integers(2, 20),
@@ -80,7 +84,7 @@ def configs(draw: st.DrawFn) -> TailBatchingConfig:
 )
 @settings(max_examples=80, deadline=None)
 def test_random_runs_keep_the_book(
-    config: TailBatchingConfig,
+    configuration: tuple[BatchSettings, TailBatchingSection],
     seed: int,
     num_prompts: int,
     num_slots: int,
@@ -89,6 +93,8 @@ def test_random_runs_keep_the_book(
     steps_per_version: int,
     crashes: Any,
 ):
+    batch, options = configuration
+
     def make(slow: int, eager: bool = False) -> FakeTraining:
         rollout = FakeRollout(
             tail_lengths(seed),
@@ -98,22 +104,22 @@ def test_random_runs_keep_the_book(
             delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
             eager=eager,
         )
-        return FakeTraining(TailBatching(config), FakePrompts(num_prompts), rollout, total, steps_per_version)
+        return FakeTraining(TailBatching(batch, options), FakePrompts(num_prompts), rollout, total, steps_per_version)
 
     training = run_with_crashes_and_queue_checks(lambda: make(0), total, crashes)
     for result in training.results:
-        assert len(result.groups) == config.num_groups
-        assert all(len(group.samples) == config.group_size for group in result.groups)
+        assert len(result.groups) == batch.num_groups
+        assert all(len(group.samples) == batch.group_size for group in result.groups)
         assert all(sample.reward is not None for group in result.groups for sample in group.samples)
         assert result.metrics["rollout/resumed_share"] == 0
-        if config.max_age_steps:
-            assert result.metrics["rollout/trained_age_steps/max"] <= config.max_age_steps
-            assert result.metrics["rollout/queue_age_steps/max"] <= config.max_age_steps
-    if config.at_end == "flush":
+        if options.max_age_steps:
+            assert result.metrics["rollout/trained_age_steps/max"] <= options.max_age_steps
+            assert result.metrics["rollout/queue_age_steps/max"] <= options.max_age_steps
+    if options.at_end == "flush":
         assert training.rule.num_carried == 0
-        assert training.departures.counts["trained"] == total * config.num_groups
-        if config.dynamic_sampling is None:
-            assert training.prompts.position == total * config.num_groups
+        assert training.departures.counts["trained"] == total * batch.num_groups
+        if not batch.filter_groups.enable:
+            assert training.prompts.position == total * batch.num_groups
     # the clock of the reward pool decides nothing
     for slow, eager in ((2, True), (5, False)):
         other = make(slow, eager)
@@ -145,17 +151,18 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
     factor=factors,
     responses=factors,
     seed=st.integers(0, 1000),
-    sampling=st.none() | st.builds(DynamicSampling, st.integers(0, 3), st.just(1000)),
+    sampling=filter_groups,
     num_slots=st.integers(2, 20),
     slow=st.integers(0, 4),
     crashes=st.dictionaries(st.integers(1, 5), st.sampled_from(["boundary", "round"])),
 )
 @settings(max_examples=30, deadline=None)
 def test_random_runs_of_the_baselines_keep_the_book(
-    factor: float, responses: float, seed: int, sampling: Any, num_slots: int, slow: int, crashes: Any
+    factor: float, responses: float, seed: int, sampling: FilterGroupsSection, num_slots: int, slow: int, crashes: Any
 ):
     def make(delay: int) -> FakeTraining:
-        rule = FreshBatches(3, 2, prompt_factor=factor, response_factor=responses, dynamic_sampling=sampling)
+        batch = BatchSettings(3, 2, filter_groups=sampling)
+        rule = FreshBatches(batch, OverProvisioningSection(True, factor, responses))
         rollout = FakeRollout(tail_lengths(seed), random_rewards(seed), num_slots, 2, lambda k: delay)
         return FakeTraining(rule, FakePrompts(7), rollout, None)
 

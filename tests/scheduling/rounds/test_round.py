@@ -100,7 +100,7 @@ def test_the_synchronous_round_from_start_to_end():
         ([START, finish(key(0, 2))], "must be launched"),
         ([START, finish(key(0)), finish(key(0))], "neither finished before"),
         ([START, SampleFinished(1.0, make_sample(key(0), "abort"), 0)], "'stop' or 'length'"),
-        ([START, aborted(key(0))], "nobody asked for it"),
+        ([START, aborted(key(0))], "no command asked for it"),
         ([START, verdict(key(0))], "due: None"),
         ([START, finish(key(0)), finish(key(1)), verdict(key(1))], "order of completion"),
         ([START, finish(key(0)), verdict(key(0)), verdict(key(0))], "once each"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,14 +17,13 @@ from fake_rollout import (
     through_disk,
 )
 
+from jaxrl.config.options import FilterGroupsSection, OverProvisioningSection, TailBatchingSection
 from jaxrl.scheduling.rounds.batches import (
     BatchRule,
     FreshBatches,
     RoundTime,
-    check_composition,
-    pack_samples,
-    unpack_samples,
 )
+from jaxrl.scheduling.rounds.carried import pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
@@ -39,12 +37,26 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.rounds.race import DynamicSampling
+from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round, SynchronousRule
-from jaxrl.scheduling.rounds.tail_batching import TailBatching, TailBatchingConfig
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.types import SampleKey
 
 START = RoundStarted(0.0)
+
+
+def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
+    """The rule with options `rollout.tail_batching`; `shared` is what else all rules are given."""
+    batch = BatchSettings(num_groups, group_size, **(shared or {}))
+    return TailBatching(batch, TailBatchingSection(enable=True, **options))
+
+
+def fresh_batches(num_groups: int, group_size: int, **shared: Any) -> FreshBatches:
+    return FreshBatches(BatchSettings(num_groups, group_size, **shared))
+
+
+def filtering(**options: Any) -> dict[str, Any]:
+    return {"filter_groups": FilterGroupsSection(enable=True, **options)}
 
 
 def key(index: int, i: int, attempt: int = 0) -> SampleKey:
@@ -97,7 +109,7 @@ def batch_keys(groups: Any) -> list[list[SampleKey]]:
 
 
 def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
-    rule = TailBatching(TailBatchingConfig(num_groups=2, group_size=2))  # ceil(1.25 * 2) = 3 prompts of 3 responses
+    rule = tail_batching(2, 2)  # ceil(1.25 * 2) = 3 prompts of 3 responses
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     assert current.kind == "short"
     launches = [("launch", p, key(p, 0), key(p, 1), key(p, 2)) for p in range(3)]
@@ -168,7 +180,7 @@ def long_every_fifth(k: SampleKey) -> int:
 
 def test_four_short_rounds_and_a_long_one():
     """RollPacker §3: P0 = 4, R0 = 4, η = 1.25: one prompt of five is deferred, and the fifth round runs those four."""
-    rule = TailBatching(TailBatchingConfig(num_groups=4, group_size=4))
+    rule = tail_batching(4, 4)
     training, results = run(rule, long_every_fifth, 6)
     assert [result.kind for result in results] == ["short"] * 4 + ["long", "short"]
     assert [result.metrics["rollout/launched_samples"] for result in results] == [25] * 4 + [16, 25]
@@ -188,21 +200,21 @@ def test_four_short_rounds_and_a_long_one():
 
 def test_factors_scale_prompts_and_responses_apart():
     for prompts, responses, launched in ((1.0, 1.5, [4, 24]), (1.5, 1.0, [6, 24]), (1.1, 1.0, [5, 20])):
-        config = TailBatchingConfig(4, 4, prompt_factor=prompts, response_factor=responses)
-        _, (result,) = run(TailBatching(config), long_every_fifth, 1)
+        rule = tail_batching(4, 4, prompt_factor=prompts, response_factor=responses)
+        _, (result,) = run(rule, long_every_fifth, 1)
         metrics = result.metrics
         assert [metrics["rollout/launched_prompts"], metrics["rollout/launched_samples"]] == launched
     # the factor is taken as it is written: in binary, 1.1 * 50 is a little above 55
-    assert TailBatchingConfig(50, 4, prompt_factor=1.1).num_spare == 5
+    assert tail_batching(50, 4, prompt_factor=1.1).num_spare == 5
 
 
 def test_without_prompt_speculation_the_queue_stays_empty():
-    _, results = run(TailBatching(TailBatchingConfig(4, 4, prompt_factor=1.0)), long_every_fifth, 5)
+    _, results = run(tail_batching(4, 4, prompt_factor=1.0), long_every_fifth, 5)
     assert all(result.kind == "short" and result.metrics["rollout/queue_length"] == 0 for result in results)
 
 
 def test_the_age_bound_brings_the_long_round_forward():
-    rule = TailBatching(TailBatchingConfig(4, 4, max_age_steps=2))
+    rule = tail_batching(4, 4, max_age_steps=2)
     _, results = run(rule, long_every_fifth, 6)
     # the prompt deferred in step 1 must be run by step 3, with two new prompts to fill the batch
     assert [result.kind for result in results] == ["short", "short", "long"] * 2
@@ -213,7 +225,7 @@ def test_the_age_bound_brings_the_long_round_forward():
 
 @pytest.mark.parametrize(("at_end", "carried"), [("flush", 0), ("leave", 2)])
 def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int):
-    rule = TailBatching(TailBatchingConfig(4, 4, at_end=at_end))
+    rule = tail_batching(4, 4, at_end=at_end)
     training, results = run(rule, long_every_fifth, 7, total=7)
     assert rule.num_carried == carried
     kinds = [result.kind for result in results]
@@ -225,7 +237,7 @@ def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int)
 
 
 def test_kept_responses_count_while_no_update_lies_between():
-    config = TailBatchingConfig(2, 2, max_age_steps=1, keep_finished=True)
+    options = {"max_age_steps": 1, "keep_finished": True}
     short: list[Event] = [START, finish(key(2, 1), 6), finish(key(0, 0)), finish(key(0, 1)), aborted(key(0, 2))]
     short += [finish(key(1, 0)), finish(key(1, 1)), aborted(key(1, 2)), aborted(key(2, 0)), aborted(key(2, 2))]
     short += [verdict(k) for k in (key(0, 0), key(0, 1), key(1, 0), key(1, 1))]
@@ -235,7 +247,7 @@ def test_kept_responses_count_while_no_update_lies_between():
         (1, ("launch", 2, key(2, 0, 1), key(2, 1, 1)), 6),
     ):
         prompts = FakePrompts(10)
-        rule = TailBatching(config)
+        rule = tail_batching(2, 2, **options)
         if state is None:
             current = rule.plan(prompts, RoundTime(1, 0))
             for event in short:
@@ -243,7 +255,7 @@ def test_kept_responses_count_while_no_update_lies_between():
             assert rule.settle(current).metrics["rollout/thrown_tokens"] == 4  # one token of each that was aborted
             state = through_disk(rule.state_dict())
         prompts = FakePrompts(10, position=3)
-        rule = TailBatching(config)
+        rule = tail_batching(2, 2, **options)
         rule.load_state_dict(copy.deepcopy(state))
         current = rule.plan(prompts, RoundTime(2, later_version))
         assert current.kind == "long"
@@ -264,8 +276,7 @@ def test_kept_responses_count_while_no_update_lies_between():
 
 def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
     """P0 = 2 of 3 prompts under way: verdicts are asked for when they could end the round, and then nothing decodes."""
-    config = TailBatchingConfig(2, 2, prompt_factor=1.5, response_factor=1.0, dynamic_sampling=DynamicSampling())
-    rule = TailBatching(config)
+    rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared=filtering())
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     table: list[tuple[Event, list[tuple]]] = [
         (START, [("launch", p, key(p, 0), key(p, 1)) for p in range(3)]),
@@ -298,10 +309,7 @@ def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: bool):
     """Whether its end is told before the verdict comes is the clock's business, and nothing may follow from it."""
-    config = TailBatchingConfig(
-        1, 2, prompt_factor=2.0, response_factor=1.0, keep_finished=True, dynamic_sampling=DynamicSampling()
-    )
-    rule = TailBatching(config)
+    rule = tail_batching(1, 2, prompt_factor=2.0, response_factor=1.0, keep_finished=True, shared=filtering())
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     commands: list[tuple] = []
     for event in (START, finish(key(0, 0)), finish(key(1, 1)), finish(key(0, 1))):
@@ -322,17 +330,15 @@ def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: 
 
 
 def test_few_verdicts_may_be_due_while_generation_goes_on():
-    config = TailBatchingConfig(
-        4, 2, prompt_factor=1.25, response_factor=1.0, dynamic_sampling=DynamicSampling(max_unscored_groups=1)
-    )
-    current = TailBatching(config).plan(FakePrompts(10), RoundTime(1, 0))
+    rule = tail_batching(4, 2, prompt_factor=1.25, response_factor=1.0, shared=filtering(max_unscored_groups=1))
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     events = [START, *(finish(key(p, i)) for p in (0, 1) for i in (0, 1))]
     assert [names(current.handle(event))[-1] for event in events][-1] == ("await", key(0, 1))
 
 
-def test_where_nobody_races_replacements_come_at_a_logical_time_as_well():
+def test_where_nothing_races_replacements_come_at_a_logical_time_as_well():
     """A prompt brought in by a verdict enters a plan, and decodes beside others: no clock may say which."""
-    rule = FreshBatches(3, 2, dynamic_sampling=DynamicSampling(max_unscored_groups=1))
+    rule = fresh_batches(3, 2, **filtering(max_unscored_groups=1))
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     for event in (START, finish(key(0, 0)), finish(key(0, 1)), finish(key(1, 0))):
         current.handle(event)
@@ -344,7 +350,7 @@ def test_where_nobody_races_replacements_come_at_a_logical_time_as_well():
 
 
 def test_a_group_whose_scorings_all_fail_leaves_as_failed():
-    rule = FreshBatches(1, 2, dynamic_sampling=DynamicSampling())
+    rule = fresh_batches(1, 2, **filtering())
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     for event in (
         START,
@@ -361,14 +367,14 @@ def test_a_group_whose_scorings_all_fail_leaves_as_failed():
 
 
 def test_dynamic_sampling_gives_up_on_problems_that_teach_nothing():
-    rule = FreshBatches(2, 2, dynamic_sampling=DynamicSampling(max_num_gen_batches=3))
+    rule = fresh_batches(2, 2, **filtering(max_num_gen_batches=3))
     training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3, lambda k: (0.0, "ok")), None)
     with pytest.raises(ValueError, match=r"6 prompts launched in one round, 5 of them .*max_num_gen_batches \(3\)"):
         training.run_step()
 
 
 def test_the_cap_on_active_requests_lets_prompts_in_as_others_end():
-    rule = TailBatching(TailBatchingConfig(2, 2, prompt_factor=1.5, response_factor=1.0, max_active_requests=4))
+    rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared={"max_active_requests": 4})
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     assert names(current.handle(START)) == [("launch", p, key(p, 0), key(p, 1)) for p in (0, 1)]
     assert names(current.handle(finish(key(0, 0)))) == [("score", key(0, 0))]
@@ -379,7 +385,7 @@ def test_synchronous_batches_do_what_the_synchronous_rule_does():
     length = lambda k: 1 + tangled(3, k.prompt_index, k.sample_index) % 7  # noqa: E731
     rollouts = [FakeRollout(length, num_slots=3) for _ in range(2)]
     rounds = [
-        FreshBatches(3, 2).plan(FakePrompts(10), RoundTime(1, 0)),
+        fresh_batches(3, 2).plan(FakePrompts(10), RoundTime(1, 0)),
         Round(FakePrompts(10).next(3), 2, SynchronousRule()),
     ]
     for current, rollout in zip(rounds, rollouts, strict=True):
@@ -389,7 +395,7 @@ def test_synchronous_batches_do_what_the_synchronous_rule_does():
 
 
 def test_rewards_after_the_rollout():
-    current = FreshBatches(2, 1, score_when="rollout").plan(FakePrompts(10), RoundTime(1, 0))
+    current = fresh_batches(2, 1, score_when="rollout").plan(FakePrompts(10), RoundTime(1, 0))
     table: list[tuple[Event, list[tuple]]] = [
         (START, [("launch", 0, key(0, 0)), ("launch", 1, key(1, 0))]),
         (finish(key(1, 0)), []),
@@ -399,7 +405,7 @@ def test_rewards_after_the_rollout():
     ]
     check_table(current, table)
     # with dynamic sampling: generate, score, and generate what is missing
-    sampling = FreshBatches(1, 2, score_when="rollout", dynamic_sampling=DynamicSampling())
+    sampling = fresh_batches(1, 2, score_when="rollout", **filtering())
     current = sampling.plan(FakePrompts(10), RoundTime(1, 0))
     table = [
         (START, [("launch", 0, key(0, 0), key(0, 1))]),
@@ -416,7 +422,7 @@ def test_rewards_after_the_rollout():
 
 
 def test_over_provisioning_discards_those_that_lose():
-    rule = FreshBatches(4, 4, prompt_factor=1.25, response_factor=1.25)
+    rule = FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, 1.25, 1.25))
     training, results = run(rule, long_every_fifth, 3)
     assert [result.left for result in results] == [{(0, p): "filtered"} for p in (4, 9, 14)]
     assert all(result.metrics["rollout/discarded_prompts"] == 1 for result in results)
@@ -429,21 +435,18 @@ def test_over_provisioning_discards_those_that_lose():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TailBatchingConfig(4, 4, prompt_factor=0.9), r"prompt_factor \(0.9\) must be a finite number >= 1"),
-        (lambda: TailBatchingConfig(4, 4, response_factor=float("nan")), "response_factor"),
-        (lambda: FreshBatches(4, 4, prompt_factor=0.5), r"rollout\.over_provisioning\.prompt_factor"),
-        (lambda: TailBatchingConfig(0, 4), r"train_batch_size \(0 prompts\)"),
-        (lambda: TailBatchingConfig(2, 0), r"rollout\.n \(0 samples"),
-        (lambda: TailBatchingConfig(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
-        (lambda: TailBatchingConfig(4, 4, max_active_requests=4), "must hold one prompt's responses .5 samples."),
-        (lambda: TailBatchingConfig(4, 1, dynamic_sampling=DynamicSampling()), "at least 2 samples"),
+        (lambda: tail_batching(4, 4, prompt_factor=float("inf")), r"prompt_factor \(inf\) must be a finite number"),
+        (lambda: tail_batching(4, 4, response_factor=float("nan")), "response_factor"),
         (
-            lambda: TailBatchingConfig(4, 4, score_when="rollout", dynamic_sampling=DynamicSampling()),
-            "must be 'sample' or 'group'",
+            lambda: FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, float("inf"))),
+            r"rollout\.over_provisioning\.prompt_factor",
         ),
-        (lambda: TailBatchingConfig(4, 4, at_end="drop"), "'flush' or 'leave'"),  # pyright: ignore
-        (lambda: DynamicSampling(max_unscored_groups=-1), "max_unscored_groups"),
-        (lambda: DynamicSampling(max_num_gen_batches=0), "max_num_gen_batches"),
+        (lambda: tail_batching(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
+        (
+            lambda: tail_batching(4, 4, shared={"max_active_requests": 4}),
+            "must hold one prompt's responses .5 samples.",
+        ),
+        (lambda: fresh_batches(4, 1, **filtering()), r"dynamic sampling needs rollout\.n >= 2, found 1"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str):
@@ -452,56 +455,31 @@ def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    "make",
     [
-        ({"tail_batching": True, "partial_rollout": True}, "tail batching and partial rollout exclude each other"),
-        ({"tail_batching": True, "over_provisioning": True}, "tail batching and over-provisioning exclude each other"),
-        ({"ranking_groups": True}, "ranking groups need one-step-off"),
-        (
-            {"partial_rollout": True, "one_step_off": True, "max_staleness": 0},
-            "max_staleness .0 versions. must be >= 1",
-        ),
-        ({"dynamic_sampling": True, "group_size": 1}, "rollout.n >= 2, found 1"),
-        ({"streaming": True, "score_when": "rollout"}, "streaming needs rewards during the rollout"),
-        ({"dynamic_sampling": True, "score_when": "rollout", "tail_batching": True}, "say when it ends"),
-        ({"streaming": True, "needs_whole_batch": "reinforce_plus_plus"}, "adv_estimator=reinforce_plus_plus"),
+        lambda: fresh_batches(0, 4),
+        lambda: fresh_batches(2, 0),
+        lambda: tail_batching(4, 4, prompt_factor=0.5),
+        lambda: tail_batching(4, 4, response_factor=0.5),
+        lambda: tail_batching(4, 4, shared={"score_when": "rollout", **filtering()}),
     ],
 )
-def test_compositions_that_are_refused(settings: dict[str, Any], sentence: str):
-    refusal = check_composition(**settings)
-    assert refusal is not None
-    assert re.search(sentence, refusal)
-
-
-def test_compositions_of_the_design_go_together():
-    for tail, partial in ((True, False), (False, True), (False, False)):
-        for off in (True, False):
-            assert (
-                check_composition(
-                    tail_batching=tail,
-                    partial_rollout=partial,
-                    one_step_off=off,
-                    dynamic_sampling=True,
-                    streaming=True,
-                    ranking_groups=off,
-                    max_staleness=1,
-                )
-                is None
-            )
-    assert check_composition(dynamic_sampling=True, score_when="rollout") is None
+def test_what_configurations_cannot_ask_for_is_a_mistake_in_code(make: Callable[[], Any]):
+    with pytest.raises(AssertionError):
+        make()
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
 def test_states_of_another_make_are_refused():
-    rule = TailBatching(TailBatchingConfig(4, 4))
+    rule = tail_batching(4, 4)
     state = rule.state_dict()
     with pytest.raises(ValueError, match="tail batching: state of schema 9"):
         rule.load_state_dict({**state, "schema": 9})
     with pytest.raises(ValueError, match="the queue counts 1"):
         rule.load_state_dict({**state, "queue": np.asarray([[0, 1, 0, 1, 1, 1]])})
-    fresh = FreshBatches(4, 4)
+    fresh = fresh_batches(4, 4)
     fresh.load_state_dict(through_disk(fresh.state_dict()))
     with pytest.raises(ValueError, match="schema 2"):
         fresh.load_state_dict({"schema": 2})

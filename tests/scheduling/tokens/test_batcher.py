@@ -85,7 +85,7 @@ def test_first_come_first_served_and_lowest_slot_first():
 @pytest.mark.parametrize(
     ("num_requests", "max_prefill_tokens", "num_blocks", "leave_after"),
     [
-        (2, 16, 33, UNLIMITED),  # nobody waits
+        (2, 16, 33, UNLIMITED),  # no request waits
         (3, 16, 33, 1),  # one waits for a slot
         (2, 4, 33, UNLIMITED),  # one waits for prefill budget: the next plan has some
         (2, 16, 6, 1),  # one waits for blocks

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine, Finished, resume
-from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
 from jaxrl.types import Sample, SampleKey, SamplingParams
 

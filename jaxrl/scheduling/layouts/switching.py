@@ -1,0 +1,115 @@
+"""An engine goes over to another layout: in the middle of a batch, or before one.
+
+Purpose: `switch` takes live requests to another tensor-parallel degree on the same devices, `recompute` has them all
+prefilled again in the degree in use, and `start_in` chooses the degree while there is nothing to move.
+
+Which request goes where is worked out in `jaxrl.scheduling.layouts.relayout`, the executor moves weights and KV. How
+requests leave for another worker: `jaxrl.scheduling.layouts.handover`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, get_args, runtime_checkable
+
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, TimeTaken, plan_relayout, restart
+from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.batcher import Batcher
+from jaxrl.scheduling.tokens.plan import Executor
+
+
+class Switchable(Protocol):
+    """What a change of layout needs of a worker (`jaxrl.scheduling.tokens.engine.Engine`)."""
+
+    executor: Executor
+    batcher: Batcher
+
+    def settle(self) -> None: ...
+
+
+@runtime_checkable
+class StartableExecutor(LayoutExecutor, Protocol):
+    """An executor whose layout may be chosen at no cost while it has neither weights nor a pool."""
+
+    def start_in(self, tp: int, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A change of layout that has happened; fields as in `Relayout`. `num_moved`: tokens migrated."""
+
+    from_tp: int
+    to_tp: int
+    how: How
+    num_live: int
+    num_tokens: int
+    num_moved: int
+    num_evicted: int
+    times: TimeTaken
+
+
+def switch(engine: Switchable, tp: int, by: How = "migrate") -> Switched:
+    """Goes on with another tensor-parallel degree, in the middle of a batch.
+
+    Plans in flight are collected first; the next `step` or `drain` returns the requests that ended in them. No request
+    is lost, none starts anew, and no token changes.
+
+    Args:
+      tp: one of the executor's degrees, another than the one in use.
+      by: how the KV of live requests gets there; requests that do not fit wait and are recomputed either way.
+
+    Raises:
+      ValueError: before anything moves, for a layout that is not possible; the old one goes on.
+      SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine goes on in the old layout
+        and recomputes every request; otherwise the executor needs weights first.
+    """
+    executor = engine.executor
+    if not isinstance(executor, LayoutExecutor):
+        raise ValueError(f"switch to tp {tp}: {type(executor).__name__} cannot change its layout")
+    if tp == executor.tp:
+        raise ValueError(f"switch to tp {tp}: that is the layout in use")
+    if by not in get_args(How):
+        raise ValueError(f"switch to tp {tp}: by={by!r} must be one of {', '.join(get_args(How))}")
+    capacity = executor.capacity(tp)
+    engine.settle()
+    move = plan_relayout(engine.batcher, executor.tp, tp, capacity, by)
+    try:
+        times = executor.switch(move)
+    except SwitchFailed:
+        restart(engine.batcher, engine.batcher.capacity)
+        raise
+    move.apply(engine.batcher)
+    return Switched(
+        from_tp=move.from_tp,
+        to_tp=tp,
+        how=by,
+        num_live=move.num_live,
+        num_tokens=move.num_tokens,
+        num_moved=move.num_moved,
+        num_evicted=len(move.evicted),
+        times=times,
+    )
+
+
+def recompute(engine: Switchable) -> None:
+    """Gives up the KV of all requests: they wait, their tokens kept, and are prefilled again."""
+    engine.settle()
+    restart(engine.batcher, engine.batcher.capacity)
+
+
+def start_in(engine: Switchable, tp: int) -> None:
+    """Chooses the layout of an idle engine whose executor has neither weights nor a pool.
+
+    An executor that offers no such choice keeps its layout. Raises ValueError if requests are unfinished: those change
+    layout by `switch`.
+    """
+    executor = engine.executor
+    if not isinstance(executor, StartableExecutor):
+        return
+    if not engine.batcher.is_idle:
+        raise ValueError(
+            f"start_in({tp}): {len(engine.batcher.live())} requests are unfinished, so the layout changes by "
+            "Engine.switch alone"
+        )
+    executor.start_in(tp)
+    restart(engine.batcher, executor.capacity(tp))

@@ -1,0 +1,95 @@
+"""What of a round is carried over to a later one, packed for a checkpoint: samples, and groups that wait for training.
+
+Departures: a sample is carried without its verdict, and the rest of what scorers say is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl.scheduling.rounds.batches import PromptStream
+from jaxrl.types import FinishReason, Group, Sample, SampleKey
+
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
+
+
+def as_carried(sample: Sample) -> Sample:
+    """A sample as it is carried on: without a verdict, which may have come or not by the time the round ended."""
+    return replace(sample, reward=None, reward_info={})
+
+
+def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Unscored samples as flat arrays with offsets: keys int64 [N, 4], offsets int64 [N + 1], finish reasons int8 [N];
+    token_ids, versions int32 [T], rollout_logprobs, sampled_logprobs float32 [T]; texts as a list."""
+    assert all(sample.reward is None for sample in samples)
+
+    def flat(name: str, dtype: Any) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *(np.asarray(getattr(s, name), dtype) for s in samples)])
+
+    keys = [(s.key.epoch, s.key.prompt_index, s.key.sample_index, s.key.attempt) for s in samples]
+    return {
+        "keys": np.asarray(keys, np.int64).reshape(-1, 4),
+        "offsets": np.cumsum([0, *map(len, samples)], dtype=np.int64),
+        "finish_reasons": np.asarray([_REASONS.index(s.finish_reason) for s in samples], np.int8),
+        "token_ids": flat("token_ids", np.int32),
+        "versions": flat("versions", np.int32),
+        "rollout_logprobs": flat("rollout_logprobs", np.float32),
+        "sampled_logprobs": flat("sampled_logprobs", np.float32),
+        "texts": [sample.text for sample in samples],
+    }
+
+
+def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
+    """The reverse of `pack_samples`. Raises ValueError if the pieces do not fit together."""
+    offsets, names = packed["offsets"], ("token_ids", "rollout_logprobs", "sampled_logprobs", "versions")
+    count, total = len(packed["keys"]), int(offsets[-1])
+    lengths = {name: len(packed[name]) for name in names}
+    if len(offsets) != count + 1 or set(lengths.values()) != {total} or len(packed["texts"]) != count:
+        raise ValueError(
+            f"carried samples: {count} keys, {len(offsets)} offsets up to {total}, {len(packed['texts'])} texts and "
+            f"{lengths} must fit together"
+        )
+    samples: list[Sample] = []
+    for i, (row, reason, text) in enumerate(
+        zip(packed["keys"], packed["finish_reasons"], packed["texts"], strict=True)
+    ):
+        start, stop = int(offsets[i]), int(offsets[i + 1])
+        tokens, rollout, sampled, versions = (np.array(packed[name][start:stop]) for name in names)
+        key = SampleKey(*(int(value) for value in row))
+        samples.append(Sample(key, tokens, rollout, sampled, versions, _REASONS[int(reason)], text))
+    return samples
+
+
+def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
+    """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as `pack_samples` has them, rewards
+    float64, and why a scorer failed (empty if it did not); the rest of what scorers say is dropped."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
+        "samples": pack_samples([as_carried(sample) for sample in samples]),
+        "rewards": np.asarray([sample.reward for sample in samples], np.float64),
+        "errors": [str(sample.reward_info.get("error", "")) for sample in samples],
+    }
+
+
+def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Group]:
+    """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together."""
+    samples, errors = unpack_samples(packed["samples"]), packed["errors"]
+    sizes = [int(size) for *_, size in packed["groups"]]
+    if not len(samples) == len(packed["rewards"]) == len(errors) == sum(sizes):
+        raise ValueError(
+            f"a batch that waits: {len(samples)} samples, {len(packed['rewards'])} rewards, {len(errors)} errors and "
+            f"groups of {sizes} must fit together"
+        )
+    scored = iter(
+        replace(sample, reward=float(reward), reward_info={"error": error} if error else {})
+        for sample, reward, error in zip(samples, packed["rewards"], errors, strict=True)
+    )
+    return [
+        Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])
+        for epoch, index, size in packed["groups"]
+    ]
