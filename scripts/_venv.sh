@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh. `prepare_venv EXTRA` makes a virtual environment with jaxrl in it, every package
-# at the version that scripts/constraints/ pins, and the small model of the quickstart. A second call finds it done.
+# Sourced by quickstart.sh, test.sh and docs.sh. `prepare_venv EXTRA` makes a virtual environment with jaxrl in it, every
+# package at the version that scripts/constraints/ pins, and the small model of the quickstart. A second call finds it
+# done.
 #
 # Environment: PYTHON      the Python to use (3.11 or newer); by default the first one found
 #              JAXRL_VENV  where the environment goes; by default .venv at the top of the repository

@@ -68,7 +68,7 @@ def test_sdist_and_wheel_hold_every_file_once(built):
     wanted = {
         file.relative_to(ROOT).as_posix() for folder in ("jaxrl", *LINKED) for file in (ROOT / folder).rglob("*.py")
     }
-    wanted = {f"jaxrl/{name}" if name.startswith(LINKED) else name for name in wanted}
+    wanted = {f"jaxrl/{name}" if name.startswith(LINKED) else name for name in wanted} | {"jaxrl/py.typed"}
     assert {"jaxrl/sharding/layout.py", "jaxrl/kernels/attention.py"} <= wanted
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

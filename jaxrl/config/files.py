@@ -7,7 +7,7 @@ file and line where there is one.
 YAML: sections are mappings. A key that appears twice is refused (plain YAML would drop one in silence), and `1e-6` is a
 number (YAML 1.1 would read text). Anchors and merges work.
 
-gin (the extra `gin`): an option's path is its binding, so that what stands in the docs can be written as it stands:
+gin (the extra `gin`): an option's path is its binding, so that what stands in the docs can be written as it stands::
 
     include 'base.gin'                 # beside the including file, or relative to the working directory
     learning_rate = 1e-5               # a macro

@@ -122,8 +122,8 @@ def rollout_mismatch(ours: Array, batch: TokenBatch) -> tuple[dict[str, Fraction
     """How far the rollout's log-probabilities are from the trainer's (`ours`), same weights or not.
 
     `kl`: mean of rollout - ours, the k1 estimate of KL(rollout || trainer). `k3_kl`: its low-variance estimate.
-    `log_ppl_abs_diff`: the mean over sequences of |mean over tokens of rollout - ours|. `logprob_abs_diff_max`: the
-    largest difference at one token.
+    `log_ppl_abs_diff`: the mean over sequences of the absolute value of (mean over tokens of rollout - ours).
+    `logprob_abs_diff_max`: the largest difference at one token.
     """
     gap = _masked(batch.rollout_logprobs - ours, batch)
     count = _num_tokens(batch)

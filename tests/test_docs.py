@@ -1,0 +1,225 @@
+"""The documentation: the site builds without a warning, and what the pages name is there."""
+
+import ast
+import html.parser
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from jaxrl.config.reference import options
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})
+FOLDERS = ("jaxrl", "sharding", "kernels", "configs", "docs", "examples", "scripts", "tests")
+ENDINGS = ("py", "sh", "md", "rst", "yaml", "toml", "svg", "png")
+MADE_UP = ("my_reward.py", "my_rule.py", "test_my_rule.py", "run.yaml", "config.yaml", "checkpoints", "site")
+"""What the reader, a run or the build of the site makes."""
+
+
+# ---------------------------------------------------------------- the site
+
+
+class Page(html.parser.HTMLParser):
+    """What a page loads, what it links to, and its anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values["id"]} if "id" in values else set()
+        if tag in ("script", "img", "source", "iframe") and "src" in values:
+            self.loaded.append(values["src"])
+        elif tag == "link" and values.get("rel") not in ("canonical", "index", "search", "next", "prev"):
+            self.loaded.append(values["href"])
+        elif tag == "a" and "href" in values:
+            self.links.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site as `scripts/docs.sh` builds it."""
+    pytest.importorskip("sphinx")
+    out = tmp_path_factory.mktemp("site")
+    script = (ROOT / "scripts" / "docs.sh").read_text(encoding="utf-8")
+    (line,) = re.findall(r'"\$venv_python" -m (sphinx .*)', script)
+    command = line.replace('"$@" ', "").replace("site/.doctrees", str(out / ".doctrees")).split()
+    assert command[-2:] == ["docs", "site"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command[:-1], str(out)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, Page]:
+    return {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+
+
+def test_every_module_and_option_is_on_the_site(pages):
+    anchors = {anchor for page in pages.values() for anchor in page.anchors}
+    modules = {
+        ".".join((package, *file.relative_to(ROOT / folder).with_suffix("").parts)).removesuffix(".__init__")
+        for folder, package in (("jaxrl", "jaxrl"), ("sharding", "jaxrl.sharding"), ("kernels", "jaxrl.kernels"))
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    missing = {name for name in modules if f"module-{name}" not in anchors}
+    assert missing == {"jaxrl", "jaxrl.__main__"}
+    wanted = {option.path.replace(".", "-").replace("_", "-") for option in options()}
+    assert "rollout-tail-batching-prompt-factor" in wanted
+    assert wanted <= anchors
+
+
+def test_the_site_needs_no_network(pages):
+    outside = {url for page in pages.values() for url in page.loaded if urlparse(url).netloc}
+    assert not outside
+
+
+def test_links_inside_the_site_lead_somewhere(site, pages):
+    broken = []
+    for path, page in pages.items():
+        for url in page.links:
+            parts = urlparse(url)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            known = pages[target].anchors if target in pages else set()
+            if not target.exists() or (parts.fragment and known and unquote(parts.fragment) not in known):
+                broken.append(f"{path.relative_to(site)} -> {url}")
+    assert not broken
+
+
+# ---------------------------------------------------------------- what the pages name
+
+
+def tree() -> frozenset[str]:
+    """Files and folders of the repository, from its top."""
+    found = {path.name for path in ROOT.glob("*.*")}
+    for folder in FOLDERS:
+        found |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*")} | {folder}
+    return frozenset(found)
+
+
+def module_names() -> dict[str, str]:
+    """Names that each module of ours has at its top level, and in its classes, by the module's name."""
+    names = {}
+    for folder, package in (("jaxrl", "jaxrl"), ("sharding", "jaxrl.sharding"), ("kernels", "jaxrl.kernels")):
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            names[".".join((package, *parts)).removesuffix(".__init__")] = file.read_text(encoding="utf-8")
+    return names
+
+
+NAMED = re.compile(
+    rf"(?:\./)?((?:[\w.-]+/)*[\w-]+\.(?:{'|'.join(ENDINGS)})|(?:{'|'.join(FOLDERS)})/[\w./-]*|(?:[\w-]+/)+)"
+)
+
+
+def named_paths(text: str) -> set[str]:
+    """Files and folders that a page names in backticks: what has one of our endings, begins with one of our folders, or
+    ends in a slash. Of a command, each word counts."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    words = {word.rstrip(",;:") for code in re.findall(r"`([^`\n]+)`", prose) for word in code.split()}
+    found = {match[1].rstrip("/") for word in words if (match := NAMED.fullmatch(word))}
+    return {name for name in found if name.rpartition("/")[2] not in MADE_UP}
+
+
+def missing_paths(text: str, files: frozenset[str]) -> list[str]:
+    """Paths that a page names and that nothing has: a path may leave out its first folders (`rounds/race.py`)."""
+    return sorted(
+        name for name in named_paths(text) if not any(file == name or file.endswith(f"/{name}") for file in files)
+    )
+
+
+def missing_modules(text: str, modules: dict[str, str]) -> list[str]:
+    """Dotted names of ours (`jaxrl.text.TextEngine`) whose module, or whose name in it, is not there."""
+    missing = []
+    for name in sorted(set(re.findall(r"`(jaxrl(?:\.\w+)+)`", text))):
+        module = max((m for m in modules if f"{name}.".startswith(f"{m}.")), key=len)
+        rest = name[len(module) :].strip(".").split(".")[0]
+        defined = {
+            getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None)
+            for node in ast.walk(ast.parse(modules[module]))
+        }
+        if rest and rest not in defined:
+            missing.append(name)
+    return missing
+
+
+def missing_links(page: Path, text: str) -> list[str]:
+    """Links to files that are not there."""
+    links = re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text)
+    return [link for link in links if not urlparse(link).scheme and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    assert missing_paths(text, tree()) == []
+    assert missing_modules(text, module_names()) == []
+    assert missing_links(page, text) == []
+
+
+def test_a_wrong_name_is_found():
+    text = (
+        "`sim/gone.py`, `loop.py` and [a](b.md), `scripts/test.sh --slow`, `jaxrl/no_room/`, `rollout/bubble_ratio`, "
+        "`scheduling/`, `jaxrl.loop.Loop`, `jaxrl.loop.Gone`, `jaxrl.gone`, `python scripts/gone.py --x`"
+    )
+    assert missing_paths(text, tree()) == ["jaxrl/no_room", "scripts/gone.py", "sim/gone.py"]
+    assert missing_modules(text, module_names()) == ["jaxrl.gone", "jaxrl.loop.Gone"]
+    assert missing_links(ROOT / "README.md", text) == ["b.md"]
+
+
+def test_the_life_of_a_prompt_names_every_station_in_order():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    life = text.partition("## The life of a prompt")[2].partition("\n## ")[0]
+    stations = [
+        ("Data", "jaxrl/data/prompts.py"),
+        ("Loop", "jaxrl/loop.py"),
+        ("Rule", "jaxrl/scheduling/rounds/batches.py"),
+        ("Round", "jaxrl/scheduling/rounds/round.py"),
+        ("Backend", "jaxrl/runtime/backend.py"),
+        ("Engine and batcher", "jaxrl/scheduling/tokens/engine.py"),
+        ("Executor", "jaxrl/rollout/executor.py"),
+        ("Rewards", "jaxrl/rewards/pool.py"),
+        ("Round again", ""),
+        ("Loop again", ""),
+        ("Advantages", "jaxrl/train/advantages.py"),
+        ("Packing", "jaxrl/train/packing.py"),
+        ("Losses", "jaxrl/train/losses.py"),
+        ("Step", "jaxrl/train/step.py"),
+    ]
+    items = re.split(r"^\d+\. ", life, flags=re.M)[1:]
+    assert [re.split(r"[,:]", item)[0] for item in items] == [name for name, _ in stations]
+    assert all(f"({path})" in item for item, (_, path) in zip(items, stations, strict=True) if path)
+    assert "jaxrl/scheduling/rounds/race.py" in items[2]
+    assert "jaxrl/scheduling/tokens/batcher.py" in items[5]
+
+
+def test_the_drawing_shows_what_flows():
+    drawing = (ROOT / "docs" / "images" / "dataflow.svg").read_text(encoding="utf-8")
+    assert set(re.findall(r'class="thing"[^>]*>(\w+)<', drawing)) == {
+        "prompt",
+        "sample",
+        "group",
+        "batch",
+        "plan",
+        "weights",
+    }
+    assert "prefers-color-scheme: dark" in drawing
+    named = set(re.findall(r"[\w/]+(?:\.py|/(?=<))", drawing))
+    assert missing_paths(" ".join(f"`{name}`" for name in named), tree()) == []
