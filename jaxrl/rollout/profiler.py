@@ -142,7 +142,7 @@ class Profiler:
         )
 
     def _move(self, target: int, filled: bool) -> Relayout:
-        """A change of layout in which every dp group of the smaller layout's pools is half full, or nothing is alive."""
+        """A change of layout; every dp group of the smaller layout's pools is half full, or empty."""
         executor, size = self.executor, self.executor.block_size
         before, after = executor.num_groups, executor.capacity(target)
         groups: list[list[int]] = [[] for _ in range(after.num_groups)]
