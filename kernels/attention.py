@@ -10,7 +10,7 @@ for the cache and `actor.attention` for packed rows:
   kernels take these shapes and dtypes; the reference otherwise. All of it is known while tracing; nothing is tried and
   caught. On packed rows: jnp in tiles (`packed`), everywhere.
 
-docs/kernels.md says what the kernels are, why these, and what of them has been measured.
+docs/kernels.md says what the kernels are, why these, and what has been measured.
 
 Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block,
 W blocks per table, T tokens of a packed row. All of it is local to one device: callers run it inside `shard_map`.

@@ -1,6 +1,6 @@
 """What a move between shardings takes, worked out before anything moves: ways, chunks, programs, and the memory.
 
-Purpose: the planning half of `jaxrl.sharding.reshard`, whose docstring has the facts that it rests on.
+Purpose: the planning half of `jaxrl.sharding.reshard`, which has the facts that it rests on.
 
 Chunks: leaves of equal shape, dtype and shardings form a class; a chunk holds whole classes as far as they fit into the
 bound, and larger classes are cut evenly. So the programs are few, however many layers there are. Leaves that shrink go
