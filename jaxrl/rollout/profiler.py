@@ -19,7 +19,7 @@ from statistics import median
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
 from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, SwitchCost
-from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchTimes
+from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, Request, Seat
@@ -114,7 +114,7 @@ class Profiler:
     def switches(self, one: int, other: int) -> tuple[SwitchCost, SwitchCost]:
         """The costs of going from one degree to the other, and back."""
         self.use(one)
-        times: dict[tuple[int, bool], list[SwitchTimes]] = {}
+        times: dict[tuple[int, bool], list[TimeTaken]] = {}
         tokens: dict[int, int] = {}
         for attempt in range(3):
             for target, filled in ((other, False), (one, False), (other, True), (one, True)):
@@ -129,7 +129,7 @@ class Profiler:
         return self._cost(one, other, times, tokens), self._cost(other, one, times, tokens)
 
     def _cost(
-        self, source: int, target: int, times: dict[tuple[int, bool], list[SwitchTimes]], tokens: dict[int, int]
+        self, source: int, target: int, times: dict[tuple[int, bool], list[TimeTaken]], tokens: dict[int, int]
     ) -> SwitchCost:
         empty, filled = times[source, False], times[source, True]
         added_s = median(t.state_s for t in filled) - median(t.state_s for t in empty)
