@@ -194,7 +194,7 @@ def _rollpacker(values: Values) -> dict[str, float]:
 
 
 def _rollpacker_checks(values: Values) -> dict[str, float]:
-    """Time per token over the batch (§4.1), and Table 3's step: the fifth of the prompts that has the longest responses,
+    """Time per token over the batch (§4.1), and Table 3's step: of the prompts the fifth with the longest responses,
     and scoring that costs nothing, since it runs while others decode."""
     profiled = SETUPS["rollpacker.table1"]
     cost, context = cost_of(profiled, values), float(quantile(lengths_of(values), profiled.max_tokens, 0.75))
