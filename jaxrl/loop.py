@@ -308,22 +308,17 @@ class Loop:
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
         algorithm = self.config.algorithm
-        samples = [sample for group in groups for sample in group.samples]
-        batch = TrainBatch(
-            prompts=[group.prompt for group in groups for _ in group.samples],
-            samples=samples,
-            advantages=[np.zeros(len(sample), np.float32) for sample in samples],
-        )
+        batch = TrainBatch.of(groups)
         with self._phase("old_log_prob", track):
             batch.old_logprobs = self._old_logprobs(batch, step)
         with self._phase("ref", track):
             if self.config.needs_ref:
                 batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
         with self._phase("adv", track):
-            policy = batch.old_logprobs or [sample.rollout_logprobs for sample in samples]
+            policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
             batch.advantages = advantages.compute(groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs)
         if self.config.rollout.stale_tokens == "mask":
-            batch.loss_masks = [on_policy_mask(s.versions, step - 1).astype(np.float32) for s in samples]
+            batch.loss_masks = [on_policy_mask(s.versions, step - 1).astype(np.float32) for s in batch.samples]
         with self._phase("update_actor", track):
             measured = self._update(groups, batch)
         values = np.concatenate(batch.advantages)

@@ -10,6 +10,12 @@ Example::
     print(sample.text)
     for index, sample in engine.stream(["one", "two"], SamplingParams(max_tokens=32), n=4):
         print(index, sample.text)  # as they finish
+
+A training loop of one's own asks for groups, and gives the trained weights back (`examples/rl_loop.py`)::
+
+    engine = TextEngine.from_model(model, params, tokenizer, Layout(mesh, 1), ExecutorConfig(num_slots=64))
+    groups = engine.groups(prompt_source.next(8), SamplingParams(max_tokens=256), n=8)
+    engine.sync_weights(trainer.params)
 """
 
 from __future__ import annotations
@@ -17,19 +23,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl.data.stops import stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.scheduling.layouts.switching import Switched
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.types import Sample, SampleKey, SamplingParams
+from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
 TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A question, a conversation ({"role", "content"} messages), or token ids."""
@@ -55,6 +63,7 @@ class TextEngine:
         chat: bool = True,
         dtype: str = "float32",
         tp: int = 1,
+        max_tp: int = 0,
         num_slots: int = 32,
         block_size: int = 16,
         num_blocks: int = 0,
@@ -68,6 +77,8 @@ class TextEngine:
         Args:
           path: as `model.path`.
           max_length: tokens of the longest prompt and response; 0: the longest of `prompts` plus `max_tokens`.
+          max_tp: the largest degree that `switch` may go to, for which weights are padded; 0: `tp`.
+          num_slots: rows that decode at once, per dp group.
           num_blocks: KV blocks per dp group; 0: as many as the rows can use.
           truncate: whether requests may use top-k, top-p or min-p.
         """
@@ -78,10 +89,9 @@ class TextEngine:
         if not max_length:
             longest = max((len(_encode(tokenizer, prompt, chat)) for prompt in prompts), default=0)
             max_length = longest + max_tokens if longest else min(2048, model.max_position_embeddings)
-        per_row = -(-max_length // block_size)
         sizes = ExecutorConfig(
             num_slots=num_slots,
-            num_blocks=num_blocks or num_slots * per_row + 1,
+            num_blocks=num_blocks,
             block_size=block_size,
             max_length=max_length,
             max_prefill_tokens=max_prefill_tokens,
@@ -89,36 +99,80 @@ class TextEngine:
             dtype=dtype,
             seed=seed,
             truncate=truncate,
-            max_tp=tp,
+            max_tp=max_tp or tp,
         )
-        executor = MeshExecutor(model, Layout(mesh, tp), sizes)
+        return cls.from_model(model, params, tokenizer, Layout(mesh, tp), sizes)
+
+    @classmethod
+    def from_model(
+        cls, model: ModelConfig, params: Any, tokenizer: Tokenizer, layout: Layout, sizes: ExecutorConfig
+    ) -> TextEngine:
+        """An engine for a model that is loaded already (`jaxrl.models.loading.load_model`).
+
+        Args:
+          params: in training form; they stay the caller's, the engine takes a copy in `layout` and `sizes.dtype`.
+        """
+        executor = MeshExecutor(model, layout, sizes)
         executor.sync_weights(params, 0)
         executor.allocate()
-        batcher = BatcherConfig(decode_steps=decode_steps, max_model_len=max_length)
+        batcher = BatcherConfig(decode_steps=sizes.decode_steps, max_model_len=sizes.max_length)
         engine = Engine(executor, batcher, stop_check=stop_string_check(tokenizer))
         return cls(engine, tokenizer, stop_ids(tokenizer, model.eos_token_ids))
+
+    def sync_weights(self, params: Any) -> None:
+        """Takes over weights in training form (`Trainer.params`), on the devices, cast and split as the layout says.
+
+        Tokens from now on are of the next `policy_version`. Raises ValueError while requests are unfinished: their KV
+        is of the weights before.
+        """
+        if not self.engine.is_idle:
+            raise ValueError(
+                f"sync_weights: {len(self.engine.unfinished())} requests are unfinished: finish or abort them first"
+            )
+        executor = self.engine.executor
+        assert isinstance(executor, MeshExecutor), "from_model made it"
+        executor.sync_weights(params, executor.policy_version + 1)
+
+    def switch(self, tp: int, by: Literal["migrate", "recompute"] = "migrate") -> Switched:
+        """Goes on with another tensor-parallel degree, also between two samples of a `stream`: `Engine.switch`."""
+        return self.engine.switch(tp, by)
 
     def generate(
         self, prompts: Sequence[TextPrompt], params: SamplingParams, *, n: int = 1, chat: bool = True
     ) -> list[list[Sample]]:
         """`n` finished samples per prompt, in the order of the prompts."""
-        samples = [self._with_text(s) for s in self.engine.generate(self._requests(prompts, params, n, chat))]
+        samples = [self._with_text(s) for s in self.engine.generate(self._of_texts(prompts, params, n, chat))]
         return [samples[i * n : (i + 1) * n] for i in range(len(prompts))]
 
     def stream(
         self, prompts: Sequence[TextPrompt], params: SamplingParams, *, n: int = 1, chat: bool = True
     ) -> Iterator[tuple[int, Sample]]:
         """(index of the prompt, sample) as samples finish."""
-        for sample in self.engine.stream(self._requests(prompts, params, n, chat)):
+        for sample in self.engine.stream(self._of_texts(prompts, params, n, chat)):
             yield sample.key.prompt_index, self._with_text(sample)
 
-    def _requests(self, prompts: Sequence[TextPrompt], params: SamplingParams, n: int, chat: bool) -> list[Request]:
+    def groups(self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int) -> list[Group]:
+        """A group of `n` finished samples per prompt, in the order of the prompts.
+
+        What is drawn follows from a prompt's epoch and index: the same prompt draws anew in the next epoch.
+        """
+        keyed = [(prompt.epoch, prompt.index, prompt.token_ids) for prompt in prompts]
+        samples = [self._with_text(s) for s in self.engine.generate(self._requests(keyed, params, n))]
+        return [Group(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
+
+    def _of_texts(self, prompts: Sequence[TextPrompt], params: SamplingParams, n: int, chat: bool) -> list[Request]:
+        encoded = enumerate(tuple(_encode(self.tokenizer, prompt, chat)) for prompt in prompts)
+        return self._requests([(0, i, ids) for i, ids in encoded], params, n)
+
+    def _requests(
+        self, keyed: Sequence[tuple[int, int, tuple[int, ...]]], params: SamplingParams, n: int
+    ) -> list[Request]:
+        """`n` requests for each (epoch, prompt index, prompt's token ids)."""
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids)))
         params = replace(params, stop_token_ids=stops)
-        encoded = [tuple(_encode(self.tokenizer, prompt, chat)) for prompt in prompts]
         return [
-            Request(next(self._ids), SampleKey(0, i, j), ids, params, share=i)
-            for i, ids in enumerate(encoded)
+            Request(next(self._ids), SampleKey(epoch, index, j), ids, params, share=i)
+            for i, (epoch, index, ids) in enumerate(keyed)
             for j in range(n)
         ]
 

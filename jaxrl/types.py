@@ -12,7 +12,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -174,6 +174,16 @@ class TrainBatch:
     old_logprobs: list[np.ndarray] | None = None
     ref_logprobs: list[np.ndarray] | None = None
     loss_masks: list[np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> TrainBatch:
+        """All samples of `groups`, in their order; the advantages are zeros until they are known."""
+        samples = [sample for group in groups for sample in group.samples]
+        return cls(
+            prompts=[group.prompt for group in groups for _ in group.samples],
+            samples=samples,
+            advantages=[np.zeros(len(sample), np.float32) for sample in samples],
+        )
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -31,7 +31,6 @@ from bench.measure import Bench, Gauge, Run, keep, say, verdict
 
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sim.cost_model import ModelSizes
 
 QUICK = {
     "prompts": 2,
@@ -110,8 +109,7 @@ def _measure(setting: Setting, dtype: str) -> list[dict[str, Any]]:
     slots, longest = -(-launched // setting.layout.dp), options.prompt + options.max_length
     executor = build_executor(setting, params, dtype, slots=slots, length=longest, prefill_tokens=8 * options.prompt)
     say(f"{dtype}: {executor.warm_up()} programs")
-    sizes = ModelSizes.of(setting.config)
-    cost = rule_rounds.measured_cost(executor, sizes, setting.model.name, say)
+    cost = rule_rounds.measured_cost(executor, setting.config, setting.model.name, say)
     predicted = _predict(options, cost, rule_rounds.machine_sizes(executor), workload, setting.config.vocab_size)
     for name, rounds in predicted.items():
         say(f"predicted, {name}: {_per_sample(rounds):.4f} s a sample")

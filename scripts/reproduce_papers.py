@@ -7,7 +7,7 @@
     python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-21.json    # its page anew
 
 jaxrl must be importable (`pip install -e .`, or `PYTHONPATH=.` in front). Lengths and costs come from the calibration
-file, which was fitted to facts about the papers' baselines and never to a speed-up (`jaxrl.sim.calibrate`); rounds,
+file, which was fitted to facts about the papers' baselines and never to a speed-up (`papers/calibrate.py`); rounds,
 engine, batcher and block accounting are those that a real run uses. What each number means, and what it rests on:
 docs/reproductions/README.md.
 """
@@ -27,14 +27,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from papers import what_if
+from papers import calibrate, what_if
 from papers.cases import APRIL_WARM_UP, EXPERIMENTS, cases_of, headline
 from papers.pages import page
 from papers.records import header, read
 from papers.runs import Steps, run
 from papers.setups import Case
-
-from jaxrl.sim.calibrate import Calibration, calibrate
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproductions"
 
@@ -64,7 +62,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(case: Case, calibration_file: Path) -> Steps:
-    return run(case, Calibration.read(calibration_file))
+    return run(case, calibrate.read(calibration_file))
 
 
 def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> list[Steps]:
@@ -89,7 +87,7 @@ def other_readings(
     """Speed-ups of the paper's main table, with one assumption changed at a time."""
     chosen = headline(cases)
     skip = min([APRIL_WARM_UP, *(case.steps - 1 for case in chosen)])
-    return what_if.speedups(record["paper"], chosen, Calibration.read(options.calibration), skip)
+    return what_if.speedups(record["paper"], chosen, calibrate.read(options.calibration), skip)
 
 
 def write(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: Mapping[str, Sequence[float]]) -> str:
@@ -105,14 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     try:
         if options.calibrate:
-            calibrate().write(options.calibration)
+            calibrate.write(calibrate.calibrate(), options.calibration)
             print(f"wrote {options.calibration}: commit it before anything is run with it")
             return 0
         if options.page:
             record, done = read(options.page)
             write(options.page, record, done, other_readings(record, [steps.case for steps in done], options))
             return 0
-        Calibration.read(options.calibration)
+        calibrate.read(options.calibration)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

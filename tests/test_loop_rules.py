@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_machine import SMALL
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.loop import STATE_SCHEMA, Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Group
 
 Metrics = dict[str, float]
@@ -55,11 +55,16 @@ def make_config(values: dict[str, Any], **more: Any) -> Config:
 
 
 def make_workload(seed: int, hang_share: float = 0.2, pass_rate: float = 0.5) -> ModelledWorkload:
-    scoring = RewardTime(0.05, 1.5, hang_share=hang_share, timeout_s=1.0)
-    lengths = LengthDistribution(9, 1.0, 40)
-    return ModelledWorkload(
-        seed, (TaskKind("t", lengths, LengthDistribution(6, 0.5, 16), 0.5, scoring, 1.0, pass_rate, 1.0),)
+    task = SimulatedTask(
+        "t",
+        response=SimulatedLengths(9, 1.0),
+        prompt_median=6,
+        prompt_sigma=0.5,
+        scoring=SimulatedScoring(0.05, 1.5, hang_share=hang_share),
+        pass_rate=pass_rate,
+        pass_spread=1.0,
     )
+    return ModelledWorkload(seed, (task,), max_response_length=40, max_prompt_length=16, timeout_s=1.0)
 
 
 class House:

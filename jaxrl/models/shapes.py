@@ -1,9 +1,10 @@
-"""Shapes of well-known models by name, for benchmarks and planning without a download.
+"""Shapes of well-known models by name, for benchmarks, planning and simulation without a download.
 
 Source: the config.json files that the models' authors publish on the Hugging Face Hub (the base models, not the
-instruction-tuned ones, where both exist). Weights of a shape are random: speed and memory do not depend on them.
+instruction-tuned ones, where the Hub has the base model under the plain name; Qwen3's plain names are the trained
+ones). Weights of a shape are random: speed and memory do not depend on them.
 
-`tiny` is nobody's model: two layers on which a benchmark's own machinery is tried out.
+`tiny` is no published model: two layers on which a benchmark's own machinery is tried out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,58 @@ import difflib
 from types import MappingProxyType
 
 from jaxrl.models.config import ModelConfig, RopeScaling
+
+
+def _qwen2_5(
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    vocab_size: int = 152064,
+    rms_norm_eps: float = 1e-6,
+    tie_word_embeddings: bool = False,
+) -> ModelConfig:
+    return ModelConfig(
+        family="qwen2",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=rms_norm_eps,
+        tie_word_embeddings=tie_word_embeddings,
+        qkv_bias=True,
+        max_position_embeddings=131072,
+        bos_token_id=151643,
+        eos_token_ids=(151643,),
+    )
+
+
+def _qwen3(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, tie_word_embeddings: bool = False
+) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tie_word_embeddings,
+        qk_norm=True,
+        max_position_embeddings=40960,
+        bos_token_id=151643,
+        eos_token_ids=(151645,),
+    )
+
 
 SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
     {
@@ -45,39 +98,13 @@ SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
             bos_token_id=0,
             eos_token_ids=(0,),
         ),
-        "Qwen2.5-1.5B": ModelConfig(
-            family="qwen2",
-            vocab_size=151936,
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_layers=28,
-            num_heads=12,
-            num_kv_heads=2,
-            head_dim=128,
-            rope_theta=1_000_000.0,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
-            qkv_bias=True,
-            max_position_embeddings=131072,
-            bos_token_id=151643,
-            eos_token_ids=(151643,),
-        ),
-        "Qwen2.5-7B": ModelConfig(
-            family="qwen2",
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_layers=28,
-            num_heads=28,
-            num_kv_heads=4,
-            head_dim=128,
-            rope_theta=1_000_000.0,
-            rms_norm_eps=1e-6,
-            qkv_bias=True,
-            max_position_embeddings=131072,
-            bos_token_id=151643,
-            eos_token_ids=(151643,),
-        ),
+        "Qwen2.5-1.5B": _qwen2_5(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+        "Qwen2.5-7B": _qwen2_5(3584, 18944, 28, 28, 4),
+        "Qwen2.5-14B": _qwen2_5(5120, 13824, 48, 40, 8, rms_norm_eps=1e-5),
+        "Qwen2.5-32B": _qwen2_5(5120, 27648, 64, 40, 8, rms_norm_eps=1e-5),
+        "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tie_word_embeddings=True),
+        "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
+        "Qwen3-14B": _qwen3(5120, 17408, 40, 40),
         "Llama-3.1-8B": ModelConfig(
             family="llama",
             vocab_size=128256,

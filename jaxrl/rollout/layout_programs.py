@@ -49,7 +49,7 @@ class ExecutorConfig:
 
     Attributes:
       num_slots: rows per dp group.
-      num_blocks: KV blocks per dp group, the reserved one included.
+      num_blocks: KV blocks per dp group, the reserved one included; 0: as many as the rows can use.
       block_size: positions per block.
       max_length: tokens of the longest sequence.
       max_prefill_tokens: prefill tokens per plan and dp group.
@@ -65,7 +65,7 @@ class ExecutorConfig:
     """
 
     num_slots: int
-    num_blocks: int
+    num_blocks: int = 0
     block_size: int = 16
     max_length: int = 1024
     max_prefill_tokens: int = 512
@@ -85,8 +85,9 @@ class ExecutorConfig:
             raise ValueError(
                 f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
             )
+        num_blocks = self.num_blocks or self.num_slots * -(-self.max_length // self.block_size) + 1
         own = (sizes for sizes in self.layouts if sizes.tp == tp)
-        return next(own, LayoutSizes(tp, self.num_slots, self.num_blocks))
+        return next(own, LayoutSizes(tp, self.num_slots, num_blocks))
 
 
 def buckets(most: int, factor: int, least: int = 1) -> tuple[int, ...]:

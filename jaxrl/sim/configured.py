@@ -14,21 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import Config, ConfigError, SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.sim.calibrate import Calibration
-from jaxrl.sim.cost_model import CostModel, Efficiency, ModelSizes, RooflineCost
+from jaxrl.sim.calibration import Calibration
+from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.profiled import modelled_profile
-from jaxrl.sim.published import MODELS
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.table_cost import TableCost
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
+from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
 
 _NODE = 8  # devices, where no option says how many
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -48,21 +47,18 @@ def rollout_devices_of(config: Config) -> int:
     return own or total
 
 
-def model_sizes(config: Config) -> ModelSizes:
-    """The sizes of `simulate.model` or `model.path`, with rollout's bytes per number. Raises ConfigError if unknown."""
+def model_sizes(config: Config) -> ModelConfig:
+    """The shape of `simulate.model` or `model.path`. Raises ConfigError if unknown."""
     option = "simulate.model" if config.simulate.model else "model.path"
     name = (config.simulate.model or config.model.path).removeprefix("random:")
-    size = _BYTES[config.rollout.dtype]
     if name in SHAPES:
-        return ModelSizes.of(SHAPES[name], size, size)
-    if name in MODELS:
-        return replace(MODELS[name], weight_bytes=size, kv_bytes=size)
+        return SHAPES[name]
     path = Path(name).expanduser()
     if (path.is_dir() and (path / "config.json").is_file()) or (path.is_file() and path.suffix == ".json"):
-        return ModelSizes.of(ModelConfig.from_hf(path), size, size)
+        return ModelConfig.from_hf(path)
     raise ConfigError(
-        f"{option} ({name}) must be a folder with a config.json, or one of {', '.join(sorted({*SHAPES, *MODELS}))}, to "
-        "simulate it; set simulate.model where model.path names something else"
+        f"{option} ({name}) must be a folder with a config.json, or one of {', '.join(sorted(SHAPES))}, to simulate "
+        "it; set simulate.model where model.path names something else"
     )
 
 
@@ -87,7 +83,7 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
                 )
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
-    roofline = RooflineCost(model_sizes(config), machine, factors)
+    roofline = RooflineCost(model_sizes(config), machine, factors, _BYTES[config.rollout.dtype])
     described = f"roofline of {machine.name} data sheet peaks, {source}"
     if chosen.cost == "roofline":
         return roofline, described
@@ -118,54 +114,32 @@ def _profiled(config: Config) -> LatencyPredictor:
 
 def workload_of(config: Config) -> tuple[Workload, str]:
     """The workload of section `simulate`, and where its lengths come from."""
-    chosen, seed = config.simulate, config.trainer.seed
+    chosen, seed, timeout_s = config.simulate, config.trainer.seed, config.reward.timeout_s or math.inf
     if chosen.workload == "recorded":
         if not chosen.recorded_run:
             raise ConfigError(
                 "simulate.recorded_run is missing: simulate.workload is recorded, which needs a run's folder"
             )
-        scoring = _reward_time("simulate.task.scoring", chosen.task.scoring, config)
-        recorded = RecordedWorkload.read(
-            chosen.recorded_run, seed, chosen.recorded_rule, follow_steps=True, reward_time=scoring
-        )
+        scoring = chosen.task.scoring
+        _option("simulate.task", check_scoring, scoring, timeout_s)
+        recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, scoring, timeout_s)
         drawn = sum(len(prompt.responses) for prompt in recorded.prompts)
         return recorded, (
             f"recorded: {drawn} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, drawn "
             f"{chosen.recorded_rule}; {recorded.num_truncated} of them had reached that run's token limit"
         )
-    tasks = chosen.tasks or [chosen.task]
-    places = [f"simulate.tasks[{i}]" for i in range(len(tasks))] if chosen.tasks else ["simulate.task"]
-    kinds = tuple(_task_kind(place, task, config) for place, task in zip(places, tasks, strict=True))
+    longest = config.data.max_response_length
+    tasks = tuple(chosen.tasks or [chosen.task])
+    for i, task in enumerate(tasks):
+        _option(f"simulate.tasks[{i}]" if chosen.tasks else "simulate.task", check_task, task, longest, timeout_s)
     text = "; ".join(
-        f"{kind.name} (median {kind.lengths.median:g}, sigma {kind.lengths.sigma:g}, cap {kind.lengths.cap} tokens)"
-        for kind in kinds
+        f"{task.name} (median {task.response.median:g}, sigma {task.response.sigma:g}, cap {longest} tokens)"
+        for task in tasks
     )
-    return _option("simulate.tasks", ModelledWorkload, seed, kinds), f"modelled: {text}, seed {seed}"
-
-
-def _task_kind(place: str, task: SimulatedTask, config: Config) -> TaskKind:
-    prompts = SimulatedLengths(task.prompt_median, task.prompt_sigma)
-    return _option(
-        place,
-        TaskKind,
-        task.name,
-        _lengths(f"{place}.response", task.response, config.data.max_response_length),
-        _lengths(f"{place}.prompt_median and prompt_sigma", prompts, config.data.max_prompt_length),
-        task.correlation,
-        _reward_time(f"{place}.scoring", task.scoring, config),
-        task.weight,
-        task.pass_rate,
-        task.pass_spread,
+    workload = _option(
+        "simulate.tasks", ModelledWorkload, seed, tasks, longest, config.data.max_prompt_length, timeout_s
     )
-
-
-def _lengths(place: str, section: SimulatedLengths, cap: int) -> LengthDistribution:
-    return _option(place, LengthDistribution, cap=cap, **dataclasses.asdict(section))
-
-
-def _reward_time(place: str, section: SimulatedScoring, config: Config) -> RewardTime:
-    limit = config.reward.timeout_s or math.inf
-    return _option(place, RewardTime, timeout_s=limit, **dataclasses.asdict(section))
+    return workload, f"modelled: {text}, seed {seed}"
 
 
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
@@ -176,7 +150,7 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
         raise ConfigError(f"{place}: {error}") from None
 
 
-def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> MachineSizes:
+def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
     """The simulated executor's sizes; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
 
     Args:
@@ -200,7 +174,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
     resident = (
         0
         if model is None or rollout.num_devices
-        else numbers * _BYTES[config.actor.param_dtype] * model.num_params / num_devices
+        else numbers * _BYTES[config.actor.param_dtype] * model.num_params() / num_devices
     )
     fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident)
     if fitting < per_request + 1:
@@ -213,7 +187,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelSizes | None = No
     return replace(sizes, num_blocks=min(fitting, rollout.max_num_seqs * per_request + 1))
 
 
-def layout_sizes(config: Config, cost: CostModel, model: ModelSizes | None = None) -> dict[int, MachineSizes]:
+def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.runtime.memory.layout_sizes` scales them."""
     rollout, num_devices = config.rollout, rollout_devices_of(config)
@@ -223,7 +197,7 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelSizes | None = Non
         rows, blocks = rollout.max_num_seqs, rollout.num_blocks
         if rollout.layout.scale_rows:
             rows = max(rows * degree // tp, 1)
-            blocks = max((blocks - 1) * degree // tp, 1) + 1 if blocks else 0  # one belongs to nobody
+            blocks = max((blocks - 1) * degree // tp, 1) + 1 if blocks else 0  # one is reserved
         own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
         needed = -(-config.max_model_length // rollout.block_size)

@@ -15,7 +15,7 @@ All factors by which software falls short of a peak are fields of `Efficiency`.
 
 Example::
 
-    cost = RooflineCost(ModelSizes.of(model_config), hardware("H800"))
+    cost = RooflineCost(model_config, hardware("H800"))
     cost.decode_step_s(tp=2, batch=64, context=64 * 1024)   # seconds of one step
 """
 
@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from jaxrl.models.config import ModelConfig
 from jaxrl.sim.hardware import Hardware
 
 _OPTIMIZER_BYTES = 28  # per parameter and update: master, two moments (read, written: 24) and the gradient (4) in fp32
@@ -35,79 +36,25 @@ _LOGIT_BYTES = 4  # float32
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """The sizes of a dense decoder that cost anything; the names are those of `ModelConfig`.
+class ParameterCounts:
+    """A model's parameters, counted once: of all layers together; that a forward pass multiplies by (all but the input
+    embedding, of which it takes single rows); and all, tied embeddings once."""
 
-    `weight_bytes` and `kv_bytes` are bytes per number in rollout (2: bfloat16).
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    weight_bytes: int = 2
-    kv_bytes: int = 2
+    layers: int
+    read: int
+    total: int
 
     @classmethod
-    def of(cls, config: Any, weight_bytes: int = 2, kv_bytes: int = 2) -> ModelSizes:
-        """The sizes of a `jaxrl.models.config.ModelConfig`, or of whatever has its attributes."""
-        names = [f.name for f in fields(cls) if f.name not in ("weight_bytes", "kv_bytes")]
-        if missing := [name for name in names if not hasattr(config, name)]:
-            raise ValueError(
-                f"ModelSizes.of: {type(config).__name__} must have {', '.join(missing)}, as ModelConfig has"
-            )
-        return cls(**{name: getattr(config, name) for name in names}, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
-
-    @property
-    def embedding_params(self) -> int:
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def layer_params(self) -> int:
-        """Parameters of one layer."""
-        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = 2 * self.hidden_size * query + 2 * self.hidden_size * kv
-        extra = self.qkv_bias * (query + 2 * kv) + self.qk_norm * 2 * self.head_dim + 2 * self.hidden_size
-        return attention + 3 * self.hidden_size * self.intermediate_size + extra
-
-    @property
-    def num_params(self) -> int:
-        """All parameters; tied embeddings count once."""
-        head = 0 if self.tie_word_embeddings else self.embedding_params
-        return self.num_layers * self.layer_params + self.embedding_params + head + self.hidden_size
-
-    @property
-    def read_params(self) -> int:
-        """Parameters that a forward pass multiplies by: all but the input embedding, of which it takes single rows."""
-        return self.num_layers * self.layer_params + self.embedding_params + self.hidden_size
-
-    def kv_split(self, tp: int) -> int:
-        """Over how many of `tp` devices the key/value heads are split; over the rest they are copied (design §5)."""
-        return math.gcd(self.num_kv_heads, tp)
-
-    def kv_bytes_per_token(self, tp: int = 1) -> int:
-        """KV bytes of one token on one of `tp` devices."""
-        return 2 * self.num_layers * self.num_kv_heads // self.kv_split(tp) * self.head_dim * self.kv_bytes
-
-    def device_params(self, tp: int, params: int) -> float:
-        """Of `params` parameters, those on one of `tp` devices: copied key/value heads count in full."""
-        kv = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
-        return (params - kv) / tp + kv / self.kv_split(tp)
-
-    def attention_flops(self, pairs: float) -> float:
-        """FLOPs of scores and weighted sums, over all layers, for that many (query, key) pairs."""
-        return 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
+    def of(cls, model: ModelConfig) -> ParameterCounts:
+        embedding, total = model.vocab_size * model.hidden_size, model.num_params()
+        read = total if model.tie_word_embeddings else total - embedding
+        return cls(read - embedding - model.hidden_size, read, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What software reaches of the peaks, and what it costs whatever the size. Defaults: see `jaxrl.sim.calibrate`.
+    """What software reaches of the peaks, and what it costs whatever the size; `jaxrl.sim.calibration` reads factors
+    that were fitted.
 
     Attributes:
       memory: share of the memory bandwidth, reading weights and activations.
@@ -244,16 +191,24 @@ def causal_pairs(tokens: float, start: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """`CostModel` from sizes and peaks: time = max(bytes / bandwidth, FLOPs / peak) + what no size hides."""
+    """`CostModel` from sizes and peaks: time = max(bytes / bandwidth, FLOPs / peak) + what no size hides.
 
-    model: ModelSizes
+    `number_bytes` are those of one number of the rollout's weights and KV (2: bfloat16).
+    """
+
+    model: ModelConfig
     hardware: Hardware
     efficiency: Efficiency = Efficiency()
+    number_bytes: int = 2
+    params: ParameterCounts = field(init=False, repr=False, compare=False)
     # decode's coefficients by TP degree, and passes by rows, once each: a simulation asks for millions of steps
     _decode: dict[int, tuple[float, float, float, float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _passes: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", ParameterCounts.of(self.model))
 
     # Inference, one dp group
 
@@ -286,26 +241,26 @@ class RooflineCost:
 
     def _new_decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
         _check_tp(tp)
-        model, hw, eff = self.model, self.hardware, self.efficiency
+        hw, eff, read = self.hardware, self.efficiency, self.params.read
         bandwidth, flops = hw.memory_bytes_per_s, hw.flops_per_s * eff.compute * tp
         return (
-            model.device_params(tp, model.read_params) * model.weight_bytes / (bandwidth * eff.memory),
+            self.device_params(tp, read) * self.number_bytes / (bandwidth * eff.memory),
             self._activation_bytes(tp, 1, logits=1) / (bandwidth * eff.memory),
-            model.kv_bytes_per_token(tp) / (bandwidth * eff.kv),
-            2.0 * model.read_params / flops,
-            model.attention_flops(1) / flops,
+            self.kv_bytes_per_token(tp) / (bandwidth * eff.kv),
+            2.0 * read / flops,
+            self._attention_flops(1) / flops,
         )
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
         _check_tp(tp)
         if tokens <= 0:
             return 0.0
-        model, hw, eff = self.model, self.hardware, self.efficiency
-        layers = model.num_layers * model.layer_params  # the output head runs for last positions only: left out
-        weights = model.device_params(tp, layers) * model.weight_bytes
+        hw, eff = self.hardware, self.efficiency
+        layers = self.params.layers  # the output head runs for last positions only: left out
+        weights = self.device_params(tp, layers) * self.number_bytes
         memory = (weights + self._activation_bytes(tp, tokens, logits=0)) / eff.memory
-        memory += tokens * model.kv_bytes_per_token(tp) / eff.kv
-        flops = (2.0 * layers * tokens + model.attention_flops(pairs)) / tp
+        memory += tokens * self.kv_bytes_per_token(tp) / eff.kv
+        flops = (2.0 * layers * tokens + self._attention_flops(pairs)) / tp
         busy = max(memory / hw.memory_bytes_per_s, flops / (hw.flops_per_s * eff.compute))
         return busy + self._pass_s(tp, tokens)
 
@@ -325,7 +280,7 @@ class RooflineCost:
     def _pass_s(self, tp: int, tokens: float) -> float:
         """What a pass costs beside the roofline: launches, and two all-reduces of [tokens, hidden] per layer."""
         model, eff = self.model, self.efficiency
-        reduce = self.all_reduce_s(tp, tokens * model.hidden_size * model.weight_bytes)
+        reduce = self.all_reduce_s(tp, tokens * model.hidden_size * self.number_bytes)
         return eff.step_s + model.num_layers * (eff.launch_s + 2 * reduce)
 
     def _activation_bytes(self, tp: int, tokens: float, logits: float) -> float:
@@ -333,7 +288,7 @@ class RooflineCost:
         model = self.model
         heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
         per_layer = 4 * model.hidden_size + (heads + 3 * model.intermediate_size) / tp
-        written = tokens * model.num_layers * per_layer * model.weight_bytes
+        written = tokens * model.num_layers * per_layer * self.number_bytes
         return 2 * (written + logits * model.vocab_size / tp * _LOGIT_BYTES)
 
     # Training and everything between, all devices
@@ -343,17 +298,17 @@ class RooflineCost:
         across devices: a reduce-scatter in float32 and an all-gather per update."""
         if num_devices < 1 or load.tokens < 0:
             raise ValueError(f"train_step_s: num_devices ({num_devices}) must be >= 1 and tokens ({load.tokens}) >= 0")
-        model, hw, eff = self.model, self.hardware, self.efficiency
-        forward = 2.0 * model.read_params * load.tokens + model.attention_flops(load.pairs)
+        hw, eff, total = self.hardware, self.efficiency, self.params.total
+        forward = 2.0 * self.params.read * load.tokens + self._attention_flops(load.pairs)
         flops = forward * (3 * load.epochs + load.extra_forwards)
         compute = flops / (num_devices * hw.flops_per_s * eff.mfu)
-        optimizer = _OPTIMIZER_BYTES * model.num_params / num_devices / (hw.memory_bytes_per_s * eff.memory)
-        crossing = (num_devices - 1) / num_devices * model.num_params * (_GRADIENT_BYTES + model.weight_bytes)
+        optimizer = _OPTIMIZER_BYTES * total / num_devices / (hw.memory_bytes_per_s * eff.memory)
+        crossing = (num_devices - 1) / num_devices * total * (_GRADIENT_BYTES + self.number_bytes)
         exchange = crossing / (hw.bytes_per_s(num_devices) * eff.link)
         return compute + load.updates * (optimizer + exchange) + eff.train_fixed_s
 
     def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
-        flops = 2.0 * self.model.read_params * tokens + self.model.attention_flops(pairs)
+        flops = 2.0 * self.params.read * tokens + self._attention_flops(pairs)
         return flops / (num_devices * self.hardware.flops_per_s * self.efficiency.mfu)
 
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
@@ -361,9 +316,9 @@ class RooflineCost:
         _check_tp(tp)
         if num_devices % tp:
             raise ValueError(f"weight_sync_s: tp ({tp}) must divide num_devices ({num_devices})")
-        model, hw, eff = self.model, self.hardware, self.efficiency
-        total = model.num_params * model.weight_bytes
-        kept = model.device_params(tp, model.num_params) * model.weight_bytes
+        hw, eff = self.hardware, self.efficiency
+        total = self.params.total * self.number_bytes
+        kept = self.device_params(tp, self.params.total) * self.number_bytes
         gathered = (kept - total / num_devices) / (hw.bytes_per_s(num_devices) * eff.link)
         written = kept / (hw.memory_bytes_per_s * eff.memory)
         return max(gathered, 0.0) + written + eff.sync_fixed_s
@@ -380,29 +335,46 @@ class RooflineCost:
             raise ValueError(f"layout_switch: of tp ({tp}) and new tp ({new_tp}) one must divide the other")
         if tp == new_tp:
             return SwitchTimes(0.0, 0.0, 0.0, 0.0)
-        model, hw, eff = self.model, self.hardware, self.efficiency
+        hw, eff = self.hardware, self.efficiency
         link = hw.bytes_per_s(max(tp, new_tp)) * eff.link
-        held = [model.device_params(t, model.num_params) * model.weight_bytes for t in (tp, new_tp)]
+        held = [self.device_params(t, self.params.total) * self.number_bytes for t in (tp, new_tp)]
         gathered = max(held[1] - held[0], 0.0) / link
         copied = 2 * held[1] / (hw.memory_bytes_per_s * eff.memory)
         growth = new_tp / tp
         share = 1 - min(growth, 1 / growth)
-        widest = max(model.kv_bytes_per_token(tp), model.kv_bytes_per_token(new_tp) * growth)
+        widest = max(self.kv_bytes_per_token(tp), self.kv_bytes_per_token(new_tp) * growth)
         move = context * widest * share / link
         # merged rows are prefilled together; a group that splits prefills its share of them
         tokens = math.ceil(context * growth)
         again = self.prefill_s(new_tp, tokens, pairs * growth)
         return SwitchTimes(gathered + copied, move, again, eff.switch_fixed_s)
 
+    # What lies on one device
+
     def kv_bytes_per_token(self, tp: int) -> int:
-        return self.model.kv_bytes_per_token(tp)
+        model = self.model
+        heads = model.num_kv_heads // self._kv_split(tp)
+        return 2 * model.num_layers * heads * model.head_dim * self.number_bytes
+
+    def device_params(self, tp: int, params: int) -> float:
+        """Of `params` parameters, those on one of `tp` devices: copied key/value heads count in full."""
+        model = self.model
+        kv = 2 * model.num_layers * model.hidden_size * model.num_kv_heads * model.head_dim
+        return (params - kv) / tp + kv / self._kv_split(tp)
+
+    def _kv_split(self, tp: int) -> int:
+        """Over how many of `tp` devices the key/value heads are split; over the rest they are copied (design §5)."""
+        return math.gcd(self.model.num_kv_heads, tp)
+
+    def _attention_flops(self, pairs: float) -> float:
+        """FLOPs of scores and weighted sums, over all layers, for that many (query, key) pairs."""
+        return 4.0 * self.model.num_layers * self.model.num_heads * self.model.head_dim * pairs
 
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
         _check_tp(tp)
-        model = self.model
-        weights = model.device_params(tp, model.num_params) * model.weight_bytes
+        weights = self.device_params(tp, self.params.total) * self.number_bytes
         left = self.hardware.memory_bytes * memory_fraction - weights - reserved_bytes
-        blocks = int(left // (block_size * model.kv_bytes_per_token(tp)))
+        blocks = int(left // (block_size * self.kv_bytes_per_token(tp)))
         if blocks < 2:
             raise ValueError(
                 f"rollout.memory_fraction ({memory_fraction}) of a {self.hardware.name}'s {self.hardware.memory_bytes} "

@@ -12,19 +12,22 @@ recorded, and `num_truncated` says how many there are.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrl.sim.workload import RewardTime, normal, uniform
+from jaxrl.config import SimulatedScoring
+from jaxrl.sim.workload import normal, scoring_s, uniform
 from jaxrl.types import SampleKey
 
 Rule = Literal["by_prompt", "pooled"]
 # What a random number is for: apart from those of `jaxrl.sim.workload`.
 _PROMPT, _RESPONSE, _TIME, _HANGS = range(16, 20)
+
+_NO_SCORING = SimulatedScoring()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,11 @@ class RecordedWorkload:
       prompts: what was recorded. Prompt index i is one of them, drawn by (seed, i): the same whenever it is asked for.
       rule: `by_prompt`: a response is one of its prompt's recorded ones; `pooled`: one of any prompt's, so that prompts
         have no length of their own.
-      follow_steps: draw only among responses of the recorded step nearest to the step asked for, so that growth over
-        training is played too.
-      reward_time: seconds of scoring, which the file does not hold.
+      scoring, timeout_s: seconds of scoring, which the file does not hold, and when it is cut off.
       num_truncated: recorded responses that ended at the run's token limit.
+
+    A response is drawn among those of the recorded step nearest to the step asked for, so that growth over training is
+    played too.
 
     Raises ValueError without prompts, or for a prompt without responses.
     """
@@ -66,8 +70,8 @@ class RecordedWorkload:
         seed: int,
         prompts: Sequence[RecordedPrompt],
         rule: Rule = "by_prompt",
-        follow_steps: bool = True,
-        reward_time: RewardTime | None = None,
+        scoring: SimulatedScoring = _NO_SCORING,
+        timeout_s: float = math.inf,
         num_truncated: int = 0,
     ) -> None:
         if not prompts or any(not prompt.responses for prompt in prompts):
@@ -77,12 +81,12 @@ class RecordedWorkload:
         self.seed = seed
         self.prompts = tuple(prompts)
         self.rule: Rule = rule
-        self.reward_time = RewardTime() if reward_time is None else reward_time
+        self.scoring, self.timeout_s = scoring, timeout_s
         self.num_truncated = num_truncated
         pools = [prompt.responses for prompt in prompts]
         if rule == "pooled":
             pools = [tuple(response for pool in pools for response in pool)]
-        self._pools = [_by_step(pool, follow_steps) for pool in pools]
+        self._pools = [_by_step(pool) for pool in pools]
 
     @classmethod
     def read(
@@ -90,15 +94,10 @@ class RecordedWorkload:
         run_dir: str | Path,
         seed: int,
         rule: Rule = "by_prompt",
-        follow_steps: bool = True,
-        reward_time: RewardTime | None = None,
-        count_tokens: Callable[[str], int] | None = None,
+        scoring: SimulatedScoring = _NO_SCORING,
+        timeout_s: float = math.inf,
     ) -> RecordedWorkload:
-        """From `samples.jsonl` of a run directory.
-
-        Args:
-          count_tokens: tokens of a prompt's text; by default its characters over the characters per token of the
-            recorded responses.
+        """From `samples.jsonl` of a run directory. A prompt has as many characters per token as the responses have.
 
         Raises ValueError if the file is missing, holds no finished response, or a line is not one of
         `jaxrl.record.samples`.
@@ -108,21 +107,20 @@ class RecordedWorkload:
         if not rows:
             raise ValueError(f"{path}: holds no finished response to play; the run must have made at least one step")
         characters, tokens = sum(len(row["response"]) for row in rows), sum(row["length"] for row in rows)
-        by_length = partial(_tokens_by_length, per_character=tokens / characters if characters else 0.0)
-        count = by_length if count_tokens is None else count_tokens
+        per_character = tokens / characters if characters else 0.0
         by_text: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             by_text.setdefault(row["prompt"], []).append(row)
         prompts = [
             RecordedPrompt(
-                prompt_tokens=count(text),
+                prompt_tokens=max(round(len(text) * per_character), 1),
                 source=same[0]["source"],
                 responses=tuple(Response(row["step"], row["length"], float(row["reward"] or 0)) for row in same),
             )
             for text, same in by_text.items()
         ]
         truncated = sum(row["finish_reason"] == "length" for row in rows)
-        return cls(seed, prompts, rule, follow_steps, reward_time, truncated)
+        return cls(seed, prompts, rule, scoring, timeout_s, truncated)
 
     def length(self, key: SampleKey, step: int = 0) -> int:
         return self._response(key, step).length
@@ -135,7 +133,8 @@ class RecordedWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         words = (self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
-        return self.reward_time.seconds(normal(_TIME, *words), uniform(_HANGS, *words), self.length(key, step))
+        z, u = normal(_TIME, *words), uniform(_HANGS, *words)
+        return scoring_s(self.scoring, self.timeout_s, z, u, self.length(key, step))
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         return self._response(key, step).reward
@@ -150,15 +149,11 @@ class RecordedWorkload:
         return rows[int(u * len(rows))]
 
 
-def _tokens_by_length(text: str, per_character: float) -> int:
-    return max(round(len(text) * per_character), 1)
-
-
-def _by_step(responses: Sequence[Response], follow_steps: bool) -> dict[int, list[Response]]:
-    """Responses by step, steps ascending; all under step 0 where steps are not followed."""
+def _by_step(responses: Sequence[Response]) -> dict[int, list[Response]]:
+    """Responses by step, steps ascending."""
     pool: dict[int, list[Response]] = {}
     for response in sorted(responses, key=lambda response: response.step):
-        pool.setdefault(response.step if follow_steps else 0, []).append(response)
+        pool.setdefault(response.step, []).append(response)
     return pool
 
 

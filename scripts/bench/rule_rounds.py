@@ -6,6 +6,7 @@ meets the same long prompts, and a response of a later attempt has a length of i
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -16,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.config.options import PartialRolloutSection, TailBatchingSection
+from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
@@ -33,12 +36,12 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, Request
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, ModelSizes, RooflineCost
+from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.scoring import SimulatedScoring
 from jaxrl.sim.table_cost import TableCost
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind, Workload
+from jaxrl.sim.workload import ModelledWorkload, Workload, check_task
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PREFILL_BUDGET = 2048
@@ -57,9 +60,10 @@ def rules(num_groups: int, group_size: int) -> dict[str, BatchRule]:
 
 def modelled(seed: int, median: float, sigma: float, cap: int, correlation: float, prompt: int) -> Workload:
     """Lognormal lengths with a cap; a prompt decides `correlation` of its responses' scores."""
-    lengths = LengthDistribution(median=median, sigma=sigma, cap=cap)
-    prompts = LengthDistribution(median=prompt, sigma=0.0, cap=prompt)
-    return ModelledWorkload(seed, (TaskKind("forced", lengths, prompts, correlation),))
+    lengths = SimulatedLengths(median, sigma)
+    task = SimulatedTask("forced", response=lengths, correlation=correlation, prompt_median=prompt, prompt_sigma=0.0)
+    check_task(task, cap, math.inf)
+    return ModelledWorkload(seed, (task,), cap, prompt)
 
 
 class Prompts:
@@ -185,7 +189,7 @@ def machine_sizes(executor: MeshExecutor) -> MachineSizes:
     return MachineSizes(groups * tp, tp, *rest)
 
 
-def measured_cost(executor: MeshExecutor, model: ModelSizes, name: str, say: Callable[[str], None]) -> TableCost:
+def measured_cost(executor: MeshExecutor, model: ModelConfig, name: str, say: Callable[[str], None]) -> TableCost:
     """What `jaxrl profile` would measure of an executor's one layout, as a cost model.
 
     What a table does not hold (training, syncs, switches) comes from a roofline; no round of the bench asks for it.

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.sim.published import FACTS, REPORTED
 from papers.cases import (
     APRIL_SETUPS,
     APRIL_WARM_UP,
@@ -22,6 +21,8 @@ from papers.cases import (
     PAT_START,
     ROLLPACKER_SETUPS,
 )
+from papers.facts import FACTS
+from papers.reported import REPORTED
 from papers.runs import Steps
 from papers.setups import TASKS
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl.loop import Hooks
 from jaxrl.runtime.simulation import build
-from jaxrl.sim.calibrate import Calibration
+from jaxrl.sim.calibration import Calibration
 from jaxrl.types import Group
 from papers.setups import Case, configuration, models
 

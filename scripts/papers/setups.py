@@ -1,6 +1,6 @@
 """Published set-ups as configurations of `jaxrl simulate`, with constants of a calibration file.
 
-Purpose: `Case` is one run: a set-up of `jaxrl.sim.published.SETUPS`, a rule with its factors, a seed. `configuration`
+Purpose: `Case` is one run: a set-up of `papers.facts.SETUPS`, a rule with its factors, a seed. `configuration`
 and `models` turn it into what `jaxrl.commands.simulate.build` takes. Nothing in here reads what the papers' own methods
 reached.
 
@@ -18,14 +18,17 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config import Config, from_mapping
-from jaxrl.sim.calibrate import Calibration
+from jaxrl.config import Config, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.models.shapes import named_shape
+from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.published import MODELS, SETUPS, Setup
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind
+from jaxrl.sim.workload import ModelledWorkload
+from papers.calibrate import constant
+from papers.closed_form import PROMPT_TOKENS
+from papers.facts import SETUPS, Setup
+from papers.lengths import lengths_of
 
-PROMPT_TOKENS = 200  # as in `jaxrl.sim.baselines`
 ROWS = 512  # per dp group
 NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
@@ -41,7 +44,7 @@ class Case:
     """One simulated run.
 
     Attributes:
-      setup: a name in `published.SETUPS`.
+      setup: a name in `facts.SETUPS`.
       rule: batches as the baseline makes them, tail batching, partial rollout, or the baseline in an adaptive layout.
       prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
       tasks: in equal shares.
@@ -136,7 +139,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         rollout["layout"] = {"switch": True, "profile": "of the modelled devices", "devices_per_host": NODE}
     workers = 1
     if rollpacker:
-        workers = sum(int(calibration.value(case.problem, f"reward.{task}.workers")) for task in case.tasks)
+        workers = sum(int(constant(calibration, case.problem, f"reward.{task}.workers")) for task in case.tasks)
     return from_mapping(
         {
             "model": {"path": setup.model},
@@ -158,7 +161,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end
             "reward": {
                 "num_workers": workers,
-                "timeout_s": calibration.value(case.problem, "reward.code.timeout_s") if rollpacker else 0.0,
+                "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
                 "score_when": "rollout" if rollpacker else "sample",
             },
             "trainer": {"total_training_steps": case.steps, "save_freq": 0, "seed": case.seed},
@@ -173,23 +176,38 @@ def configuration(case: Case, calibration: Calibration) -> Config:
 
 def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:
     """Costs and lengths."""
-    cost = RooflineCost(MODELS[case.of.model], HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
+    cost = RooflineCost(named_shape(case.of.model), HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
     pat = case.problem.startswith("pat")
-    lengths = calibration.lengths("pat_lengths" if pat else case.problem, case.max_tokens)
-    prompts = LengthDistribution(float(PROMPT_TOKENS), 0.0, PROMPT_TOKENS)
+    lengths = lengths_of(calibration.of("pat_lengths" if pat else case.problem))
+
+    def task(name: str, correlation: float, scoring: SimulatedScoring) -> SimulatedTask:
+        return SimulatedTask(
+            name,
+            response=lengths,
+            correlation=correlation,
+            prompt_median=PROMPT_TOKENS,
+            prompt_sigma=0.0,
+            scoring=scoring,
+        )
+
     if pat or case.problem == "april":
-        correlation = 0.0 if pat else calibration.value("april", "correlation")
-        return cost, ModelledWorkload(case.seed, (TaskKind("math", lengths, prompts, correlation),))
-    kinds = []
-    for task in case.tasks:
+        correlation = 0.0 if pat else constant(calibration, "april", "correlation")
+        plain = (task("math", correlation, SimulatedScoring()),)
+        return cost, ModelledWorkload(case.seed, plain, case.max_tokens, PROMPT_TOKENS)
+    tasks = []
+    for name in case.tasks:
         # how stable the judge task's ranks are is not published: as math
-        correlation = calibration.value(case.problem, f"{'code' if task == 'code' else 'math'}.correlation")
-        kinds.append(TaskKind(task, lengths, prompts, correlation, _scoring(calibration, case.problem, task)))
-    return cost, ModelledWorkload(case.seed, tuple(kinds))
+        correlation = constant(calibration, case.problem, f"{'code' if name == 'code' else 'math'}.correlation")
+        tasks.append(task(name, correlation, _scoring(calibration, case.problem, name)))
+    limit_s = _timeout_s(case, calibration)
+    return cost, ModelledWorkload(case.seed, tuple(tasks), case.max_tokens, PROMPT_TOKENS, limit_s)
 
 
-def _scoring(calibration: Calibration, problem: str, task: str) -> RewardTime:
-    def value(name: str) -> float:
-        return calibration.value(problem, f"reward.{task}.{name}")
+def _timeout_s(case: Case, calibration: Calibration) -> float:
+    """When scoring is cut off: a run has one limit, and only responses of the code task reach theirs."""
+    return constant(calibration, case.problem, "reward.code.timeout_s")
 
-    return RewardTime(median_s=value("median_s"), hang_share=value("hang_share"), timeout_s=value("timeout_s"))
+
+def _scoring(calibration: Calibration, problem: str, task: str) -> SimulatedScoring:
+    values = calibration.of(problem)
+    return SimulatedScoring(median_s=values[f"reward.{task}.median_s"], hang_share=values[f"reward.{task}.hang_share"])

@@ -1,7 +1,7 @@
 """The same rounds without engine, batcher and lockstep, and what other readings of the papers would change.
 
 Purpose: evidence, not results. `tail_speedup` and `april_speedup` recompute the two experiments from lengths and costs
-alone. Every dp group is an engine of its own that drains its rows (`jaxrl.sim.baselines.drain`), as in the papers'
+alone. Every dp group is an engine of its own that drains its rows (`papers.closed_form.drain`), as in the papers'
 systems, and rounds are cut where the rule cuts them. They check the simulator, and they are fast enough to ask what
 each assumption of the calibration is worth: a `Variant` changes one. No variant enters the calibration.
 
@@ -18,12 +18,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxrl.sim.baselines import drain, train_s
-from jaxrl.sim.calibrate import Calibration
+from jaxrl.config import SimulatedLengths, SimulatedTask
+from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, RooflineCost
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import SampleKey
-from papers.setups import PROMPT_TOKENS, Case, models
+from papers.closed_form import PROMPT_TOKENS, drain, train_s
+from papers.setups import Case, models
 
 REWARD_S = 30.0  # RollPacker: one time-out of the sandbox, as the calibration reads Table 1
 
@@ -33,7 +34,7 @@ class Variant:
     """One assumption changed."""
 
     name: str
-    lengths: Callable[[LengthDistribution], LengthDistribution] = lambda lengths: lengths
+    lengths: Callable[[SimulatedLengths], SimulatedLengths] = lambda lengths: lengths
     correlation: float | None = None
     cost: Callable[[RooflineCost], RooflineCost] = lambda cost: cost
     reward_s: float = REWARD_S
@@ -41,7 +42,7 @@ class Variant:
 
 
 def _efficiency(**changes: float) -> Callable[[RooflineCost], RooflineCost]:
-    return lambda cost: RooflineCost(cost.model, cost.hardware, replace(cost.efficiency, **changes))
+    return lambda cost: replace(cost, efficiency=replace(cost.efficiency, **changes))
 
 
 TAIL_VARIANTS = (
@@ -70,11 +71,11 @@ APRIL_VARIANTS = (
 def _varied(case: Case, calibration: Calibration, variant: Variant) -> tuple[RooflineCost, ModelledWorkload]:
     cost, workload = models(case, calibration)
 
-    def kind(each: TaskKind) -> TaskKind:
-        correlation = each.correlation if variant.correlation is None else variant.correlation
-        return replace(each, lengths=variant.lengths(each.lengths), correlation=correlation)
+    def varied(task: SimulatedTask) -> SimulatedTask:
+        correlation = task.correlation if variant.correlation is None else variant.correlation
+        return replace(task, response=variant.lengths(task.response), correlation=correlation)
 
-    return variant.cost(cost), replace(workload, kinds=tuple(map(kind, workload.kinds)))
+    return variant.cost(cost), replace(workload, tasks=tuple(map(varied, workload.tasks)))
 
 
 @dataclass(slots=True)

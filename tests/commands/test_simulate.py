@@ -23,7 +23,7 @@ from jaxrl.record.state import dump_state, load_state
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, num_devices_of, workload_of
-from jaxrl.sim.cost_model import Efficiency, ModelSizes, RooflineCost
+from jaxrl.sim.cost_model import Efficiency, RooflineCost
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import SampleKey
@@ -202,11 +202,11 @@ def test_a_pool_that_training_state_leaves_too_little_for():
 
 def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
     named = model_sizes(config(model="Qwen2.5-7B"))
-    assert named == ModelSizes.of(SHAPES["Qwen2.5-7B"])
+    assert named == SHAPES["Qwen2.5-7B"]
     assert model_sizes(config(model="Qwen2.5-14B")).num_layers == 48
     for path in (tiny_model, f"random:{tiny_model}", tiny_model / "config.json"):
         found = model_sizes(config(model=str(path)))
-        assert (found.vocab_size, found.hidden_size, found.weight_bytes) == (260, 32, 2)
+        assert (found.vocab_size, found.hidden_size) == (260, 32)
     with pytest.raises(ConfigError, match=r"simulate\.model \(Qwen9-1T\) must be a folder .* Qwen2\.5-32B"):
         model_sizes(config(model="Qwen9-1T"))
     gguf = from_mapping(yaml.safe_load(TRAINING) | {"model": {"path": "package:some.gguf"}})
@@ -218,6 +218,13 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     cost, source = cost_model(config(hardware="h800", efficiency={"compute": 0.25}))
     assert cost == RooflineCost(model_sizes(config()), HARDWARE["H800"], Efficiency(compute=0.25))
     assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
+    assert isinstance(cost, RooflineCost)
+    assert cost.number_bytes == 2
+    values = yaml.safe_load(TRAINING)
+    values["rollout"]["dtype"] = "float32"
+    wide, _ = cost_model(from_mapping(values))
+    assert isinstance(wide, RooflineCost)
+    assert wide.number_bytes == 4
 
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
     points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))
@@ -229,17 +236,20 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
 
 
-def test_a_calibration_gives_the_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from jaxrl.sim.calibrate import Calibration
-
-    made = Calibration({"somewhere": {"efficiency.mfu": 0.11}}, {"version": 1, "problems": {}})
-    monkeypatch.setattr(Calibration, "read", classmethod(lambda cls, path: made))
-    cost, source = cost_model(config(calibration="c.json", calibration_of="somewhere"))
+def test_a_calibration_gives_the_factors(tmp_path: Path):
+    file = tmp_path / "c.json"
+    somewhere = {"constants": {"efficiency.mfu": {"value": 0.11}}, "held": {"efficiency.link": {"value": 0.4}}}
+    file.write_text(json.dumps({"version": 1, "problems": {"somewhere": somewhere}}))
+    cost, source = cost_model(config(calibration=str(file), calibration_of="somewhere"))
     assert isinstance(cost, RooflineCost)
-    assert cost.efficiency == Efficiency(mfu=0.11)
-    assert "efficiency factors of somewhere in c.json" in source
+    assert cost.efficiency == Efficiency(mfu=0.11, link=0.4)
+    assert f"efficiency factors of somewhere in {file}" in source
     with pytest.raises(ConfigError, match=r"simulate\.calibration: calibration: no problem 'elsewhere'"):
-        cost_model(config(calibration="c.json", calibration_of="elsewhere"))
+        cost_model(config(calibration=str(file), calibration_of="elsewhere"))
+    for text, match in (("{", "not valid JSON"), ('{"version": 2}', "calibration version 2 must be 1")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=match):
+            cost_model(config(calibration=str(file), calibration_of="somewhere"))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +290,7 @@ def test_a_modelled_workload_reads_its_options():
     assert source == "modelled: math (median 30, sigma 0, cap 96 tokens), seed 0"
     mixed, _ = workload_of(config(tasks=[task, {"name": "code", "weight": 3.0}]))
     assert isinstance(mixed, ModelledWorkload)
-    assert [kind.name for kind in mixed.kinds] == ["math", "code"]
+    assert [task.name for task in mixed.tasks] == ["math", "code"]
     assert {mixed.kind_name(i) for i in range(50)} == {"math", "code"}
 
 
@@ -301,16 +311,31 @@ def test_a_recorded_workload_plays_a_run(training: Path, tmp_path: Path):
     [
         ({"workload": "recorded"}, r"simulate\.recorded_run is missing"),
         ({"workload": "recorded", "recorded_run": "nowhere"}, r"nowhere.*no such file"),
-        ({"task": {"response": {"median": 0}}}, r"simulate\.task\.response: LengthDistribution\.median"),
-        ({"task": {"prompt_sigma": -1}}, r"simulate\.task\.prompt_median and prompt_sigma: .*sigma \(-1"),
-        ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task\.scoring: RewardTime\.hang_share"),
-        ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]: TaskKind 'simulated': correlation"),
-        ({"tasks": [{}, {}]}, r"simulate\.tasks: ModelledWorkload\.kinds .* names that differ"),
+        ({"task": {"response": {"median": 0}}}, r"simulate\.task: response\.median \(0\.0\) must be > 0"),
+        ({"task": {"prompt_sigma": -1}}, r"simulate\.task: prompt_sigma \(-1"),
+        ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task: scoring\.hang_share \(2\.0\) must be a share"),
+        ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]: correlation \(2\.0\)"),
+        ({"task": {"response": {"shortest": 97}}}, r"response\.shortest \(97\) .* data\.max_response_length \(96\)"),
+        ({"workload": "recorded", "task": {"scoring": {"sigma": -1}}, "recorded_run": "nowhere"}, r"scoring\.sigma"),
+        (
+            {"tasks": [{}, {}]},
+            r"simulate\.tasks: names \(\['simulated', 'simulated'\]\) must .* differ",
+        ),
     ],
 )
 def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
     with pytest.raises(ValueError, match=match):
         workload_of(config(**options))
+
+
+def test_scoring_that_hangs_needs_a_limit():
+    values = yaml.safe_load(TRAINING) | {"simulate": {"task": {"scoring": {"hang_share": 1.0}}}}
+    values["reward"]["timeout_s"] = 3.0
+    workload, _ = workload_of(from_mapping(values))
+    assert workload.reward_s(SampleKey(0, 0, 0)) == 3.0
+    values["reward"]["timeout_s"] = 0.0
+    with pytest.raises(ConfigError, match=r"simulate\.task: scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
+        workload_of(from_mapping(values))
 
 
 def test_the_section_is_part_of_the_configuration():

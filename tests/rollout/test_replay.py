@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from known_samples import KnownSample, KnownWorkload
 from replay_worker import ReplayWorker
 from sim_machine import Machine
 
@@ -44,7 +45,6 @@ from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, Tra
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sim.executor import MachineSizes
-from jaxrl.sim.known import KnownSample, KnownWorkload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 SIZES = ExecutorConfig(

@@ -11,6 +11,7 @@ import pytest
 from replay_worker import ReplayWorker
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
+from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.config.options import (
     FilterGroupsSection,
     OverProvisioningSection,
@@ -36,7 +37,7 @@ from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
+from jaxrl.sim.workload import ModelledWorkload, Workload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 
@@ -146,7 +147,7 @@ def test_aborted_responses_are_told_and_may_go_on_where_they_were():
 
 
 def test_a_response_resumed_later_keeps_the_length_it_had():
-    growing = ModelledWorkload(0, (TaskKind("t", LengthDistribution(8, 0.0, 50, growth=0.5)),))
+    growing = ModelledWorkload(0, (SimulatedTask("t", response=SimulatedLengths(8, 0.0, growth=0.5)),), 50)
     assert (growing.length(key(0), 1), growing.length(key(0), 3)) == (12, 27)
     machine = Machine(growing)
     backend = machine.begin()
@@ -296,10 +297,16 @@ RULES: dict[str, Callable[[], BatchRule]] = {
 MIXED = ModelledWorkload(
     3,
     (
-        TaskKind(
-            "t", LengthDistribution(8, 0.9, 40), LengthDistribution(6, 0.4, 12), reward_time=RewardTime(0.5, 2.0, 0.1)
+        SimulatedTask(
+            "t",
+            response=SimulatedLengths(8, 0.9),
+            prompt_median=6,
+            prompt_sigma=0.4,
+            scoring=SimulatedScoring(0.5, 2.0, 0.1),
         ),
     ),
+    max_response_length=40,
+    max_prompt_length=12,
 )
 
 

@@ -14,14 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import reproduce_papers  # noqa: E402
-from papers import pages  # noqa: E402
+from papers import calibrate, pages  # noqa: E402
+from papers.calibrate import constant  # noqa: E402
+from papers.facts import FACTS  # noqa: E402
+from papers.problems import PROBLEMS  # noqa: E402
 from papers.records import read  # noqa: E402
 from papers.setups import Case  # noqa: E402
-
-from jaxrl.sim import calibrate  # noqa: E402
-from jaxrl.sim.baselines import PROBLEMS, Problem  # noqa: E402
-from jaxrl.sim.calibrate import Calibration, residual  # noqa: E402
-from jaxrl.sim.published import FACTS  # noqa: E402
+from papers.solver import Problem, residual  # noqa: E402
 
 FILE = ROOT / "docs" / "reproductions" / "calibration.json"
 QUICK = ("pat_lengths", "rhymerl")  # solved in a second
@@ -34,12 +33,12 @@ QUICK = ("pat_lengths", "rhymerl")  # solved in a second
 def test_the_file_says_what_the_code_says(problem: Problem):
     """Priors, held constants, assumptions, and what the constants make of each fact: any change needs a new file."""
     entry = json.loads(FILE.read_text(encoding="utf-8"))["problems"][problem.name]
-    values = Calibration.read(FILE).values[problem.name]
+    values = calibrate.read(FILE).values[problem.name]
     assert {name: (c["prior"], c["prior_log_spread"]) for name, c in entry["constants"].items()} == {
         c.name: (c.prior, c.spread) for c in problem.constants
     }
     held = {name: found["value"] for name, found in entry["held"].items()}
-    given = {name: Calibration.read(FILE).value(other, name) for name, other in problem.given.items()}
+    given = {name: constant(calibrate.read(FILE), other, name) for name, other in problem.given.items()}
     cited = {name: FACTS[source].low for name, source in problem.cited.items()}
     assert held == pytest.approx({**problem.fixed, **cited, **given}, rel=1e-5)
     assert entry["assumptions"] == list(problem.assumptions)
@@ -59,7 +58,7 @@ def test_the_file_says_what_the_code_says(problem: Problem):
 def test_the_file_holds_a_minimum(problem: Problem):
     """No constant, moved by a fifth of its prior's width, fits better: new tolerances need a new file. Nearer,
     whole tokens make the misfit rough, and the solver stops within that."""
-    values = dict(Calibration.read(FILE).values[problem.name])
+    values = dict(calibrate.read(FILE).values[problem.name])
 
     def cost(changed: dict[str, float]) -> float:
         predicted = problem.predict(changed)
@@ -78,15 +77,15 @@ def test_the_file_holds_a_minimum(problem: Problem):
 def test_quick_problems_solve_to_the_file():
     found = calibrate.calibrate([problem for problem in PROBLEMS if problem.name in QUICK])
     for name in QUICK:
-        assert dict(found.values[name]) == pytest.approx(dict(Calibration.read(FILE).values[name]), rel=1e-4)
+        assert dict(found[name].values) == pytest.approx(dict(calibrate.read(FILE).values[name]), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_the_file_is_what_calibrate_makes():
     found = calibrate.calibrate()
-    kept = Calibration.read(FILE)
+    kept = calibrate.read(FILE)
     for problem in PROBLEMS:
-        assert dict(found.values[problem.name]) == pytest.approx(dict(kept.values[problem.name]), rel=1e-3)
+        assert dict(found[problem.name].values) == pytest.approx(dict(kept.values[problem.name]), rel=1e-3)
 
 
 def test_only_pages_read_what_the_papers_methods_reached():

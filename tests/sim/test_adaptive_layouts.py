@@ -13,8 +13,9 @@ import yaml
 from sim_machine import STOP, ConstantCost, sizes
 
 from jaxrl.commands.simulate import simulate
-from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config import ConfigError, SimulatedLengths, SimulatedTask, from_mapping
 from jaxrl.loop import Hooks
+from jaxrl.models.shapes import named_shape
 from jaxrl.record.layouts import read_layouts
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
@@ -29,9 +30,8 @@ from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.profiled import modelled_profile
-from jaxrl.sim.published import MODELS
 from jaxrl.sim.replay import ReplayExecutor
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 LAYOUTS = {
@@ -123,7 +123,7 @@ def test_layouts_that_were_not_given_are_refused():
         Engine(executor, BatcherConfig()).switch(8)
 
 
-LARGE = MODELS["Llama-3.1-8B"]
+LARGE = named_shape("Llama-3.1-8B")
 
 
 def test_the_profile_of_modelled_devices_says_what_the_model_says():
@@ -141,7 +141,8 @@ def test_the_profile_of_modelled_devices_says_what_the_model_says():
 
 # ---------------------------------------------------------------- runs
 
-WORKLOAD = ModelledWorkload(5, (TaskKind("t", LengthDistribution(400, 1.2, 4096), LengthDistribution(60, 0.3, 100)),))
+TASK = SimulatedTask("t", response=SimulatedLengths(400, 1.2), prompt_median=60, prompt_sigma=0.3)
+WORKLOAD = ModelledWorkload(5, (TASK,), max_response_length=4096, max_prompt_length=100)
 
 
 def config(**layout: Any) -> Any:

@@ -11,22 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.shapes import named_shape
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sim.cost_model import (
     CostModel,
     Efficiency,
-    ModelSizes,
+    ParameterCounts,
     RooflineCost,
     SwitchTimes,
     TrainLoad,
     causal_pairs,
 )
 from jaxrl.sim.hardware import A40, H800, HARDWARE, Hardware, hardware
-from jaxrl.sim.published import MODELS
 from jaxrl.sim.table_cost import TableCost
 
-SMALL = ModelSizes(1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+SMALL = ModelConfig("llama", 1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 SLOW = Hardware(
     "slow", 1e12, 1e9, memory_bytes=1_000_000, link_bytes_per_s=1e8, inter_node_bytes_per_s=1e7, node_size=4
 )
@@ -44,7 +44,7 @@ WHOLE = Efficiency(
     switch_fixed_s=2,
 )
 COST = RooflineCost(SMALL, SLOW, WHOLE)
-QWEN = RooflineCost(MODELS["Qwen2.5-14B"], H800)
+QWEN = RooflineCost(named_shape("Qwen2.5-14B"), H800)
 
 
 def bare(cost: RooflineCost) -> RooflineCost:
@@ -56,14 +56,6 @@ def bare(cost: RooflineCost) -> RooflineCost:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),
-    [("Qwen2.5-7B", 7.615616512), ("Qwen3-4B", 4.022468096), ("Qwen3-8B", 8.19073536), ("Llama-3.1-8B", 8.030261248)],
-)
-def test_parameters_of_published_models(name: str, billions: float):
-    assert MODELS[name].num_params == round(billions * 1e9)  # as their model cards count
-
-
-@pytest.mark.parametrize(
     "config",
     [
         ModelConfig("llama", 128, 64, 96, 2, 4, 2, 16),
@@ -71,24 +63,33 @@ def test_parameters_of_published_models(name: str, billions: float):
         ModelConfig("qwen3", 100, 64, 96, 3, 4, 1, 32, qk_norm=True, tie_word_embeddings=True),
     ],
 )
-def test_parameters_are_those_of_the_model_itself(config: ModelConfig):
-    assert ModelSizes.of(config).num_params == config.num_params()
-
-
-def test_sizes_of_something_else():
-    with pytest.raises(ValueError, match="object must have vocab_size, hidden_size"):
-        ModelSizes.of(object())
+def test_parameters_by_hand(config: ModelConfig):
+    """Matrices, norms and biases of a layer; the output head is an embedding of its own unless tied."""
+    embed, query, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = 2 * embed * query + 2 * embed * kv + 3 * embed * config.intermediate_size + 2 * embed
+    layer += config.qkv_bias * (query + 2 * kv) + config.qk_norm * 2 * config.head_dim
+    counts = ParameterCounts.of(config)
+    assert counts.layers == config.num_layers * layer
+    assert counts.read == counts.layers + config.vocab_size * embed + embed
+    assert counts.total == counts.read + (not config.tie_word_embeddings) * config.vocab_size * embed
 
 
 def test_kv_bytes_and_their_split():
-    assert SMALL.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 2  # k and v, layers, heads, head_dim, bfloat16
-    assert [SMALL.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]  # two heads split over two at most
-    assert MODELS["Qwen2.5-14B"].kv_bytes_per_token() == 196_608
+    assert COST.kv_bytes_per_token(1) == 2 * 2 * 2 * 16 * 2  # k and v, layers, heads, head_dim, bfloat16
+    assert [COST.kv_bytes_per_token(tp) for tp in (1, 2, 4)] == [256, 128, 128]  # two heads split over two at most
+    assert replace(COST, number_bytes=4).kv_bytes_per_token(1) == 512
+    assert QWEN.kv_bytes_per_token(1) == 196_608
 
 
 def test_copied_key_value_heads_take_memory_on_every_device():
-    kv = 2 * 2 * 64 * 32  # two projections, two layers
-    assert SMALL.device_params(4, SMALL.num_params) == (SMALL.num_params - kv) / 4 + kv / 2
+    kv, total = 2 * 2 * 64 * 32, COST.params.total  # two projections, two layers
+    assert COST.device_params(4, total) == (total - kv) / 4 + kv / 2
+
+
+def test_larger_numbers_take_more_memory():
+    wide = replace(COST, number_bytes=4)
+    assert bare(wide).decode_step_s(1, 1, 1000) > 1.9 * bare(COST).decode_step_s(1, 1, 1000)
+    assert wide.weight_sync_s(2, 2) - 3 == pytest.approx(2 * (COST.weight_sync_s(2, 2) - 3))
 
 
 # ---------------------------------------------------------------- by hand
@@ -212,7 +213,7 @@ def test_tensor_parallelism_halves_the_memory_time():
 
 def test_large_batches_prefer_a_small_degree_and_small_ones_a_large_one():
     # over PCIe; PAT §3.1 has the same crossing
-    cost = RooflineCost(MODELS["Llama-3.1-8B"], A40, Efficiency(link=0.4, collective_s=20e-6))
+    cost = RooflineCost(named_shape("Llama-3.1-8B"), A40, Efficiency(link=0.4, collective_s=20e-6))
     assert cost.decode_step_s(8, 1, 1024) < cost.decode_step_s(2, 1, 1024)
     assert cost.decode_step_s(8, 128, 128 * 1024) > cost.decode_step_s(2, 32, 32 * 1024)
 

@@ -9,24 +9,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from known_samples import KnownSample, KnownWorkload
+from papers.closed_form import drain
 from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, sizes
 
+from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request
 from jaxrl.scheduling.tokens.progress import Preempted
-from jaxrl.sim.baselines import drain
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import RooflineCost, TrainLoad
 from jaxrl.sim.executor import SimulatedExecutor, decode_s
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.known import KnownSample, KnownWorkload
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.trainer import SimulatedTrainer
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, TaskKind
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch
 
 # ---------------------------------------------------------------- oracles
@@ -116,7 +117,7 @@ def test_a_rollout_without_a_queue_drains_as_the_closed_form_says(copies: int):
 
 
 def test_what_is_charged_is_what_the_samples_hold():
-    workload = ModelledWorkload(3, (TaskKind("t", LengthDistribution(20, 1.0, 60)),))
+    workload = ModelledWorkload(3, (SimulatedTask("t", response=SimulatedLengths(20, 1.0)),), 60)
     machine = Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=40), decode_steps=4)
     machine.backend.enter_rollout(0)
     machine.backend.begin(1, SamplingParams(max_tokens=60, stop_token_ids=(STOP,)))
@@ -186,7 +187,7 @@ def test_further_updates_cost_what_they_add():
 
 
 def test_prompts_come_once_per_epoch_and_resume():
-    workload = ModelledWorkload(0, (TaskKind("t", LengthDistribution(8, 0.5, 50)),))
+    workload = ModelledWorkload(0, (SimulatedTask("t", response=SimulatedLengths(8, 0.5)),), 50)
     prompts = SimulatedPrompts(workload, 7, 100, seed=4)
     taken = prompts.next(10)
     state = prompts.state()

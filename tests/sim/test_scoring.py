@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from known_samples import KnownWorkload
 from sim_machine import key, known, prompt
 
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.known import KnownWorkload
 from jaxrl.sim.scoring import SimulatedScoring
 from jaxrl.types import Sample, SampleKey
 

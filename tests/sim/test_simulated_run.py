@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from known_samples import KnownWorkload
 from sim_machine import SMALL, TINY, ConstantCost, key
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.known import KnownWorkload
-from jaxrl.sim.workload import LengthDistribution, ModelledWorkload, RewardTime, TaskKind, Workload
+from jaxrl.sim.workload import ModelledWorkload, Workload
 from jaxrl.types import Group
 
 
@@ -36,13 +37,14 @@ def config(**more: Any) -> Config:
 MIXED = ModelledWorkload(
     7,
     (
-        TaskKind("short", LengthDistribution(6, 0.8, 40), LengthDistribution(6, 0.5, 16)),
-        TaskKind(
-            "long",
-            LengthDistribution(15, 1.0, 40, growth=0.05),
-            reward_time=RewardTime(0.5, 1.0, hang_share=0.1, timeout_s=2.0),
+        SimulatedTask("short", response=SimulatedLengths(6, 0.8), prompt_median=6, prompt_sigma=0.5),
+        SimulatedTask(
+            "long", response=SimulatedLengths(15, 1.0, growth=0.05), scoring=SimulatedScoring(0.5, 1.0, hang_share=0.1)
         ),
     ),
+    max_response_length=40,
+    max_prompt_length=16,
+    timeout_s=2.0,
 )
 
 
@@ -122,7 +124,7 @@ def test_two_runs_are_equal_and_seeds_differ():
     first, again = (run_loop(config()) for _ in range(2))
     assert first[1] == again[1]
     assert identities(first[2]) == identities(again[2])
-    other = run_loop(config(), workload=ModelledWorkload(8, MIXED.kinds))
+    other = run_loop(config(), workload=replace(MIXED, seed=8))
     assert identities(other[2]) != identities(first[2])
 
 
@@ -142,7 +144,7 @@ def test_policy_versions_count_syncs():
 
 
 def test_lengths_grow_with_the_step():
-    growing = ModelledWorkload(0, (TaskKind("t", LengthDistribution(4, 0.0, 40, growth=0.5)),))
+    growing = ModelledWorkload(0, (SimulatedTask("t", response=SimulatedLengths(4, 0.0, growth=0.5)),), 40)
     _, metrics, _, _ = run_loop(config(), workload=growing)
     assert [metrics[step]["response_length/mean"] for step in range(1, 7)] == [
         growing.length(key(0), step) for step in range(1, 7)

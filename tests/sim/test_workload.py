@@ -13,24 +13,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.record.samples import SampleLog
 from jaxrl.sim.recorded import RecordedPrompt, RecordedWorkload, Response
 from jaxrl.sim.workload import (
-    LengthDistribution,
     ModelledWorkload,
-    RewardTime,
-    TaskKind,
     Workload,
-    batch_statistics,
-    draw_batches,
+    check_scoring,
+    check_task,
+    exact_length,
+    length_of_score,
     normal,
+    scoring_s,
     uniform,
 )
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
-LENGTHS = LengthDistribution(median=600, sigma=0.8, cap=16384, tail_from=0.9, tail_index=1.9)
-PLAIN = LengthDistribution(median=600, sigma=0.8, cap=1 << 30)
-WORKLOAD = ModelledWorkload(7, (TaskKind("math", LENGTHS, correlation=0.8),))
+LENGTHS = SimulatedLengths(median=600, sigma=0.8, tail_from=0.9, tail_index=1.9)
+PLAIN = SimulatedLengths(median=600, sigma=0.8)
+MATH = SimulatedTask("math", response=LENGTHS, correlation=0.8)
+CAP, UNCAPPED = 16384, 1 << 30
+WORKLOAD = ModelledWorkload(7, (MATH,), CAP)
+
+
+def quantile(lengths: SimulatedLengths, share: float, longest: int = UNCAPPED, step: int = 0) -> int:
+    return length_of_score(lengths, longest, NormalDist().inv_cdf(share), step)
 
 
 def key(prompt: int, sample: int = 0, epoch: int = 0, attempt: int = 0) -> SampleKey:
@@ -54,11 +61,11 @@ PINNED_PROMPTS = [281, 208, 203, 189]
 
 
 def test_lengths_do_not_depend_on_what_was_asked_before():
-    other = ModelledWorkload(7, WORKLOAD.kinds)
+    other = ModelledWorkload(7, WORKLOAD.tasks, CAP)
     keys = [key(p, s, attempt=a) for p in range(20) for s in range(4) for a in range(2)]
     forward = {k: WORKLOAD.length(k) for k in keys}
     assert {k: other.length(k) for k in reversed(keys)} == forward
-    assert ModelledWorkload(8, WORKLOAD.kinds).length(keys[0]) != forward[keys[0]]
+    assert ModelledWorkload(8, WORKLOAD.tasks, CAP).length(keys[0]) != forward[keys[0]]
 
 
 def test_the_hash_is_uniform_and_its_streams_independent():
@@ -78,49 +85,49 @@ def test_the_hash_is_uniform_and_its_streams_independent():
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.75, 0.9, 0.99])
 def test_quantiles_of_the_lognormal(share: float):
     theory = 600 * math.exp(0.8 * NormalDist().inv_cdf(share))
-    assert PLAIN.quantile(share) == round(theory)
-    assert PLAIN.survival(theory) == pytest.approx(1 - share)
+    assert quantile(PLAIN, share) == round(theory)
+    assert exact_length(PLAIN, NormalDist().inv_cdf(share)) == pytest.approx(theory)
 
 
 @pytest.mark.parametrize(("share", "excess"), [(0.95, 2), (0.99, 10), (0.999, 100)])
 def test_quantiles_of_the_tail(share: float, excess: float):
     start = 600 * math.exp(0.8 * NormalDist().inv_cdf(0.9))
     theory = start * excess ** (1 / 1.9)
-    assert replace(LENGTHS, cap=1 << 30).quantile(share) == pytest.approx(theory, rel=1e-3)
-    assert LENGTHS.survival(theory) == pytest.approx(1 - share, rel=1e-9)
+    assert quantile(LENGTHS, share) == pytest.approx(theory, rel=1e-3)
+    assert exact_length(LENGTHS, NormalDist().inv_cdf(share)) == pytest.approx(theory, rel=1e-9)
 
 
 def test_the_tail_joins_the_body_and_ends_at_the_cap():
     z = NormalDist().inv_cdf(0.9)
-    assert LENGTHS.length_of_score(z + 1e-9) == pytest.approx(LENGTHS.length_of_score(z - 1e-9), abs=1)
-    assert LENGTHS.length_of_score(6) == LENGTHS.length_of_score(60) == 16384
-    assert LENGTHS.length_of_score(-60) == 1
-    assert LENGTHS.survival(100_000) > 0  # the cap is no part of it
+    assert length_of_score(LENGTHS, CAP, z + 1e-9) == pytest.approx(length_of_score(LENGTHS, CAP, z - 1e-9), abs=1)
+    assert length_of_score(LENGTHS, CAP, 6) == length_of_score(LENGTHS, CAP, 60) == CAP
+    assert length_of_score(LENGTHS, CAP, -60) == 1
+    assert exact_length(LENGTHS, 6) > CAP  # which is no part of it
 
 
 @given(st.floats(-8, 8), st.floats(0, 4))
 def test_a_higher_score_is_never_shorter(z: float, more: float):
-    assert LENGTHS.length_of_score(z) <= LENGTHS.length_of_score(z + more)
+    assert length_of_score(LENGTHS, CAP, z) <= length_of_score(LENGTHS, CAP, z + more)
 
 
 def test_drawn_lengths_have_the_distribution_whatever_the_correlation():
     for correlation in (0.0, 0.5):
-        workload = ModelledWorkload(3, (TaskKind("a", LENGTHS, correlation=correlation),))
+        workload = ModelledWorkload(3, (replace(MATH, correlation=correlation),), CAP)
         drawn = np.array([workload.length(key(p, s)) for p in range(3000) for s in range(4)])
         for share in (0.5, 0.75, 0.9, 0.99):
             # three standard errors of a quantile, at the effective number of draws that correlated ones are worth
             width = 3 * math.sqrt(share * (1 - share) / (12_000 / (1 + 3 * correlation)))
-            assert abs(float((drawn <= LENGTHS.quantile(share)).mean()) - share) < width
+            assert abs(float((drawn <= quantile(LENGTHS, share, CAP)).mean()) - share) < width
 
 
 def test_lengths_grow_by_step_up_to_a_limit():
     growing = replace(PLAIN, growth=0.01, growth_limit=4)
-    assert growing.quantile(0.5, 100) == round(600 * 1.01**100)
-    assert growing.quantile(0.5, 0) == 600
-    assert growing.quantile(0.5, 10_000) == 2400
+    assert quantile(growing, 0.5, step=100) == round(600 * 1.01**100)
+    assert quantile(growing, 0.5, step=0) == 600
+    assert quantile(growing, 0.5, step=10_000) == 2400
     shrinking = replace(growing, growth=-0.01)
-    assert shrinking.quantile(0.5, 10_000) == 150
-    assert replace(growing, cap=1000).quantile(0.9, 10_000) == 1000
+    assert quantile(shrinking, 0.5, step=10_000) == 150
+    assert quantile(growing, 0.9, 1000, step=10_000) == 1000
 
 
 # ---------------------------------------------------------------- prompts
@@ -131,7 +138,7 @@ def test_a_long_prompt_is_long_again():
     assert np.corrcoef(scores.T)[0, 1] == pytest.approx(0.8, abs=0.02)
     assert scores.mean() == pytest.approx(0, abs=0.04)
     assert scores.std() == pytest.approx(1, abs=0.03)
-    same = ModelledWorkload(7, (TaskKind("math", LENGTHS, correlation=1.0),))
+    same = ModelledWorkload(7, (replace(MATH, correlation=1.0),), CAP)
     assert len({same.length(key(5, s, epoch, a)) for s in range(3) for epoch in range(3) for a in range(2)}) == 1
 
 
@@ -140,55 +147,40 @@ def test_a_relaunch_and_an_epoch_draw_anew():
 
 
 def test_prompts_keep_their_kind_and_come_in_the_weights():
-    kinds = (TaskKind("math", LENGTHS, weight=1), TaskKind("code", LENGTHS, weight=3))
-    workload = ModelledWorkload(1, kinds)
+    workload = ModelledWorkload(1, (SimulatedTask("math", weight=1), SimulatedTask("code", weight=3)), CAP)
     names = [workload.kind_name(p) for p in range(8000)]
     assert names.count("code") / 8000 == pytest.approx(0.75, abs=0.02)
     assert names == [workload.kind_name(p) for p in range(8000)]
-
-
-def test_statistics_of_batches():
-    found = batch_statistics([[[1, 3], [5, 7]], [[1, 1], [1, 9]]], cap=9)
-    assert found.mean == 3.5
-    assert found.p50 == 2.0
-    assert found.batch_max == 8
-    assert found.batch_std == pytest.approx((math.sqrt(5) + math.sqrt(12)) / 2)
-    assert found.instance_std == pytest.approx((1 + 1 + 0 + 4) / 4)
-    assert found.capped_share == 1 / 8
-    drawn = batch_statistics(list(draw_batches(WORKLOAD, 64, 8, 4)), cap=16384)
-    assert drawn.instance_std < 0.7 * drawn.batch_std
-    assert drawn.p50 < drawn.p75 < drawn.p90 < drawn.p99 < drawn.batch_max
-    with pytest.raises(ValueError, match="must be"):
-        batch_statistics([], cap=9)
 
 
 # ---------------------------------------------------------------- rewards
 
 
 def test_seconds_of_scoring():
-    assert RewardTime(median_s=0.5).seconds(3.0, 0.9, 100) == 0.5
-    assert RewardTime(2.0, sigma=0.5).seconds(1.0, 0.9, 0) == pytest.approx(2 * math.exp(0.5))
-    assert RewardTime(1.0, per_token_s=0.01).seconds(0.0, 0.9, 300) == pytest.approx(4)
-    code = RewardTime(1.0, hang_share=0.05, timeout_s=30)
-    assert code.seconds(0.0, 0.04, 10) == 30
-    assert code.seconds(9.0, 0.06, 10) == 1.0
-    assert RewardTime(40.0, timeout_s=30).seconds(0.0, 0.9, 10) == 30
+    never = math.inf
+    assert scoring_s(SimulatedScoring(median_s=0.5), never, 3.0, 0.9, 100) == 0.5
+    assert scoring_s(SimulatedScoring(2.0, sigma=0.5), never, 1.0, 0.9, 0) == pytest.approx(2 * math.exp(0.5))
+    assert scoring_s(SimulatedScoring(1.0, per_token_s=0.01), never, 0.0, 0.9, 300) == pytest.approx(4)
+    code = SimulatedScoring(1.0, hang_share=0.05)
+    assert scoring_s(code, 30, 0.0, 0.04, 10) == 30
+    assert scoring_s(code, 30, 9.0, 0.06, 10) == 1.0
+    assert scoring_s(SimulatedScoring(40.0), 30, 0.0, 0.9, 10) == 30
 
 
 def test_five_per_cent_of_code_responses_hang():
-    time = RewardTime(1.0, 0.4, hang_share=0.05, timeout_s=30)
-    workload = ModelledWorkload(1, (TaskKind("code", LENGTHS, reward_time=time),))
+    code = SimulatedTask("code", response=LENGTHS, scoring=SimulatedScoring(1.0, 0.4, hang_share=0.05))
+    workload = ModelledWorkload(1, (code,), CAP, timeout_s=30)
     seconds = np.array([workload.reward_s(key(p, s)) for p in range(2000) for s in range(4)])
     assert (seconds == 30).mean() == pytest.approx(0.05, abs=0.01)
     assert np.median(seconds) == pytest.approx(math.exp(0.4 * NormalDist().inv_cdf(0.5 / 0.95)), rel=0.03)
 
 
 def test_rewards_are_of_the_prompts_own_rate():
-    certain = TaskKind("a", LENGTHS, pass_rate=0.5, pass_spread=100.0)
-    workload = ModelledWorkload(1, (certain,))
+    certain = SimulatedTask("a", pass_rate=0.5, pass_spread=100.0)
+    workload = ModelledWorkload(1, (certain,), CAP)
     groups = [{workload.reward(key(p, s)) for s in range(8)} for p in range(500)]
     assert np.mean([len(group) == 1 for group in groups]) > 0.9  # nearly no variance within a prompt
-    even = ModelledWorkload(1, (replace(certain, pass_rate=0.3, pass_spread=0.0),))
+    even = ModelledWorkload(1, (replace(certain, pass_rate=0.3, pass_spread=0.0),), CAP)
     assert np.mean([even.reward(key(p, s)) for p in range(500) for s in range(8)]) == pytest.approx(0.3, abs=0.03)
 
 
@@ -234,20 +226,18 @@ def test_recorded_lengths_are_drawn_by_prompt_and_step(tmp_path: Path):
 
 def test_resampling_rules(tmp_path: Path):
     write_run(tmp_path)
-    every = {10, 12, 20, 22, 100, 120, 200, 512}
-    flat = RecordedWorkload.read(tmp_path, seed=3, follow_steps=False)
-    assert {flat.length(key(p, s)) for p in range(40) for s in range(8)} == every
-    pooled = RecordedWorkload.read(tmp_path, seed=3, rule="pooled", follow_steps=False)
-    assert {pooled.length(key(0, s)) for s in range(200)} == every  # a prompt has no length of its own
-    assert flat.num_truncated == 1
-    assert RecordedWorkload.read(tmp_path, 3, count_tokens=lambda text: 7).prompt_length(0) == 7
+    pooled = RecordedWorkload.read(tmp_path, seed=3, rule="pooled")
+    assert {pooled.length(key(0, s), 1) for s in range(200)} == {10, 12, 100, 120}  # a prompt has no length of its own
+    assert {pooled.length(key(0, s), 5) for s in range(200)} == {20, 22, 200, 512}
+    assert pooled.num_truncated == 1
 
 
 def test_recorded_scoring_times(tmp_path: Path):
     write_run(tmp_path)
     assert RecordedWorkload.read(tmp_path, 3).reward_s(key(0)) == 0
-    timed = RecordedWorkload.read(tmp_path, 3, reward_time=RewardTime(0.5, per_token_s=1.0))
+    timed = RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(0.5, per_token_s=1.0))
     assert timed.reward_s(key(0), 1) == 0.5 + timed.length(key(0), 1)
+    assert RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(9.0), timeout_s=2).reward_s(key(0)) == 2
 
 
 def test_runs_that_cannot_be_played(tmp_path: Path):
@@ -288,7 +278,8 @@ def test_the_last_line_of_a_run_that_was_cut_off_is_left_out(tmp_path: Path):
     [
         {"median": 0},
         {"sigma": -1},
-        {"cap": 0},
+        {"shortest": 0},
+        {"shortest": CAP + 1},
         {"tail_from": 0},
         {"tail_index": 0},
         {"growth": -1},
@@ -296,21 +287,35 @@ def test_the_last_line_of_a_run_that_was_cut_off_is_left_out(tmp_path: Path):
     ],
 )
 def test_lengths_that_cannot_be(change: dict[str, float]):
-    (name,) = change
-    with pytest.raises(ValueError, match=f"LengthDistribution.{name}"):
-        replace(LENGTHS, **change)
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=rf"^response\.{name} \({value}\) must be "):
+        check_task(replace(MATH, response=replace(LENGTHS, **change)), CAP, math.inf)
+
+
+@pytest.mark.parametrize(
+    "change", [{"correlation": 1.5}, {"weight": 0}, {"pass_rate": 1.0}, {"pass_spread": -1}, {"prompt_median": 0}]
+)
+def test_tasks_that_cannot_be(change: dict[str, float]):
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=rf"^{name} \({value}\) must be "):
+        check_task(replace(MATH, **change), CAP, math.inf)
+
+
+def test_times_that_cannot_be():
+    check_task(MATH, CAP, math.inf)
+    check_scoring(SimulatedScoring(hang_share=0.1), 30.0)
+    for name in ("median_s", "sigma", "per_token_s"):
+        with pytest.raises(ValueError, match=rf"^scoring\.{name} \(-1\) must be >= 0"):
+            check_scoring(SimulatedScoring(**{name: -1}), 30.0)
+    with pytest.raises(ValueError, match=r"^scoring\.hang_share \(1\.1\) must be a share"):
+        check_scoring(SimulatedScoring(hang_share=1.1), 30.0)
+    with pytest.raises(ValueError, match=r"^scoring\.hang_share \(0\.1\) needs reward\.timeout_s"):
+        check_task(replace(MATH, scoring=SimulatedScoring(hang_share=0.1)), CAP, math.inf)
 
 
 def test_workloads_that_cannot_be():
     with pytest.raises(ValueError, match="at least one"):
-        ModelledWorkload(0, ())
-    with pytest.raises(ValueError, match="names that differ"):
-        ModelledWorkload(0, (TaskKind("a", LENGTHS), TaskKind("a", LENGTHS)))
-    for change in ({"correlation": 1.5}, {"weight": 0}, {"pass_rate": 1.0}):
-        with pytest.raises(ValueError, match="TaskKind 'a'"):
-            TaskKind("a", LENGTHS, **change)
-    with pytest.raises(ValueError, match="needs a timeout_s"):
-        RewardTime(hang_share=0.1)
-    with pytest.raises(ValueError, match="share"):
-        LENGTHS.quantile(1.0)
+        ModelledWorkload(0, (), CAP)
+    with pytest.raises(ValueError, match=r"names \(\['math', 'math'\]\) must be at least one, and differ"):
+        ModelledWorkload(0, (MATH, MATH), CAP)
     assert normal(1) == NormalDist().inv_cdf(uniform(1))

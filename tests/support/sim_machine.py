@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from known_samples import KnownSample, KnownWorkload
 
+from jaxrl.models.config import ModelConfig
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.events import (
     Event,
@@ -20,16 +22,15 @@ from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, ModelSizes, SwitchTimes, TrainLoad
+from jaxrl.sim.cost_model import CostModel, SwitchTimes, TrainLoad
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
-from jaxrl.sim.known import KnownSample, KnownWorkload
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.scoring import SimulatedScoring
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
 
 STOP = 1
-SMALL = ModelSizes(1000, 64, 128, 4, 4, 2, 16)
+SMALL = ModelConfig("llama", 1000, 64, 128, 4, 4, 2, 16)
 
 
 @dataclass(frozen=True)

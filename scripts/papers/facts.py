@@ -1,11 +1,10 @@
-"""What the papers published about their baselines: the only numbers that `jaxrl.sim.calibrate` may be fitted to.
+"""What the papers published about their baselines: the only numbers that a calibration may be fitted to.
 
-Purpose: facts as data, each with paper and place, so that a calibration can name what it rests on. `REPORTED` holds
-what the papers' own methods gained; it is for tables that set ours beside theirs, and no calibration reads it (a test
-checks the source of `calibrate` and `baselines`).
+Purpose: facts as data, each with paper and place, so that a calibration can name what it rests on; and `SETUPS`, how
+the papers ran those baselines. What the papers' own methods gained stands in `papers.reported`.
 
 Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), RhymeRL (He et al. 2025), read
-from their text. Model sizes: the models' config.json on Hugging Face.
+from their text.
 
 Departures: a number that a figure shows only as a drawing is not here. Left out for that reason: RollPacker Fig. 2a's
 curves (P50 and P90 of each task; which task has which P75), Fig. 4a, 4b, 5, 8a's curve, 10 (veRL's step times), 11
@@ -18,8 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-from jaxrl.sim.cost_model import ModelSizes
 
 Role = Literal["fit", "check", "input", "unused"]
 """fit: enters the residuals; check: predicted and reported, with no weight; input: taken over as it is; unused: not
@@ -253,17 +250,6 @@ _PAT = (
 
 FACTS: dict[str, Fact] = {fact.name: fact for fact in (*_ROLLPACKER, *_RHYMERL, *_APRIL, *_PAT)}
 
-MODELS: dict[str, ModelSizes] = {
-    "Qwen2.5-7B": ModelSizes(152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True),
-    "Qwen2.5-14B": ModelSizes(152064, 5120, 13824, 48, 40, 8, 128, qkv_bias=True),
-    "Qwen2.5-32B": ModelSizes(152064, 5120, 27648, 64, 40, 8, 128, qkv_bias=True),
-    "Qwen3-4B": ModelSizes(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True, qk_norm=True),
-    "Qwen3-8B": ModelSizes(151936, 4096, 12288, 36, 32, 8, 128, qk_norm=True),
-    "Qwen3-14B": ModelSizes(151936, 5120, 17408, 40, 40, 8, 128, qk_norm=True),
-    "Llama-3.1-8B": ModelSizes(128256, 4096, 14336, 32, 32, 8, 128),
-}
-"""vocab, hidden, intermediate, layers, heads, key/value heads, head dim, from each model's config.json."""
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -300,27 +286,3 @@ SETUPS: dict[str, Setup] = {
     ),
     "pat.h100.14b": Setup("PAT", "§5", "Qwen3-14B", "H100", 8, 2, 128, 1, 16384, "as for 8B"),
 }
-
-REPORTED: dict[str, dict[str, float]] = {
-    "RollPacker Table 2, + tail batching": {"7B/8k": 1.30, "14B/16k": 1.48, "32B/32k": 2.21},
-    "RollPacker Table 2, + reward scheduler": {"7B/8k": 2.01, "14B/16k": 1.99, "32B/32k": 2.48},
-    "RollPacker Table 2, + parallelism planner": {"7B/8k": 2.01, "14B/16k": 2.02, "32B/32k": 2.52},
-    "RollPacker Table 2, + stream trainer": {"7B/8k": 2.03, "14B/16k": 2.22, "32B/32k": 2.56},
-    "RollPacker §6.7, one-off pipeline": {"7B/8k": 1.71},
-    "APRIL Table 1, GRPO, tokens/s with APRIL, Qwen3-4B": {
-        "DAPO-Math-17k": 12210.0,
-        "DeepScaleR": 12183.0,
-        "DeepMath": 13027.0,
-    },
-    "APRIL Table 1, GRPO, tokens/s with APRIL, Qwen3-8B": {
-        "DAPO-Math-17k": 11096.0,
-        "DeepScaleR": 10821.0,
-        "DeepMath": 11594.0,
-    },
-    "APRIL Table 1, GRPO, mean improvement": {"Qwen3-4B": 0.313, "Qwen3-8B": 0.369},
-    "PAT §5.2-5.3, H100, speed-up of an iteration": {"Llama-3.1-8B/24K": 1.37, "Qwen3-14B/16K": 1.29},
-    "PAT §5.3, H100, generation with PAT in s": {"Llama-3.1-8B/24K": 87.9, "Qwen3-14B/16K": 91.1},
-    "PAT §5.2, A40, largest speed-up": {"Llama-3.1-8B, 8 devices": 1.27, "16 devices": 1.19, "Qwen3-14B, 16": 1.18},
-    "PAT §5.4, A40, switch TP 2 to 8 in s": {"all": 5.52, "weights": 1.03, "KV": 2.36, "graphs": 0.73},
-}
-"""What the papers' own methods reached. For comparison only: no calibration reads it."""

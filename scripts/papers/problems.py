@@ -1,171 +1,38 @@
-"""The papers' baselines as functions of a few constants: what `jaxrl.sim.calibrate` turns round.
+"""The calibration's problems: what each paper's baseline says about the simulator's constants.
 
-Purpose: each `Problem` says which constants are free, which published facts they must explain, what is assumed where
-a paper is silent, and computes the facts from the constants.
+Purpose: each `Problem` names the free constants, the published facts that they must explain, and what is assumed where
+a paper is silent, and it computes the facts from the constants. `papers.solver` turns that round.
 
-Source: the set-ups of `jaxrl.sim.published.SETUPS`. A synchronous rollout is drained without a queue: every row starts
-at once, and a dp group decodes on with the rows that are left (RollPacker §2.2, PAT §2.3).
-
-Departures: no queue, since all rows of all set-ups fit the devices' KV pools; dp groups do not wait for one another
-within a rollout (the baselines run one engine per group); drawn lengths come from a few batches of a fixed seed, so a
-predicted value carries their sampling noise (a few per cent), the same in every run.
+Source: the set-ups of `papers.facts.SETUPS`, in closed form (`papers.closed_form`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
 
-from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost, TrainLoad, causal_pairs
+from jaxrl.config import SimulatedLengths
+from jaxrl.models.shapes import named_shape
+from jaxrl.sim.calibration import efficiency_of
+from jaxrl.sim.cost_model import Efficiency, RooflineCost
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.published import MODELS, SETUPS, Setup
-from jaxrl.sim.workload import LengthDistribution, batch_statistics, normal
+from jaxrl.sim.workload import exact_length, normal
+from papers.closed_form import PROMPT_TOKENS, rollout_ends, train_s
+from papers.facts import SETUPS, Setup
+from papers.lengths import SEED, batches_of, lengths_of, quantile, spreads, survival
+from papers.solver import Constant, Problem, Values
 
-Values = Mapping[str, float]
-_SEED = 20260504
 _NORMAL = NormalDist()
-_PROMPT_TOKENS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A free constant: its prior and how far from it a fit may go.
-
-    `spread` is the prior's standard deviation of the logarithm; the constant stays within [low, high].
-    """
-
-    name: str
-    unit: str
-    prior: float
-    spread: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Constants to find from facts.
-
-    Attributes:
-      name: unique.
-      constants: free ones.
-      facts: names in `published.FACTS` that `predict` computes, of the roles fit and check.
-      predict: constants by name (free, fixed, cited and given ones) -> facts of role fit by name.
-      predict_checks: the same for facts of role check, asked once at the solution.
-      fixed: constants that no fact determines, with the value assumed for them.
-      cited: constants that a paper states: name -> a fact of role input.
-      given: constants taken over from an earlier problem: name -> that problem's name (same name there).
-      assumptions: what was read into a paper's silence.
-    """
-
-    name: str
-    constants: tuple[Constant, ...]
-    facts: tuple[str, ...]
-    predict: Callable[[Values], Mapping[str, float]]
-    predict_checks: Callable[[Values], Mapping[str, float]] | None = None
-    fixed: Mapping[str, float] = field(default_factory=dict)
-    cited: Mapping[str, str] = field(default_factory=dict)
-    given: Mapping[str, str] = field(default_factory=dict)
-    assumptions: tuple[str, ...] = ()
-
-
-# ---------------------------------------------------------------- constants -> objects
-
-
-def efficiency_of(values: Values) -> Efficiency:
-    """`Efficiency` from the constants named `efficiency.*`; the others keep their defaults."""
-    return Efficiency(**{f.name: values[key] for f in fields(Efficiency) if (key := f"efficiency.{f.name}") in values})
-
-
-def lengths_of(values: Values, cap: int) -> LengthDistribution:
-    """`LengthDistribution` from the constants named `lengths.*`."""
-    return LengthDistribution(
-        median=values["lengths.median"],
-        sigma=values["lengths.sigma"],
-        cap=cap,
-        tail_from=values.get("lengths.tail_from", 1.0),
-        tail_index=values.get("lengths.tail_index", 2.0),
-        growth=values.get("lengths.growth", 0.0),
-    )
 
 
 def cost_of(setup: Setup, values: Values) -> RooflineCost:
     """The cost model of a published set-up."""
-    return RooflineCost(MODELS[setup.model], HARDWARE[setup.hardware], efficiency_of(values))
-
-
-# ---------------------------------------------------------------- a synchronous step in closed form
-
-
-def drain(cost: CostModel, tp: int, prompts: Sequence[int], lengths: Sequence[int]) -> list[float]:
-    """Seconds after which each response of one dp group ends, all started at once; ascending.
-
-    Args:
-      prompts: tokens of each response's prompt; they are prefilled one after another, each once per response.
-      lengths: tokens of each response.
-
-    Between two ends the context grows linearly: the step's mean of the first and last step is exact wherever the cost
-    is linear in the context.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    now = cost.prefill_s(tp, sum(prompts), sum(causal_pairs(tokens) for tokens in prompts))
-    context = float(sum(prompts))
-    done, ends = 0, []
-    for position, i in enumerate(order):
-        batch, steps = len(order) - position, lengths[i] - done
-        if steps:
-            first = cost.decode_step_s(tp, batch, context)
-            last = cost.decode_step_s(tp, batch, context + batch * (steps - 1))
-            now += steps * (first + last) / 2
-        done = lengths[i]
-        context += batch * steps - (prompts[i] + done)
-        ends.append(now)
-    return ends
-
-
-def rollout_ends(cost: CostModel, setup: Setup, batch: Sequence[Sequence[int]], prompt_tokens: int) -> list[float]:
-    """Seconds after which each response of a synchronous rollout ends, ascending; [prompts][group] lengths."""
-    groups = setup.num_devices // setup.tp
-    ends: list[float] = []
-    for group in range(groups):
-        lengths = [length for prompt in batch[group::groups] for length in prompt]
-        ends.extend(drain(cost, setup.tp, [prompt_tokens] * len(lengths), lengths))
-    return sorted(ends)
-
-
-def train_s(cost: CostModel, setup: Setup, batch: Sequence[Sequence[int]], prompt_tokens: int, forwards: int) -> float:
-    """Seconds of training on a batch: one update, and so many forward passes besides."""
-    whole = [length + prompt_tokens for prompt in batch for length in prompt]
-    load = TrainLoad(sum(whole), sum(causal_pairs(tokens) for tokens in whole), extra_forwards=forwards)
-    return cost.train_step_s(load, setup.num_devices)
-
-
-def batches_of(
-    setup: Setup, lengths: LengthDistribution, correlation: float, num_batches: int
-) -> list[list[list[int]]]:
-    """Response lengths of a set-up's batches, [batches][prompts][group], as `ModelledWorkload` models them."""
-    common, own = math.sqrt(correlation), math.sqrt(1 - correlation)
-    return [
-        [[lengths.length_of_score(common * prompt + own * z) for z in responses] for prompt, responses in batch]
-        for batch in _scores(setup.num_prompts, setup.group_size, num_batches)
-    ]
-
-
-@lru_cache(maxsize=16)
-def _scores(num_prompts: int, group_size: int, num_batches: int) -> list[list[tuple[float, list[float]]]]:
-    """Standard normal parts of scores: a prompt's, and its responses'. Drawn once: a fit asks for them many times."""
-    return [
-        [
-            (normal(_SEED, batch, prompt), [normal(_SEED, batch, prompt, i) for i in range(group_size)])
-            for prompt in range(num_prompts)
-        ]
-        for batch in range(num_batches)
-    ]
+    return RooflineCost(named_shape(setup.model), HARDWARE[setup.hardware], efficiency_of(values))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -191,10 +58,10 @@ def _pat_a40_checks(values: Values) -> dict[str, float]:
     cost = cost_of(setup, values)
     generation, single, rest = [], [], []
     for batch in _pat_batches(setup, values):
-        ends = rollout_ends(cost, setup, batch, _PROMPT_TOKENS)
+        ends = rollout_ends(cost, setup, batch, PROMPT_TOKENS)
         generation.append(ends[-1])
         single.append((ends[-1] - ends[-2]) / ends[-1])
-        rest.append(train_s(cost, setup, batch, _PROMPT_TOKENS, forwards=1))
+        rest.append(train_s(cost, setup, batch, PROMPT_TOKENS, forwards=1))
     return {
         "pat.a40.single_row_share": _mean(single),
         "pat.a40.generation_share": _mean(generation) / (_mean(generation) + _mean(rest)),
@@ -203,7 +70,7 @@ def _pat_a40_checks(values: Values) -> dict[str, float]:
 
 def _pat_batches(setup: Setup, values: Values) -> list[list[list[int]]]:
     """Batches whose longest response reaches the cap, as in every step that PAT reports (§5.1)."""
-    batches = batches_of(setup, lengths_of(values, setup.max_tokens), 0.0, 5)
+    batches = batches_of(setup, lengths_of(values), 0.0, 5)
     for batch in batches:
         longest = max(range(len(batch)), key=lambda i: batch[i][0])
         batch[longest][0] = setup.max_tokens
@@ -211,8 +78,8 @@ def _pat_batches(setup: Setup, values: Values) -> list[list[list[int]]]:
 
 
 def _pat_lengths(values: Values) -> dict[str, float]:
-    lengths = lengths_of(values, 1 << 20)
-    return {"pat.share_over_8k": lengths.survival(8192), "pat.share_over_16k": lengths.survival(16384)}
+    lengths = lengths_of(values)
+    return {"pat.share_over_8k": survival(lengths, 8192), "pat.share_over_16k": survival(lengths, 16384)}
 
 
 def _pat_h100(values: Values) -> dict[str, float]:
@@ -221,10 +88,10 @@ def _pat_h100(values: Values) -> dict[str, float]:
         setup = SETUPS[f"pat.h100.{size}"]
         cost = cost_of(setup, values)
         batches = _pat_batches(setup, values)
-        generation = _mean([rollout_ends(cost, setup, batch, _PROMPT_TOKENS)[-1] for batch in batches])
+        generation = _mean([rollout_ends(cost, setup, batch, PROMPT_TOKENS)[-1] for batch in batches])
         facts[f"pat.h100.{size}_generation"] = generation
         if size == "8b":
-            rest = _mean([train_s(cost, setup, batch, _PROMPT_TOKENS, forwards=1) for batch in batches])
+            rest = _mean([train_s(cost, setup, batch, PROMPT_TOKENS, forwards=1) for batch in batches])
             facts["pat.h100.8b_step"] = generation + rest
     return facts
 
@@ -238,13 +105,13 @@ def _pat_h100_checks(values: Values) -> dict[str, float]:
 
 def _april(values: Values) -> dict[str, float]:
     setup = SETUPS["april.4b"]
-    batches = batches_of(setup, lengths_of(values, setup.max_tokens), values["correlation"], 6)
-    drawn = batch_statistics(batches, setup.max_tokens)
-    facts = {"april.batch_std": drawn.batch_std, "april.instance_std": drawn.instance_std}
+    batches = batches_of(setup, lengths_of(values), values["correlation"], 6)
+    batch_std, instance_std = spreads(batches)
+    facts = {"april.batch_std": batch_std, "april.instance_std": instance_std}
     for size in ("4b", "8b"):
         setup = SETUPS[f"april.{size}"]
         cost = cost_of(setup, values)
-        seconds = [rollout_ends(cost, setup, batch, _PROMPT_TOKENS)[-1] for batch in batches]
+        seconds = [rollout_ends(cost, setup, batch, PROMPT_TOKENS)[-1] for batch in batches]
         facts[f"april.{size}.throughput"] = float(np.sum(batches)) / math.fsum(seconds)
     return facts
 
@@ -256,8 +123,8 @@ def _april(values: Values) -> dict[str, float]:
 def _rank_scores() -> tuple[np.ndarray, np.ndarray]:
     """Of 4,096 prompts: their part of the score, and the median of 16 responses' own parts; [P] each."""
     prompts = range(4096)
-    own = np.array([[normal(_SEED, 1, p, i) for i in range(16)] for p in prompts])
-    return np.array([normal(_SEED, 0, p) for p in prompts]), np.median(own, axis=1)
+    own = np.array([[normal(SEED, 1, p, i) for i in range(16)] for p in prompts])
+    return np.array([normal(SEED, 0, p) for p in prompts]), np.median(own, axis=1)
 
 
 def rank_up_share(correlation: float, num_groups: int = 8) -> float:
@@ -295,27 +162,27 @@ def reward_stage_s(values: Values, task: str, num_samples: int) -> float:
 
 
 @lru_cache(maxsize=32)
-def _rollouts_s(name: str, eff: Efficiency, lengths: LengthDistribution, correlation: float, num: int) -> list[float]:
+def _rollouts_s(name: str, eff: Efficiency, lengths: SimulatedLengths, correlation: float, num: int) -> list[float]:
     """Seconds of the rollouts of `num` batches of a set-up: most of a fit's time, and asked again for the same."""
     setup = SETUPS[name]
-    cost = RooflineCost(MODELS[setup.model], HARDWARE[setup.hardware], eff)
+    cost = RooflineCost(named_shape(setup.model), HARDWARE[setup.hardware], eff)
     return [
-        rollout_ends(cost, setup, batch, _PROMPT_TOKENS)[-1] for batch in batches_of(setup, lengths, correlation, num)
+        rollout_ends(cost, setup, batch, PROMPT_TOKENS)[-1] for batch in batches_of(setup, lengths, correlation, num)
     ]
 
 
 def _rollpacker(values: Values) -> dict[str, float]:
     setup = SETUPS["rollpacker.table1"]
-    cost, lengths = cost_of(setup, values), lengths_of(values, setup.max_tokens)
+    cost, lengths = cost_of(setup, values), lengths_of(values)
     batches = batches_of(setup, lengths, values["math.correlation"], 6)
     inference = replace(cost.efficiency, mfu=1.0, train_fixed_s=0.0)  # the rest does not touch a rollout
     rollout = _mean(_rollouts_s("rollpacker.table1", inference, lengths, values["math.correlation"], len(batches)))
-    train = _mean([train_s(cost, setup, batch, _PROMPT_TOKENS, forwards=2) for batch in batches])
+    train = _mean([train_s(cost, setup, batch, PROMPT_TOKENS, forwards=2) for batch in batches])
     num_samples = setup.num_prompts * setup.group_size
-    uncapped = batches_of(setup, lengths_of(values, 1 << 30), values["math.correlation"], 16)
+    uncapped = batches_of(setup, lengths, values["math.correlation"], 16, longest=1 << 30)
     longest = math.exp(_mean([math.log(max(max(prompt) for prompt in batch)) for batch in uncapped]))
     facts = {
-        "rollpacker.p75": lengths.exact_length(_NORMAL.inv_cdf(0.75)),
+        "rollpacker.p75": exact_length(lengths, _NORMAL.inv_cdf(0.75)),
         "rollpacker.max_over_median": min(longest, setup.max_tokens) / lengths.median,
         "rollpacker.longest": longest,
     }
@@ -330,14 +197,14 @@ def _rollpacker_checks(values: Values) -> dict[str, float]:
     """Time per token over the batch (§4.1), and Table 3's step: the fifth of the prompts whose responses are longest,
     with scoring that costs nothing, since it runs while others decode."""
     profiled = SETUPS["rollpacker.table1"]
-    cost, context = cost_of(profiled, values), float(lengths_of(values, profiled.max_tokens).quantile(0.75))
+    cost, context = cost_of(profiled, values), float(quantile(lengths_of(values), profiled.max_tokens, 0.75))
     tpot = [cost.decode_step_s(profiled.tp, rows, rows * context) for rows in (32, 64)]
     setup = SETUPS["rollpacker.7b"]
     cost = cost_of(setup, values)
-    drawn = batches_of(setup, lengths_of(values, setup.max_tokens), values["math.correlation"], 5)
+    drawn = batches_of(setup, lengths_of(values), values["math.correlation"], 5)
     prompts = sorted((prompt for batch in drawn for prompt in batch), key=max)[-setup.num_prompts :]
-    rollout = rollout_ends(cost, setup, prompts, _PROMPT_TOKENS)[-1]
-    step = rollout + train_s(cost, setup, prompts, _PROMPT_TOKENS, forwards=2)
+    rollout = rollout_ends(cost, setup, prompts, PROMPT_TOKENS)[-1]
+    step = rollout + train_s(cost, setup, prompts, PROMPT_TOKENS, forwards=2)
     return {"rollpacker.tpot_64_over_32": tpot[1] / tpot[0], "rollpacker.7b_long_round_step": step}
 
 
@@ -384,7 +251,7 @@ PROBLEMS: tuple[Problem, ...] = (
             "static TP 2 (tuned, not said)",
             "Qwen3-14B's responses as long as LLaMA3.1-8B's",
             "preparation is one forward pass, one update per step",
-            f"prompts of {_PROMPT_TOKENS} tokens",
+            f"prompts of {PROMPT_TOKENS} tokens",
         ),
     ),
     Problem(
@@ -419,7 +286,7 @@ PROBLEMS: tuple[Problem, ...] = (
         assumptions=(
             "TP 1 (not said)",
             "both models' responses equally long on all three data sets; lognormal without a tail of its own",
-            f"prompts of {_PROMPT_TOKENS} tokens",
+            f"prompts of {PROMPT_TOKENS} tokens",
         ),
     ),
     Problem(
@@ -472,7 +339,7 @@ PROBLEMS: tuple[Problem, ...] = (
             "the code task's reward stage takes one 30 s time-out at least, which sets the scale of all times",
             "Table 1's training holds two forward passes (old log-probabilities, reference) and one update",
             "rewards are scored after the rollout, by 1 (math), 64 (code) and 32 (judge) workers",
-            f"prompts of {_PROMPT_TOKENS} tokens",
+            f"prompts of {PROMPT_TOKENS} tokens",
         ),
     ),
 )

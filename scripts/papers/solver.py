@@ -1,42 +1,69 @@
-"""Constants of the simulator from published facts about baselines, and the file that keeps them.
-
-Purpose: `calibrate()` solves every `Problem` of `jaxrl.sim.baselines` and returns a `Calibration`; `Calibration.write`
-and `read` keep it as JSON. The file says of every constant which published facts moved it and how far these are from
-what the constant predicts; it is committed before anything is compared with what a paper's own method gained.
+"""Constants from facts: the calibration's least squares.
 
 Source: regularised nonlinear least squares (Levenberg 1944, Marquardt 1963) on logarithms. A constant's prior is one
 more residual, so facts fewer than constants still give one answer: the one nearest to the priors.
 
 Departures: none of the papers says how a simulator was fitted. `informed` (share of a constant's prior variance that
 the facts remove, linearised at the solution) says what rests on facts and what on the prior.
-
-Example::
-
-    calibration = calibrate()
-    calibration.write("calibration.json")
-    cost = RooflineCost(MODELS["Qwen2.5-14B"], H800, calibration.efficiency("rollpacker"))
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl.sim.baselines import PROBLEMS, Constant, Problem, efficiency_of, lengths_of
-from jaxrl.sim.cost_model import Efficiency
-from jaxrl.sim.published import FACTS, Fact
-from jaxrl.sim.workload import LengthDistribution
+from papers.facts import FACTS, Fact
 
-VERSION = 1
 _STEP = 0.005  # of a logarithm, for differences: narrow for curvature, wide enough for lengths rounded to tokens
 _MOVES = 0.02  # a fact counts as having moved a constant if it changes by this share of the constant's own change
 _MAX_ITERATIONS = 300
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A free constant: its prior and how far from it a fit may go.
+
+    `spread` is the prior's standard deviation of the logarithm; the constant stays within [low, high].
+    """
+
+    name: str
+    unit: str
+    prior: float
+    spread: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Constants to find from facts.
+
+    Attributes:
+      name: unique.
+      constants: free ones.
+      facts: names in `facts.FACTS` that `predict` computes, of the roles fit and check.
+      predict: constants by name (free, fixed, cited and given ones) -> facts of role fit by name.
+      predict_checks: the same for facts of role check, asked once at the solution.
+      fixed: constants that no fact determines, with the value assumed for them.
+      cited: constants that a paper states: name -> a fact of role input.
+      given: constants taken over from an earlier problem: name -> that problem's name (same name there).
+      assumptions: what was read into a paper's silence.
+    """
+
+    name: str
+    constants: tuple[Constant, ...]
+    facts: tuple[str, ...]
+    predict: Callable[[Values], Mapping[str, float]]
+    predict_checks: Callable[[Values], Mapping[str, float]] | None = None
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    cited: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +150,7 @@ def _fact(problem: Problem, name: str, facts: Mapping[str, Fact], roles: Sequenc
         role = "not published" if fact is None else f"of role {fact.role!r}"
         raise ValueError(
             f"calibration problem {problem.name!r}: fact {name!r} is {role} and must be of {' or '.join(roles)}; see "
-            "jaxrl.sim.published"
+            "papers.facts"
         )
     return fact
 
@@ -186,129 +213,3 @@ def _rests_on(
         moved = tuple(fact.name for i, fact in enumerate(facts) if abs(jacobian[i, j]) > _MOVES)
         found.append((constant, float(1 - posterior[j, j] / spread[j] ** 2), moved))
     return found
-
-
-# ---------------------------------------------------------------- all problems, and the file
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Constants of every problem: `values[problem][constant]`, and the document that explains them."""
-
-    values: Mapping[str, Mapping[str, float]]
-    document: Mapping[str, Any]
-
-    def efficiency(self, problem: str) -> Efficiency:
-        """The efficiency factors of a problem's machine; those that it does not determine keep their defaults."""
-        return efficiency_of(self._of(problem))
-
-    def lengths(self, problem: str, cap: int) -> LengthDistribution:
-        """The response lengths of a problem's workload, with another cap."""
-        return lengths_of(self._of(problem), cap)
-
-    def value(self, problem: str, constant: str) -> float:
-        """One constant."""
-        values = self._of(problem)
-        if constant not in values:
-            raise ValueError(f"calibration: {problem!r} has no {constant!r}; it has {', '.join(sorted(values))}")
-        return values[constant]
-
-    def _of(self, problem: str) -> Mapping[str, float]:
-        if problem not in self.values:
-            raise ValueError(f"calibration: no problem {problem!r}; there are {', '.join(sorted(self.values))}")
-        return self.values[problem]
-
-    def write(self, path: str | Path) -> None:
-        """Writes the document as JSON."""
-        Path(path).write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: str | Path) -> Calibration:
-        """Reads what `write` wrote.
-
-        Raises ValueError for another version, or if a published value in it is no longer the one of `published.FACTS`:
-        a calibration must not outlive the facts that it was fitted to.
-        """
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such calibration file; `calibrate().write(path)` makes one") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not valid JSON ({error})") from None
-        version = document.get("version") if isinstance(document, dict) else None
-        if version != VERSION:
-            raise ValueError(f"{path}: calibration version {version!r} must be {VERSION}: calibrate again")
-        values = {}
-        for name, entry in document["problems"].items():
-            for row in entry["facts"]:
-                fact = FACTS.get(row["fact"])
-                if fact is None or [fact.low, fact.high] != row["published"]:
-                    raise ValueError(
-                        f"{path}: {name} was fitted to {row['fact']} = {row['published']}, which is not what "
-                        "jaxrl.sim.published says: calibrate again"
-                    )
-            free = {constant: found["value"] for constant, found in entry["constants"].items()}
-            held = {constant: found["value"] for constant, found in entry["held"].items()}
-            values[name] = held | free
-        return cls(values, document)
-
-
-def calibrate(problems: Sequence[Problem] = PROBLEMS, facts: Mapping[str, Fact] = FACTS) -> Calibration:
-    """Solves the problems in order, each with what earlier ones found. The same result whenever it is run."""
-    solved: dict[str, Solution] = {}
-    for problem in problems:
-        given = {name: solved[other].values[name] for name, other in problem.given.items() if other in solved}
-        solved[problem.name] = solve(problem, given, facts)
-    document = {
-        "version": VERSION,
-        "what": "constants of jaxrl.sim fitted to published facts about baselines (jaxrl.sim.calibrate)",
-        "residual": "ln(predicted / nearest published value); 0 within a published range",
-        "problems": {name: _entry(solution) for name, solution in solved.items()},
-    }
-    return Calibration({name: dict(solution.values) for name, solution in solved.items()}, document)
-
-
-def _entry(solution: Solution) -> dict[str, Any]:
-    """A solution as JSON."""
-    problem = solution.problem
-    explained = {row.fact.name: row for row in solution.facts}
-    constants = {
-        c.name: {
-            "value": _rounded(c.value),
-            "unit": c.unit,
-            "prior": c.prior,
-            "prior_log_spread": c.spread,
-            "informed": round(c.informed, 3),
-            "fitted_to": [_cited(explained[name]) for name in c.fitted_to],
-        }
-        for c in solution.constants
-    }
-    held: dict[str, Any] = {
-        name: {"value": value, "why": "assumed: no published fact determines it"}
-        for name, value in problem.fixed.items()
-    }
-    for name, source in problem.cited.items():
-        fact = FACTS[source]
-        held[name] = {"value": fact.low, "why": f"published: {fact.paper}, {fact.where}", "fact": source}
-    for name, other in problem.given.items():
-        held[name] = {"value": _rounded(solution.values[name]), "why": f"from problem {other}"}
-    rows = [
-        _cited(row) | {"role": row.fact.role, "unit": row.fact.unit, "note": row.fact.note} for row in solution.facts
-    ]
-    return {"constants": constants, "held": held, "facts": rows, "assumptions": list(problem.assumptions)}
-
-
-def _cited(row: ExplainedFact) -> dict[str, Any]:
-    fact = row.fact
-    return {
-        "fact": fact.name,
-        "source": f"{fact.paper}, {fact.where}",
-        "published": [fact.low, fact.high],
-        "predicted": _rounded(row.predicted),
-        "residual": round(row.residual, 5),
-    }
-
-
-def _rounded(value: float) -> float:
-    """Six digits: enough for a constant, and the same text from every machine's last bits."""
-    return float(f"{value:.6g}")

@@ -1,0 +1,156 @@
+"""The examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+MARKED, UNMARKED = "48 + 24 is 72.\n#### 72", "48 + 24 = 72"
+
+
+def run(*command: str | Path, devices: int = 1, status: int = 0) -> str:
+    """Starts Python with these arguments; returns what it printed, errors included."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    arguments = [sys.executable, *map(str, command)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=600)
+    output = done.stdout + done.stderr
+    assert done.returncode == status, output
+    return output
+
+
+def steps_of(output: str) -> list[dict[str, float]]:
+    """The numbers of every line that the loop printed, by name."""
+    lines = re.findall(r"^step.*$", output, re.MULTILINE)
+    return [{name: float(value) for name, value in re.findall(r"([a-z]+) +([\d.e+-]+)", line)} for line in lines]
+
+
+@pytest.mark.parametrize("name", ["rl_loop", "custom_reward", "swap_layout"])
+def test_every_example_says_what_it_takes(name: str):
+    assert "--help" in run(EXAMPLES / f"{name}.py", "--help")
+
+
+def test_the_loop_learns_and_gives_its_weights_back(tiny_model: Path):
+    loop = EXAMPLES / "rl_loop.py"
+    assert len(loop.read_text(encoding="utf-8").splitlines()) <= 150
+    sizes = ("--steps", "25", "--prompts", "4", "--samples", "8", "--max-tokens", "8", "--lr", "0.02")
+    steps = steps_of(run(loop, "--model", f"random:{tiny_model}", *sizes))
+    assert [step["step"] for step in steps] == [*range(1, 26)]
+    rewards = [step["reward"] for step in steps]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.1, "a random model learns to write digits"
+    assert steps[0]["grad"] > 0
+    # were one update's weights kept from the sampler, the two would be apart from the next step on
+    assert max(step["mismatch"] for step in steps) < 1e-4
+
+
+def test_the_loop_reads_questions_and_answers(tiny_model: Path, tmp_path: Path):
+    file = tmp_path / "problems.jsonl"
+    rows = [{"question": f"What is {i} times 12?", "answer": f"Twelve, {i} times.\n#### {12 * i}"} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = (EXAMPLES / "rl_loop.py", "--data", file, "--steps", "1", "--prompts", "4", "--samples", "8")
+    (step,) = steps_of(run(*command, "--model", f"random:{tiny_model}", "--max-tokens", "8"))
+    assert 0 <= step["reward"] <= 1
+    rows[1]["answer"] = "many"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    refused = run(*command, "--model", f"random:{tiny_model}", status=2)
+    assert re.search(r"rl_loop\.py: .*problems\.jsonl.*2: the answer must be a number, found 'many'\n$", refused)
+
+
+def test_what_cannot_be_is_one_sentence(tiny_model: Path, tmp_path: Path):
+    loop = EXAMPLES / "rl_loop.py"
+    missing = run(loop, "--model", tmp_path / "nothing", status=2)
+    assert missing.startswith("rl_loop.py: ")
+    assert "nothing" in missing
+    assert "Traceback" not in missing
+    assert "must be at least 2" in run(loop, "--model", f"random:{tiny_model}", "--samples", "1", status=2)
+    alone = run(EXAMPLES / "swap_layout.py", "--model", f"random:{tiny_model}", status=2)
+    assert "one device" in alone
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (MARKED, "72", 1.0),
+        (UNMARKED, "72", 0.9),
+        (UNMARKED, "71", 0.0),
+        (MARKED, "71", 0.1),
+        ("so it costs\n#### $1,234.00.", "1,234", 1.0),
+        ("5-3\n#### 2", "2", 1.0),
+        ("5-3", "3", 0.9),
+        ("one guess\n#### 70\n#### 72", "72", 0.9),  # the last counts, and has no form
+        ("#### 72", "72", 0.9),  # an answer without a word before it
+        ("none", "72", 0.0),
+    ],
+)
+def test_the_reward_pays_for_the_number_and_its_form(response: str, truth: str, score: float):
+    compute_score = runpy.run_path(str(EXAMPLES / "custom_reward.py"))["compute_score"]
+    assert compute_score("test", response, truth, {"finish_reason": "stop"})["score"] == pytest.approx(score)
+    cut = compute_score("test", response, truth, {"finish_reason": "length"})
+    assert cut["form"] == 0
+
+
+def test_the_reward_tries_answers_and_refuses_a_reference_without_a_number():
+    printed = run(EXAMPLES / "custom_reward.py")
+    assert printed.splitlines()[0].startswith("score 1.0  correct 1.0  form 1.0")
+    assert run(EXAMPLES / "custom_reward.py", "--answer", "it is 7", "--truth", "7").startswith("score 0.9")
+    refused = run(EXAMPLES / "custom_reward.py", "--truth", "x", status=2)
+    assert refused == "custom_reward.py: example: the reference answer must be a number, found 'x'\n"
+
+
+def test_a_run_uses_the_reward(tiny_model: Path, tmp_path: Path):
+    file = EXAMPLES / "custom_reward.py"
+    run(
+        *("-m", "jaxrl", "train", "--config", ROOT / "configs" / "quickstart.yaml"),
+        *(f"model.path={tiny_model}", "model.random_init=true", f"trainer.run_dir={tmp_path / 'run'}"),
+        *("reward.kind=custom", f"reward.path={file}", "data.max_prompt_length=160"),
+        *("data.train_batch_size=4", "rollout.n=4", "rollout.max_num_seqs=8", "rollout.warmup=false"),
+        *("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=0"),
+        *("trainer.save_freq=0", "trainer.compilation_cache_dir="),
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward/errors"] for line in lines] == [0, 0]
+    samples: list[dict[str, Any]] = [
+        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
+    compute_score = runpy.run_path(str(file))["compute_score"]
+    assert samples
+    for sample in samples:
+        extra = {"finish_reason": sample["finish_reason"]}
+        expected = compute_score("chain_sum", sample["response"], sample["answer"], extra)["score"]
+        assert sample["reward"] == pytest.approx(expected)
+
+
+def test_layouts_change_and_no_token_does(tiny_model: Path):
+    command = (EXAMPLES / "swap_layout.py", "--model", f"random:{tiny_model}", "--dtype", "float64")
+    printed = run(*command, devices=4)
+    switched = re.search(r"tp 1 -> 4 with (\d+) responses under way, .* of (\d+) tokens moved", printed)
+    assert switched is not None, printed
+    assert 2 <= int(switched[1]) < 16
+    assert int(switched[2]) > 0
+    assert "16 of 16 responses are the same" in printed
+    moves = dict(re.findall(r"^(.*): \d+ of \d+ arrays, ([\d.]+) MB between devices$", printed, re.MULTILINE))
+    assert [*moves] == [
+        "rollout weights, tp 1 -> tp 2",
+        "rollout weights, tp 2 -> tp 4",
+        "rollout weights, tp 4 -> tp 1",
+        "train state, split -> whole",
+        "train state, whole -> split",
+    ]
+    assert [name for name, megabytes in moves.items() if float(megabytes) > 0] == [
+        "rollout weights, tp 4 -> tp 1",
+        "train state, split -> whole",
+    ], "towards a larger tp every device keeps a slice of what it has"
