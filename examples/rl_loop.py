@@ -55,8 +55,8 @@ def grpo_advantages(groups: Sequence[Group]) -> list[np.ndarray]:
 
 
 def small_sums() -> list[Problem]:
-    """All sums of two numbers up to 20."""
-    questions = {f"What is {a} + {b}?": str(a + b) for a in range(21) for b in range(21)}
+    """All sums of two numbers of one digit."""
+    questions = {f"What is {a} + {b}?": str(a + b) for a in range(10) for b in range(10)}
     return [
         Problem(i, f"sum {i}", ({"role": "user", "content": question},), answer, "sums")
         for i, (question, answer) in enumerate(questions.items())

@@ -1,14 +1,16 @@
 """One interface to attention over a paged KV cache, to the writes into it, and to attention over packed rows.
 
 Prefill, decode and verification are the same operation with a different number of queries per row: `paged_attention`
-takes C queries a row and masks by position. What runs behind an operation is its argument `implementation`:
+takes C queries a row and masks by position. What runs behind an operation is chosen by an option, `rollout.attention`
+for the cache and `actor.attention` for packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
 - `"pallas"`: our GPU kernels (`paged_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that they refuse;
-- `"auto"`: the kernels where JAX's default backend is a GPU, the program is compiled for CUDA, and the kernels take
-  these shapes and dtypes; the reference otherwise. All of it is known while tracing; nothing is tried and caught.
+- `"auto"`, over the cache: the kernels where JAX's default backend is a GPU, the program is compiled for CUDA, and the
+  kernels take these shapes and dtypes; the reference otherwise. All of it is known while tracing; nothing is tried and
+  caught. On packed rows: jnp in tiles (`packed`), everywhere.
 
-docs/kernels.md says what the kernels are, why these, and what of them has been measured.
+docs/kernels.md says what the kernels are, why these, and what has been measured.
 
 Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block,
 W blocks per table, T tokens of a packed row. All of it is local to one device: callers run it inside `shard_map`.
@@ -16,15 +18,15 @@ W blocks per table, T tokens of a packed row. All of it is local to one device: 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.kernels import reference
+from jaxrl.kernels import packed, reference
 
 Implementation = Literal["auto", "reference", "pallas"]
+_KERNEL_KEYS = 128  # two tiles of keys: the kernels skip what a row does not see, so packing may count on about that
 
 
 def write_kv(
@@ -51,46 +53,101 @@ def paged_attention(
     arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
     if not _wants_kernel(implementation):
         return reference.paged_attention(*arrays)
-    # Imported here: on CPU nobody waits for it, and a JAX that has dropped this backend of Pallas still runs there.
+    # Imported here: a run on CPU need not wait for it, and a JAX without this backend of Pallas still runs there.
     from jaxrl.kernels import paged_pallas
 
     if implementation == "pallas":
         return paged_pallas.paged_attention(*arrays)
-    if paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD):
+    if paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
         return reference.paged_attention(*arrays)
     return lax.platform_dependent(
         *arrays, cuda=lambda *x: paged_pallas.paged_attention(*x), default=reference.paged_attention
     )
 
 
-def packed_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    *,
-    prefix_ids: jax.Array | None = None,
-    implementation: Implementation = "auto",
-) -> jax.Array:
-    """[R, T, H, D]: causal attention within the segments of packed rows and to the segments that they continue.
+class PackedAttention(NamedTuple):
+    """Causal attention over packed rows, within segments and to the segments that they continue. Hashable.
 
-    `reference.packed_attention` has the shapes and the rule; `prefix_ids` may also be 0 for none. On a GPU `"auto"`
-    goes by the default backend alone, not by what the program is compiled for: a branch that JAX chooses when it
-    compiles would make both implementations' residuals, the reference's [T, T] weights among them, outlive the
-    forward pass.
+    `choose_packed` makes one from an option; `reference.packed_attention` has the shapes and the rule. A prefix of 0
+    means none, like the segment itself. What padding (segment 0) gets is finite, and nothing else is said of it.
+
+    Attributes:
+      implementation: `reference`; `tiles`, jnp that never holds the scores of a long row (`jaxrl.kernels.packed`);
+        `pallas`, GPU kernels (`jaxrl.kernels.packed_pallas`).
+      tiling: how the work of `tiles` is cut.
+      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+    """
+
+    implementation: Literal["reference", "tiles", "pallas"]
+    tiling: packed.Tiling = packed.Tiling()
+    interpret: bool = False
+
+    def tile_pairs(self, segment_ids: jax.Array, prefix_ids: jax.Array) -> packed.TilePairs | None:
+        """What the layers share: worked out once per microbatch for all its `attend`s; None if nothing."""
+        if self.implementation != "tiles":
+            return None
+        return packed.visible_pairs(segment_ids, prefix_ids, self.tiling)
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        prefix_ids: jax.Array,
+        tiles: packed.TilePairs | None,
+    ) -> jax.Array:
+        """[R, T, H, D]; `tiles` is what `tile_pairs` gave for the same segments and prefixes.
+
+        Raises:
+          ValueError: for shapes or dtypes that the GPU kernels refuse.
+        """
+        match self.implementation:
+            case "reference":
+                return reference.packed_attention(q, k, v, segment_ids, positions, prefix_ids)
+            case "tiles":
+                return packed.attention(q, k, v, segment_ids, positions, prefix_ids, tiles, self.tiling)
+            case "pallas":
+                from jaxrl.kernels import packed_pallas  # here for the same reasons as above
+
+                ids = segment_ids, positions
+                return packed_pallas.packed_attention(q, k, v, *ids, prefix_ids=prefix_ids, interpret=self.interpret)
+
+    def num_keys(self, tokens: int) -> int:
+        """About how many keys each query of a row of so many tokens is multiplied with."""
+        match self.implementation:
+            case "reference":
+                return tokens
+            case "tiles":
+                return self.tiling.keys(tokens)
+            case "pallas":
+                return min(tokens, _KERNEL_KEYS)
+
+    def holds_scores(self, tokens: int) -> bool:
+        """Whether the scores of a whole row of so many tokens exist at once, [T, T] for each head."""
+        return self.implementation == "reference" or (
+            self.implementation == "tiles" and tokens <= self.tiling.longest_plain
+        )
+
+
+def choose_packed(implementation: Implementation, platform: str, *, interpret: bool = False) -> PackedAttention:
+    """What `actor.attention` means on a platform (`cpu`, `gpu`, `tpu`).
+
+    `auto` is the tiles in jnp, on a GPU too: the Pallas kernels have not run on one yet, and a training run should not
+    be their first (docs/kernels.md).
+
+    Args:
+      interpret: as in `PackedAttention`.
 
     Raises:
-      ValueError: for an unknown implementation, or one that cannot take these shapes and dtypes.
+      ValueError: `pallas` on a platform that the kernels are not made for.
     """
-    if _wants_kernel(implementation):
-        from jaxrl.kernels import packed_pallas  # here for the same reasons as above
-
-        if implementation == "pallas" or not packed_pallas.refusal(q, k, v):
-            return packed_pallas.packed_attention(q, k, v, segment_ids, positions, prefix_ids=prefix_ids)
-    if prefix_ids is not None:
-        prefix_ids = jnp.where(prefix_ids == 0, segment_ids, prefix_ids)
-    return reference.packed_attention(q, k, v, segment_ids, positions, prefix_ids)
+    if implementation == "pallas" and platform != "gpu" and not interpret:
+        raise ValueError(
+            f"actor.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
+        )
+    return PackedAttention("tiles" if implementation == "auto" else implementation, packed.tiling(platform), interpret)
 
 
 def _wants_kernel(implementation: Implementation) -> bool:

@@ -8,7 +8,7 @@ fresh buffer: a slice update in place, where the pool needs a scatter.
 
 The window is a list of *tiles*, each a few blocks of one row: a long row has many and a short one has one, so a program
 costs what its rows have cached, not rows times the longest of them. A tile's scores have a maximum and a sum of their
-own, and a row's tiles are joined as in flash decoding (Dao et al. 2023); which tiles are whose is a matrix of zeros and
+own, and a row's tiles are joined as in flash decoding (Dao et al. 2023): which tiles a row has is a matrix of zeros and
 ones, and joining is a product with it.
 
 Keys of the window lie transposed, [D, S], and tiles and heads in one dim: of the ways to write these products, XLA:CPU
@@ -35,11 +35,11 @@ _HIDDEN = -1e30
 """Added to scores that must not count: below any score, yet finite."""
 
 
-class Tiles(NamedTuple):
+class WindowTiles(NamedTuple):
     """Which blocks the window holds, made by the host; or the specs or shapes of the three.
 
     blocks_UW: int32, a tile's blocks. owner_U: int32, its row. first_U: int32, the position of its first token in the
-    row's sequence. Tiles that pad the list are row 0's, at a `first` beyond any sequence.
+    row's sequence. Tiles that pad the list have row 0, at a `first` beyond any sequence.
     """
 
     blocks_UW: Any
@@ -66,7 +66,7 @@ def num_tiles(tables: Sequence[Sequence[int]], width: int) -> int:
     return sum(-(-len(table) // width) for table in tables)
 
 
-def list_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_size: int) -> Tiles:
+def window_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_size: int) -> WindowTiles:
     """The tiles of one dp group's rows, as numpy arrays.
 
     Args:
@@ -84,7 +84,7 @@ def list_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_si
             blocks_UW[tile, : len(own)] = own
             owner_U[tile], first_U[tile] = row, begin * block_size
             tile += 1
-    return Tiles(blocks_UW, owner_U, first_U)
+    return WindowTiles(blocks_UW, owner_U, first_U)
 
 
 def gather(pool_k_KNPD: jax.Array, pool_v_KNPD: jax.Array, blocks_UW: jax.Array) -> Window:
@@ -135,7 +135,7 @@ def _part(scores_BGS: jax.Array, values_BSD: jax.Array, kv_heads: int) -> _Part:
 
 
 def attend(
-    q_RHD: jax.Array, window: Window, tiles: Tiles, fresh: Fresh, start_R: jax.Array, step: jax.Array
+    q_RHD: jax.Array, window: Window, tiles: WindowTiles, fresh: Fresh, start_R: jax.Array, step: jax.Array
 ) -> jax.Array:
     """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`.
 

@@ -3,7 +3,7 @@
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691, §3.1): tiles, an online softmax, and a backward pass that
 recomputes each tile's scores from the saved logsumexp. Departures: it is plain jnp; and since which tiles hold anything
 visible follows from segments and shared prefixes, the pairs of tiles to visit are listed once per microbatch
-(`visible_tiles`), and a loop of that length runs over them instead of over a triangle. The backward pass keeps q, k, v,
+(`visible_pairs`), and a loop of that length runs over them instead of over a triangle. The backward pass keeps q, k, v,
 the output and the logsumexp.
 
 `jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Here columns stand in for
@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
       block: B, tokens of a tile's side.
       together: whether one step of the loop handles all rows (few large steps, for accelerators), or one row (small
         steps, each skipping what its own row does not need, for CPUs).
-      widen: whether narrow operands are multiplied as float32 (exactly), for backends whose narrow products are slow.
+      widen: whether narrow operands are multiplied as float32 (exactly), for backends with slow narrow products.
     """
 
     longest_plain: int = 64
@@ -62,8 +62,8 @@ def tiling(platform: str) -> Tiling:
     return Tiling(longest_plain=512, block=512, together=True)
 
 
-class Tiles(NamedTuple):
-    """Which tiles see which: what `visible_tiles` makes of a microbatch.
+class TilePairs(NamedTuple):
+    """Which tiles see which: what `visible_pairs` makes of a microbatch.
 
     Attributes:
       pairs: int32 [P, 2], (query tile, key tile), ordered by query tile; only the first `num_pairs` mean anything.
@@ -81,7 +81,7 @@ def attention(
     segment_ids: jax.Array,
     positions: jax.Array,
     prefix_ids: jax.Array,
-    tiles: Tiles | None,
+    tiles: TilePairs | None,
     how: Tiling,
 ) -> jax.Array:
     """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets anything finite.
@@ -91,7 +91,7 @@ def attention(
     Args:
       q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H.
       segment_ids, positions, prefix_ids: int32 [R, T].
-      tiles: of `visible_tiles` with the same segments; None where it gave None.
+      tiles: of `visible_pairs` with the same segments; None where it gave None.
       how: see there.
 
     Returns:
@@ -105,7 +105,7 @@ def attention(
     return _blockwise(how, q, k, v, tiles, segments, prefixes)
 
 
-def visible_tiles(segment_ids: jax.Array, prefix_ids: jax.Array, how: Tiling) -> Tiles | None:
+def visible_pairs(segment_ids: jax.Array, prefix_ids: jax.Array, how: Tiling) -> TilePairs | None:
     """The pairs of tiles of a microbatch in which something is visible; None where rows are short.
 
     Args:
@@ -126,7 +126,7 @@ def visible_tiles(segment_ids: jax.Array, prefix_ids: jax.Array, how: Tiling) ->
     most = needed.shape[0] * per_row * (per_row + 1) // 2
     row, query, key = jnp.nonzero(needed, size=most, fill_value=0)
     pairs = jnp.stack([row * per_row + query, row * per_row + key], axis=-1)
-    return Tiles(pairs.astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32)[None])
+    return TilePairs(pairs.astype(jnp.int32), jnp.sum(needed, dtype=jnp.int32)[None])
 
 
 def _visible(segments: jax.Array, prefixes: jax.Array, keys: jax.Array) -> jax.Array:
@@ -173,7 +173,7 @@ def _from_key_tiles(x: jax.Array, shape: tuple[int, ...], how: Tiling) -> jax.Ar
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blockwise(
-    how: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, segments: jax.Array, prefixes: jax.Array
+    how: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, segments: jax.Array, prefixes: jax.Array
 ) -> jax.Array:
     return _forward(how, q, k, v, tiles, segments, prefixes)[0]
 
@@ -204,7 +204,7 @@ def _product(spec: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _forward(
-    how: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, segments: jax.Array, prefixes: jax.Array
+    how: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, tiles: TilePairs, segments: jax.Array, prefixes: jax.Array
 ) -> tuple[jax.Array, Any]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_NSKMD = _query_tiles(reference.operands(how.widen, q), k.shape[2], how)

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxrl.kernels.paged_pallas import DTYPES, HEAD_DIMS, NEVER, dot, load_rows, softmax_step, store_rows
+from jaxrl.kernels.paged_pallas import NEVER, dot, load_rows, refusal, softmax_step, store_rows
 from jaxrl.kernels.reference import ATTENTION
 
 OUTSIDE = -1  # the segment of tokens past the end of a row
@@ -36,7 +36,7 @@ NO_PREFIX = -2  # a segment that no key has
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class PackedTileSizes:
     """Queries and keys per tile (powers of two, at least 16), and the compiler's warps and stages.
 
     The forward pass and the gradient of queries keep a tile of queries and walk over keys; the gradients of keys and
@@ -49,23 +49,12 @@ class Tiles:
     num_stages: int
 
 
-def choose_tiles(dtype: Any) -> tuple[Tiles, Tiles, Tiles]:
+def choose_tiles(dtype: Any) -> tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]:
     """For the forward pass, the gradient of queries, and those of keys and values. A rule of thumb, not measured."""
     if jnp.dtype(dtype) == jnp.float32:  # three products for one: smaller tiles, or registers spill
-        return Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2)
+        return PackedTileSizes(32, 32, 4, 2), PackedTileSizes(32, 32, 4, 2), PackedTileSizes(16, 32, 4, 2)
     # Five stages, as in `paged_pallas`: the number of the tile to visit is looked up before its keys and values.
-    return Tiles(128, 64, 8, 5), Tiles(64, 64, 8, 5), Tiles(64, 64, 8, 5)
-
-
-def refusal(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
-    """Why the kernels cannot serve these arrays, or None if they can; depends on shapes and dtypes only."""
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
-        return f"queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) must be all bfloat16 or all float32"
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head_dim ({q.shape[-1]}) must be one of {HEAD_DIMS}"
-    if q.shape[2] % k.shape[2]:
-        return f"key/value heads ({k.shape[2]}) must divide query heads ({q.shape[2]})"
-    return None
+    return PackedTileSizes(128, 64, 8, 5), PackedTileSizes(64, 64, 8, 5), PackedTileSizes(64, 64, 8, 5)
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -77,7 +66,7 @@ def packed_attention(
     positions: jax.Array,
     *,
     prefix_ids: jax.Array | None = None,
-    tiles: tuple[Tiles, Tiles, Tiles] | None = None,
+    tiles: tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention within segments of packed rows and to the segments that they continue; differentiable once.
@@ -98,8 +87,8 @@ def packed_attention(
     Raises:
       ValueError: for shapes or dtypes that `refusal` names.
     """
-    if reason := refusal(q, k, v):
-        raise ValueError(f"packed attention's Pallas kernel: {reason}; use implementation='reference'")
+    if reason := refusal(q, k, v, k.shape[2]):
+        raise ValueError(f"packed attention's Pallas kernels: {reason}; set actor.attention to auto or reference")
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
     integers = (segment_ids.astype(jnp.int32), prefix_ids.astype(jnp.int32), positions.astype(jnp.int32))
     return _packed(q, k, v, integers, tiles or choose_tiles(q.dtype), interpret)
@@ -204,7 +193,7 @@ class _Ids:
 
 def _call(
     kernel: Callable[..., None],
-    tiles: Tiles,
+    tiles: PackedTileSizes,
     q: jax.Array,
     k: jax.Array,
     inputs: tuple[jax.Array, ...],
@@ -260,7 +249,7 @@ def _forward_kernel(
     out_ref: Any,
     lse_ref: Any,
     *,
-    tiles: Tiles,
+    tiles: PackedTileSizes,
     heads: int,
     group: int,
 ) -> None:
@@ -298,7 +287,7 @@ def _query_gradient_kernel(
     counts_ref: Any,
     d_q_ref: Any,
     *,
-    tiles: Tiles,
+    tiles: PackedTileSizes,
     heads: int,
     group: int,
 ) -> None:
@@ -336,7 +325,7 @@ def _key_gradient_kernel(
     d_k_ref: Any,
     d_v_ref: Any,
     *,
-    tiles: Tiles,
+    tiles: PackedTileSizes,
     heads: int,
     group: int,
 ) -> None:

@@ -46,7 +46,7 @@ NEVER = -1e30  # a score or log-sum-exp that counts for nothing; finite, as infi
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class PagedTileSizes:
     """How the work is cut; powers of two except `parts`.
 
     Attributes:
@@ -63,26 +63,28 @@ class Tiles:
     num_stages: int
 
 
-def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, dim: int, dtype: Any) -> Tiles:
-    """Tiles for R rows of C queries over tables that span W * P positions. A rule of thumb, not measured yet."""
+def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, dim: int, dtype: Any) -> PagedTileSizes:
+    """Tile sizes for R rows of C queries over tables that span W * P positions. A rule of thumb, not measured yet."""
     together, itemsize = queries * (heads // kv_heads), jnp.dtype(dtype).itemsize
     tile = min(MAX_QUERIES[itemsize], max(MIN_QUERIES, pl.next_power_of_2(together)))
     positions = min(128, STEP_BYTES // (dim * itemsize))
     programs = rows * kv_heads * pl.cdiv(together, tile)
     parts = min(MAX_PARTS, WANTED_PROGRAMS // programs, span // MIN_PART_POSITIONS)
-    return Tiles(tile, positions, max(1, parts), 8 if tile >= 128 else 4, STAGES)
+    return PagedTileSizes(tile, positions, max(1, parts), 8 if tile >= 128 else 4, STAGES)
 
 
-def refusal(q_RCHD: jax.Array, k_KNPD: jax.Array, v_KNPD: jax.Array) -> str | None:
-    """Why the kernel cannot serve these arrays, or None if it can; depends on shapes and dtypes only."""
-    heads, dim = q_RCHD.shape[2:]
-    if len({q_RCHD.dtype, k_KNPD.dtype, v_KNPD.dtype}) > 1 or q_RCHD.dtype not in DTYPES:
-        dtypes = f"{q_RCHD.dtype}, {k_KNPD.dtype}, {v_KNPD.dtype}"
-        return f"queries, keys and values ({dtypes}) must be all bfloat16 or all float32"
+def refusal(q: jax.Array, k: jax.Array, v: jax.Array, kv_heads: int) -> str | None:
+    """Why the kernels, these and those for packed rows, cannot serve queries [., ., H, D] with so many key/value heads.
+
+    None if they can; depends on shapes and dtypes only.
+    """
+    heads, dim = q.shape[2:]
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
+        return f"queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) must be all bfloat16 or all float32"
     if dim not in HEAD_DIMS:
         return f"head_dim ({dim}) must be one of {HEAD_DIMS}"
-    if heads % k_KNPD.shape[0]:
-        return f"key/value heads ({k_KNPD.shape[0]}) must divide query heads ({heads})"
+    if heads % kv_heads:
+        return f"key/value heads ({kv_heads}) must divide query heads ({heads})"
     return None
 
 
@@ -94,7 +96,7 @@ def paged_attention(
     tables_RW: jax.Array,
     positions_RC: jax.Array,
     *,
-    tiles: Tiles | None = None,
+    tiles: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included.
@@ -109,7 +111,7 @@ def paged_attention(
     Raises:
       ValueError: for shapes or dtypes that `refusal` names.
     """
-    if reason := refusal(q_RCHD, k_KNPD, v_KNPD):
+    if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
         raise ValueError(f"paged attention's Pallas kernel: {reason}; use implementation='reference'")
     rows, queries, heads, dim = q_RCHD.shape
     kv_heads, blocks, size, _ = k_KNPD.shape
@@ -156,7 +158,7 @@ def _attend_kernel(
     out_ref: Any,
     lse_ref: Any = None,
     *,
-    tiles: Tiles,
+    tiles: PagedTileSizes,
     num_tiles: int,
     size: int,
     heads: int,

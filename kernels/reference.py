@@ -40,14 +40,14 @@ def packed_attention(
 ) -> jax.Array:
     """Causal attention within each segment of packed rows, and its shared prefix.
 
-    A token sees the tokens of its own segment, and of the segment that is its prefix, whose position is not later than
-    its own. Padding (segment 0, position 0) sees padding only, so that every row of the softmax has something to sum
-    and stays finite.
+    A token sees the tokens of its own segment, and of the segment that is its prefix, at positions up to its own.
+    Padding (segment 0, position 0) sees padding only, so that every row of the softmax has something to sum and stays
+    finite.
 
     Args:
       q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
       segment_ids, positions: int32 [R, T].
-      prefix_ids: int32 [R, T], the segment that each token's segment continues, or its own; default: no prefixes.
+      prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none (the default).
 
     Returns:
       [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).
@@ -60,6 +60,7 @@ def packed_attention(
     scores_RKGTS = jnp.einsum("rtkgd,rskd->rkgts", q_RTKGD, k, preferred_element_type=wide) * dim**-0.5
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     if prefix_ids is not None:
+        prefix_ids = jnp.where(prefix_ids == 0, segment_ids, prefix_ids)
         same |= prefix_ids[:, :, None] == segment_ids[:, None, :]
     visible = same & (positions[:, :, None] >= positions[:, None, :])
     scores_RKGTS = jnp.where(visible[:, None, None], scores_RKGTS, jnp.finfo(wide).min)
@@ -74,7 +75,7 @@ def packed_attention(
 def write_kv(
     pool_KNPD: jax.Array, new_RCKD: jax.Array, tables_RW: jax.Array, positions_RC: jax.Array, valid_RC: jax.Array
 ) -> jax.Array:
-    """Scatters [R, C] positions into their blocks; what is not valid lands in block 0, which belongs to nobody."""
+    """Scatters [R, C] positions into their blocks; what is not valid lands in block 0, which no row has."""
     size = pool_KNPD.shape[2]
     entry = jnp.minimum(positions_RC // size, tables_RW.shape[1] - 1)
     blocks_RC = jnp.where(valid_RC, jnp.take_along_axis(tables_RW, entry, axis=1), 0)

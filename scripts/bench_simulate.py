@@ -5,8 +5,8 @@
 
 Runs what `jaxrl simulate` runs, files included, in a temporary folder. Printed for every step (or every --every-th):
 the kind of its round, seconds of the process's CPU time, and resident memory after it; at the end medians by kind of
-round, and memory after a tenth of the steps and after all. CPU time is not wall-clock time, but a machine whose cores
-are busy with others makes it longer too: caches and cores are shared.
+round, and memory after a tenth of the steps and after all. CPU time is not wall-clock time, but other processes make
+it longer too: caches and cores are shared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who holds which part of what in a layout: every kind of weight, query and key/value heads, dp groups, devices.
+"""What each device holds in a layout: every kind of weight, query and key/value heads, dp groups, devices.
 
 Purpose: `jaxrl explain-layout`. `explain_layout` works it out from the same rules that place the arrays
 (`Layout`, `rules.rollout_spec`), for any number of devices, whether they are here or not; `str()` of it is the text,
@@ -72,7 +72,7 @@ class LayoutExplanation:
     Attributes:
       name: of the model.
       dp, tp, max_tp: groups, degree, and the degree that weights are padded for.
-      mesh: sizes by axis, major first; dp_axes, tp_axes: which are whose, major first.
+      mesh: sizes by axis, major first; dp_axes, tp_axes: the mesh axes of dp and of tp, major first.
       sizes: (what, unpadded, padded).
       kv_replicas: devices of a dp group that hold the same key/value heads.
       parts: by kind of weight. devices: in the mesh's order.

@@ -44,7 +44,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.sharding.kv_lanes import exchange, lane_order, put, take
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size
-from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES, crossing_bytes
+from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES
+from jaxrl.sharding.reshard_plan import crossing_bytes
 
 MIN_LANE_BLOCKS = 8
 Pool = list[tuple[jax.Array, jax.Array]]
@@ -112,7 +113,7 @@ def migrate(
       max_extra_bytes: per device.
 
     Returns:
-      The new pool; blocks that are nobody's target are zero.
+      The new pool; blocks that are no lane's target are zero.
 
     Raises:
       ValueError: before anything moves: another mesh, a pool that is not in `before`, lanes or blocks that do not fit.

@@ -41,7 +41,7 @@ def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def dividing_prefix(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[str, ...]:
-    """The longest prefix of `axes` whose product divides `size`."""
+    """The longest prefix of `axes` with a product that divides `size`."""
     prefix: tuple[str, ...] = ()
     for end in range(1, len(axes) + 1):
         if size % axes_size(mesh, axes[:end]):

@@ -45,7 +45,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Text whose baseline begins at (x, y)."""
+    """Text with its baseline beginning at (x, y)."""
 
     x: float
     y: float

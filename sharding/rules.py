@@ -1,8 +1,8 @@
 """Which weight is split how, in training and in rollout, and the way from one to the other.
 
 Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...); a rollout layout splits it over
-a prefix of them; so a weight sync is an all-gather and a cast. Query and key/value heads whose group structure does not
-divide are padded with zero heads; MLP columns and vocabulary rows likewise. The padded entries of the output
+a prefix of them; so a weight sync is an all-gather and a cast. Query and key/value heads that do not divide in whole
+groups are padded with zero heads; MLP columns and vocabulary rows likewise. The padded entries of the output
 projections are zero, so they change nothing, and training never sees them.
 
 The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
@@ -247,7 +247,7 @@ def to_rollout(
       layout: where the result lives.
       dtype: of the result's matrices and biases (norms: at least float32).
       max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
-      features_first: matrices as [out..., in...], for a forward pass whose activations have features first.
+      features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
     max_tp = _checked(layout, max_tp)

@@ -98,7 +98,8 @@ def test_weights_are_taken_over(tiny_model: Path):
     engine.sync_weights(new)
     ((after,),) = engine.generate(["hello"], GREEDY)
     ((expected,),) = engine_of(new).generate(["hello"], GREEDY)
-    assert after.token_ids.tolist() == expected.token_ids.tolist() != before.token_ids.tolist()
+    assert after.token_ids.tolist() == expected.token_ids.tolist()
+    assert after.rollout_logprobs.tolist() == expected.rollout_logprobs.tolist() != before.rollout_logprobs.tolist()
     assert (set(before.versions), set(after.versions)) == ({0}, {1})
 
 
@@ -152,3 +153,4 @@ def test_lengths_follow_from_the_prompts(tiny_model: Path):
     tokenizer = engine.tokenizer
     longest = len(tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": "bcd"}])))
     assert engine.engine.batcher.config.max_model_len == longest + 7
+    assert engine.engine.batcher.capacity.num_blocks == 2 * -(-(longest + 7) // 16) + 1, "as many as two rows can use"

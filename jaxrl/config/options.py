@@ -232,6 +232,11 @@ class ActorSection:
         "whole layers, auto: dots where the device's memory allows it, else full.",
     ] = "auto"
     logprob_chunk_tokens: Annotated[int, Ge(1), "Tokens whose logits exist at once, per device."] = 1024
+    attention: Annotated[
+        Literal["auto", "reference", "pallas"],
+        "Implementation of attention in training; auto: tiles in jnp, on GPUs too, reference: plain jnp, whose scores "
+        "exist at once, pallas: a kernel, on GPUs only.",
+    ] = "auto"
     offload_optimizer: Annotated[bool, "Keep the optimizer state in host memory outside the update."] = False
 
 

@@ -25,7 +25,7 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,50 +162,74 @@ def layer(
         key/value head h // (H // K). Scaling by 1/sqrt(D) is attend's.
       config: only constants are taken from it (eps).
       features_first: matrices are [out..., in...].
-      widen: multiply narrow operands as float32 (exactly), for backends whose narrow products are slow; without
+      widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
 
     Returns:
       (x, extra).
     """
 
-    def weight(name: str) -> jax.Array:
-        return lp[name].astype(x.dtype)
+    weights = _LayerWeights(lp, x.dtype, config.rms_norm_eps, features_first, widen)
+    q, k, v = _queries_keys_values(weights, x, cos, sin)
+    out, extra = attend(q, k, v)
+    x = _add_attention(weights, x, out.astype(x.dtype))
+    return _add_mlp(weights, x), extra
 
-    def norm(name: str) -> jax.Array:
-        return _rms_norm(x, lp[name], config.rms_norm_eps, features_first)
 
-    def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        return _dense(widen, x, matrix)
+class _LayerWeights(NamedTuple):
+    """A layer's weights, and how they are multiplied with activations of `dtype` (`layer` says what the rest means)."""
 
-    def heads(name: str) -> jax.Array:
-        if features_first:
-            return jnp.moveaxis(jnp.einsum("hde,e...->hd...", weight(name), h), (0, 1), (-2, -1))
-        w = weight(name)
-        return product(h, w.reshape(w.shape[0], -1)).reshape(*h.shape[:-1], *w.shape[1:])
+    lp: Params
+    dtype: Any
+    eps: float
+    features_first: bool
+    widen: bool
 
-    h = norm("attn_norm")
-    q, k, v = (heads(name) for name in ("q", "k", "v"))
-    if "q_bias" in lp:
-        q, k, v = q + weight("q_bias"), k + weight("k_bias"), v + weight("v_bias")
-    if "q_norm" in lp:
-        q, k = _rms_norm(q, lp["q_norm"], config.rms_norm_eps), _rms_norm(k, lp["k_norm"], config.rms_norm_eps)
-    out, extra = attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
-    out = out.astype(x.dtype)
-    if features_first:
+    def get(self, name: str) -> jax.Array:
+        return self.lp[name].astype(self.dtype)
+
+    def norm(self, name: str, x: jax.Array) -> jax.Array:
+        return _rms_norm(x, self.lp[name], self.eps, self.features_first)
+
+    def product(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
+        if self.features_first:
+            return jnp.tensordot(matrix, x, 1)
+        return _dense(self.widen, x, matrix)
+
+    def heads(self, name: str, h: jax.Array) -> jax.Array:
+        """[..., heads, D]"""
+        w = self.get(name)
+        if self.features_first:
+            return jnp.moveaxis(jnp.einsum("hde,e...->hd...", w, h), (0, 1), (-2, -1))
+        return self.product(h, w.reshape(w.shape[0], -1)).reshape(*h.shape[:-1], *w.shape[1:])
+
+
+def _queries_keys_values(
+    weights: _LayerWeights, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    h = weights.norm("attn_norm", x)
+    q, k, v = (weights.heads(name, h) for name in ("q", "k", "v"))
+    if "q_bias" in weights.lp:
+        q, k, v = q + weights.get("q_bias"), k + weights.get("k_bias"), v + weights.get("v_bias")
+    if "q_norm" in weights.lp:
+        q, k = (_rms_norm(x, weights.lp[name], weights.eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.Array:
+    """The residual stream with attention's output [..., H, D] projected into it."""
+    if weights.features_first:
         # one dim to sum over: with two, XLA:CPU transposes the weights in every call
         out = out.reshape(*out.shape[:-2], -1)
-        x = x + jnp.einsum("ef,...f->e...", weight("o").reshape(-1, out.shape[-1]), out)
-    else:
-        w = weight("o")
-        x = x + product(out.reshape(*x.shape[:-1], -1), w.reshape(-1, w.shape[-1]))
+        return x + jnp.einsum("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
+    w = weights.get("o")
+    return x + weights.product(out.reshape(*x.shape[:-1], -1), w.reshape(-1, w.shape[-1]))
 
-    h = norm("mlp_norm")
-    if features_first:
-        h = jax.nn.silu(_left(weight("gate"), h)) * _left(weight("up"), h)
-        return x + _left(weight("down"), h), extra
-    h = jax.nn.silu(product(h, weight("gate"))) * product(h, weight("up"))
-    return x + product(h, weight("down")), extra
+
+def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
+    h = weights.norm("mlp_norm", x)
+    h = jax.nn.silu(weights.product(h, weights.get("gate"))) * weights.product(h, weights.get("up"))
+    return x + weights.product(h, weights.get("down"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -232,10 +256,6 @@ def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.
 
 
 _dense.defvjp(_dense_forward, _dense_backward)
-
-
-def _left(matrix: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.tensordot(matrix, x, 1)
 
 
 def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:

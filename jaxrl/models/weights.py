@@ -10,10 +10,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:
-    from jaxrl.models.config import ModelConfig
+Init = Literal["normal", "ones", "zeros"]
+
+
+class Sizes(Protocol):
+    """What the table reads of a model config, which is a frozen dataclass (`jaxrl.models.config.ModelConfig`)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +56,7 @@ class Weight:
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
-    init: Literal["normal", "ones", "zeros"]
+    init: Init
     hf_name: str
     gguf_name: str
     hf_shape: tuple[int, ...]
@@ -51,11 +75,6 @@ class Weight:
     def layer_shape(self) -> tuple[int, ...]:
         """The shape without the leading dim of layers."""
         return self.shape[1:] if self.stacked else self.shape
-
-    @property
-    def layer_dims(self) -> tuple[str, ...]:
-        """The dims without the leading dim of layers."""
-        return self.dims[1:] if self.stacked else self.dims
 
     @property
     def num_inputs(self) -> int:
@@ -91,73 +110,82 @@ def leaves(table: dict[str, Any]) -> list[Weight]:
     return [weight for group in flat for weight in group]
 
 
-def weights(config: ModelConfig) -> dict[str, Any]:
+def weights(sizes: Sizes) -> dict[str, Any]:
     """The table: the training form's tree with a `Weight` at each leaf."""
-    V, E, F = config.vocab_size, config.hidden_size, config.intermediate_size
-    H, K, D, L = config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
-
-    def stack(
-        shape: tuple[int, ...],
-        dims: tuple[str, ...],
-        init: Literal["normal", "ones", "zeros"],
-        names: tuple[str, str],
-        hf_shape: tuple[int, ...],
-    ) -> Weight:
-        hf_name, gguf_name = "model.layers.{layer}." + names[0], "blk.{layer}." + names[1]
-        return Weight((L, *shape), ("layers", *dims), init, hf_name, gguf_name, hf_shape, len(hf_shape) == 2)
-
-    def norm(size: int, dim: str, *names: str) -> Weight:
-        return stack((size,), (dim,), "ones", (f"{names[0]}.weight", f"{names[1]}.weight"), (size,))
-
-    def project_in(heads: int, dim: str, name: str) -> Weight:
-        names = (f"self_attn.{name}_proj.weight", f"attn_{name}.weight")
-        return stack((E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
-
-    def bias(heads: int, dim: str, name: str) -> Weight:
-        names = (f"self_attn.{name}_proj.bias", f"attn_{name}.bias")
-        return stack((heads, D), (dim, "head_dim"), "zeros", names, (heads * D,))
-
-    def mlp(name: str) -> Weight:
-        shape, dims = ((F, E), ("mlp", "embed")) if name == "down" else ((E, F), ("embed", "mlp"))
-        return stack(shape, dims, "normal", (f"mlp.{name}_proj.weight", f"ffn_{name}.weight"), shape[::-1])
-
-    layers = {
-        "attn_norm": norm(E, "embed", "input_layernorm", "attn_norm"),
-        "q": project_in(H, "heads", "q"),
-        "k": project_in(K, "kv_heads", "k"),
-        "v": project_in(K, "kv_heads", "v"),
-        "o": stack(
-            (H, D, E),
-            ("heads", "head_dim", "embed"),
-            "normal",
-            ("self_attn.o_proj.weight", "attn_output.weight"),
-            (E, H * D),
-        ),
-    }
-    if config.qkv_bias:
-        layers |= {
-            "q_bias": bias(H, "heads", "q"),
-            "k_bias": bias(K, "kv_heads", "k"),
-            "v_bias": bias(K, "kv_heads", "v"),
-        }
-    if config.qk_norm:
-        layers |= {
-            "q_norm": norm(D, "head_dim", "self_attn.q_norm", "attn_q_norm"),
-            "k_norm": norm(D, "head_dim", "self_attn.k_norm", "attn_k_norm"),
-        }
-    layers |= {
-        "mlp_norm": norm(E, "embed", "post_attention_layernorm", "ffn_norm"),
-        "gate": mlp("gate"),
-        "up": mlp("up"),
-        "down": mlp("down"),
-    }
+    V, E = sizes.vocab_size, sizes.hidden_size
     tree: dict[str, Any] = {
         "embed": Weight((V, E), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "token_embd.weight", (V, E)),
-        "layers": layers,
+        "layers": _attention(sizes) | _mlp(sizes),
         "final_norm": Weight((E,), ("embed",), "ones", "model.norm.weight", "output_norm.weight", (E,)),
     }
-    if not config.tie_word_embeddings:
+    if not sizes.tie_word_embeddings:
         tree["lm_head"] = Weight(
             (E, V), ("embed", "vocab"), "normal", "lm_head.weight", "output.weight", (V, E), transpose=True
         )
     return tree
+
+
+def _attention(sizes: Sizes) -> dict[str, Weight]:
+    E, H, K, D = sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+
+    def project_in(heads: int, dim: str, name: str) -> Weight:
+        names = (f"self_attn.{name}_proj.weight", f"attn_{name}.weight")
+        return _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
+
+    def bias(heads: int, dim: str, name: str) -> Weight:
+        names = (f"self_attn.{name}_proj.bias", f"attn_{name}.bias")
+        return _stacked(sizes, (heads, D), (dim, "head_dim"), "zeros", names, (heads * D,))
+
+    out_names = ("self_attn.o_proj.weight", "attn_output.weight")
+    table = {
+        "attn_norm": _norm(sizes, E, "embed", "input_layernorm", "attn_norm"),
+        "q": project_in(H, "heads", "q"),
+        "k": project_in(K, "kv_heads", "k"),
+        "v": project_in(K, "kv_heads", "v"),
+        "o": _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D)),
+    }
+    if sizes.qkv_bias:
+        table |= {
+            "q_bias": bias(H, "heads", "q"),
+            "k_bias": bias(K, "kv_heads", "k"),
+            "v_bias": bias(K, "kv_heads", "v"),
+        }
+    if sizes.qk_norm:
+        table |= {
+            "q_norm": _norm(sizes, D, "head_dim", "self_attn.q_norm", "attn_q_norm"),
+            "k_norm": _norm(sizes, D, "head_dim", "self_attn.k_norm", "attn_k_norm"),
+        }
+    return table
+
+
+def _mlp(sizes: Sizes) -> dict[str, Weight]:
+    E, F = sizes.hidden_size, sizes.intermediate_size
+
+    def matrix(name: str) -> Weight:
+        shape, dims = ((F, E), ("mlp", "embed")) if name == "down" else ((E, F), ("embed", "mlp"))
+        return _stacked(sizes, shape, dims, "normal", (f"mlp.{name}_proj.weight", f"ffn_{name}.weight"), shape[::-1])
+
+    return {
+        "mlp_norm": _norm(sizes, E, "embed", "post_attention_layernorm", "ffn_norm"),
+        "gate": matrix("gate"),
+        "up": matrix("up"),
+        "down": matrix("down"),
+    }
+
+
+def _norm(sizes: Sizes, size: int, dim: str, *names: str) -> Weight:
+    return _stacked(sizes, (size,), (dim,), "ones", (f"{names[0]}.weight", f"{names[1]}.weight"), (size,))
+
+
+def _stacked(
+    sizes: Sizes,
+    shape: tuple[int, ...],
+    dims: tuple[str, ...],
+    init: Init,
+    names: tuple[str, str],
+    hf_shape: tuple[int, ...],
+) -> Weight:
+    """A weight of all layers; shape, dims and names (Hugging Face, GGUF) are those of one layer."""
+    hf_name, gguf_name = "model.layers.{layer}." + names[0], "blk.{layer}." + names[1]
+    shape, dims = (sizes.num_layers, *shape), ("layers", *dims)
+    return Weight(shape, dims, init, hf_name, gguf_name, hf_shape, transpose=len(hf_shape) == 2)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.kernels.gathered import Tiles, list_tiles
+from jaxrl.kernels.gathered import WindowTiles, window_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.layout_programs import CompileAhead, ExecutorConfig, LayoutPrograms, bucket
@@ -305,20 +305,21 @@ class MeshExecutor:
 
     def check(self, request: Request) -> None:
         """Refuses what the programs of this executor were not built for."""
-        params, who = request.params, f"request {request.request_id} ({request.key})"
+        params, name = request.params, f"request {request.request_id} ({request.key})"
         if len(params.stop_token_ids) > MAX_STOP_IDS:
             raise ValueError(
-                f"{who}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds {MAX_STOP_IDS}"
+                f"{name}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds "
+                f"{MAX_STOP_IDS}"
             )
         if not self.config.truncate and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
             raise ValueError(
-                f"{who}: top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
+                f"{name}: top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
                 "truncate=True (its programs sort the vocabulary)"
             )
         length = len(request.prompt_ids) + params.max_tokens
         if length > self.config.max_length:
             raise ValueError(
-                f"{who}: prompt ({len(request.prompt_ids)}) + max_tokens ({params.max_tokens}) must be at most "
+                f"{name}: prompt ({len(request.prompt_ids)}) + max_tokens ({params.max_tokens}) must be at most "
                 f"max_length ({self.config.max_length}), for which the block tables are built"
             )
 
@@ -441,7 +442,8 @@ class MeshExecutor:
         tiles = None
         if self._now.programs.gathered:
             tile = self._now.tile_width, num_tiles, self.block_size
-            tiles = Tiles(*map(np.stack, zip(*(list_tiles(group, *tile) for group in by_group), strict=True)))
+            listed = (window_tiles(group, *tile) for group in by_group)
+            tiles = WindowTiles(*map(np.stack, zip(*listed, strict=True)))
         program = self._now.program(program_shape)
         limits = np.int32(plan.num_steps), np.int32(min(plan.leave_after, 1 << 30))
         self._pool, self._state, generated, ticket.steps = program(

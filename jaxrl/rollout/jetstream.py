@@ -126,8 +126,8 @@ class JetStreamConfig:
 class Prefix(NamedTuple):
     """A request that was prefilled and has no slot yet: the same in every layout of equal `block_size` and `max_tp`.
 
-    kv: per layer keys and values [K, N, P, D], their first block being nobody's; rows: a `RowState` [n, ...] with the
-    first tokens; length: tokens whose KV is in `kv`.
+    kv: per layer keys and values [K, N, P, D], their first block holding nothing; rows: a `RowState` [n, ...] with the
+    first tokens; length: tokens with their KV in `kv`.
     """
 
     kv: Any
@@ -282,7 +282,7 @@ class JetStreamEngine(engine_api.Engine):
         return self.layout.kv_axes(self._cache.num_kv_heads) or None
 
     def _fill(self, length: int) -> RowState:
-        """[1, n, ...] on the host: the rows of the next request, whose prompt has `length` tokens."""
+        """[1, n, ...] on the host: the rows of the next request; its prompt has `length` tokens."""
         config, params = self.config, self.config.sampling
         rows = host_rows(1, config.samples_per_slot)
         seed = config.seed if params.seed is None else params.seed

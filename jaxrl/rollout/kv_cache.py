@@ -33,10 +33,9 @@ class CacheShape:
     block_size: int
     dtype: jnp.dtype
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Of all layers, keys and values together, before any split over tp."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+    def dims(self, layout: Layout) -> tuple[int, ...]:
+        """The sizes of one array, of all dp groups."""
+        return layout.dp, self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim
 
 
 def pool_spec(layout: Layout, num_kv_heads: int) -> PartitionSpec:
@@ -55,8 +54,7 @@ def allocate(layout: Layout, shape: CacheShape) -> Pool:
 @lru_cache(maxsize=16)
 def _zeros(layout: Layout, shape: CacheShape) -> Callable[[], Any]:
     """Compiled once per layout and shape: the pool is released and allocated again in every step."""
-    dims = (layout.dp, shape.num_kv_heads, shape.num_blocks, shape.block_size, shape.head_dim)
-    sharding = pool_sharding(layout, shape)
+    dims, sharding = shape.dims(layout), pool_sharding(layout, shape)
     return jax.jit(
         lambda: [(jnp.zeros(dims, shape.dtype), jnp.zeros(dims, shape.dtype)) for _ in range(shape.num_layers)],
         out_shardings=[(sharding, sharding)] * shape.num_layers,
@@ -119,12 +117,12 @@ class GatheredCache:
         self._mesh = layout.mesh
         dp, kv = layout.dp_axes or None, layout.kv_axes(num_kv_heads) or None
         self._rows, self._paged = PartitionSpec(dp), PartitionSpec(dp, kv)
-        self._tiles = gathered.Tiles(*[self._rows] * 3)
+        self._tiles = gathered.WindowTiles(*[self._rows] * 3)
         self._window, self._fresh = gathered.Window(*[self._paged] * 2), gathered.Fresh(*[self._paged] * 2)
         self._queries, self._keys = PartitionSpec(dp, None, layout.tp_axes or None), PartitionSpec(dp, None, kv)
 
     def open(
-        self, pool: Pool, tiles: gathered.Tiles, num_rows: int, num_steps: int
+        self, pool: Pool, tiles: gathered.WindowTiles, num_rows: int, num_steps: int
     ) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
         """Each layer's window of the tiles, [dp, U, ...], and its empty buffer for `num_steps` steps of the rows."""
 
@@ -142,7 +140,7 @@ class GatheredCache:
         k: jax.Array,
         v: jax.Array,
         window: gathered.Window,
-        tiles: gathered.Tiles,
+        tiles: gathered.WindowTiles,
         fresh: gathered.Fresh,
         start: jax.Array,
         step: jax.Array,
@@ -163,7 +161,7 @@ class GatheredCache:
             k: jax.Array,
             v: jax.Array,
             window: gathered.Window,
-            tiles: gathered.Tiles,
+            tiles: gathered.WindowTiles,
             fresh: gathered.Fresh,
             start: jax.Array,
             step: jax.Array,

@@ -2,7 +2,7 @@
 
 Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Everything follows from the model,
 the layout and the sizes, so programs can be compiled before a layout is ever in use: no weights or pools are needed.
-`compile_ahead` does it in the background; whoever needs a program meanwhile waits for that one alone.
+`compile_ahead` does it in the background; a thread that needs a program meanwhile waits for that one alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation
-from jaxrl.kernels.gathered import Tiles, num_tiles
+from jaxrl.kernels.gathered import WindowTiles, num_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
@@ -148,7 +148,7 @@ class LayoutPrograms:
         self.row_buckets = buckets(sizes.num_slots, *((2, 4) if self.programs.gathered else (4, 8)))
         self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))
         self.prefill_widths = buckets(widest, 4, least=max(least, widest // 16))
-        # Except for chunk lengths, whose padding runs through all layers: 32 chunks of 64 tokens took twice their time.
+        # Except for chunk lengths: their padding runs through all layers. 32 chunks of 64 tokens took twice their time.
         self.chunk_buckets = buckets(config.max_prefill_tokens, 2, least=2 * config.block_size)
 
     def prefill_rows(self, length: int) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class LayoutPrograms:
         return prefill + decode
 
     def program(self, shape: Shape) -> Any:
-        """The compiled program of a shape; compiles it if nobody has."""
+        """The compiled program of a shape; compiles it if no thread has."""
         with self._lock:
             found = self._compiled.get(shape)
             is_mine = found is None
@@ -198,7 +198,7 @@ class LayoutPrograms:
                 found.set_result(self._compile(*shape))
             except BaseException as error:
                 with self._lock:
-                    del self._compiled[shape]  # whoever asks next tries again
+                    del self._compiled[shape]  # the next caller tries again
                 found.set_exception(error)
         return found.result()
 
@@ -234,7 +234,7 @@ class LayoutPrograms:
             if self.programs.gathered:
                 one = jax.ShapeDtypeStruct((groups, length), jnp.int32, sharding=by_group)
                 blocks = jax.ShapeDtypeStruct((groups, length, self.tile_width), jnp.int32, sharding=by_group)
-                tiles = Tiles(blocks, one, one)
+                tiles = WindowTiles(blocks, one, one)
             arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
             program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
         jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
@@ -254,8 +254,8 @@ class LayoutPrograms:
     def abstract_pool(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """The KV pool's."""
         shape = self.cache_shape
-        dims = (self.layout.dp, shape.num_kv_heads, shape.num_blocks, shape.block_size, shape.head_dim)
-        one = jax.ShapeDtypeStruct(dims, shape.dtype, sharding=kv_cache.pool_sharding(self.layout, shape))
+        sharding = kv_cache.pool_sharding(self.layout, shape)
+        one = jax.ShapeDtypeStruct(shape.dims(self.layout), shape.dtype, sharding=sharding)
         return [(one, one)] * shape.num_layers
 
     def _state(self, rows: int) -> Any:

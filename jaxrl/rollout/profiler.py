@@ -30,7 +30,7 @@ POINT_S = 1.5
 
 
 class Profiler:
-    """Runs on an idle executor with weights and a pool, whose layouts it changes as it needs.
+    """Runs on an idle executor with weights and a pool; it changes the executor's layout as it needs.
 
     Args:
       executor: `jaxrl.rollout.executor.MeshExecutor`.
@@ -142,7 +142,7 @@ class Profiler:
         )
 
     def _move(self, target: int, filled: bool) -> Relayout:
-        """A change of layout in which every dp group of the smaller layout's pools is half full, or nobody lives."""
+        """A change of layout; every dp group of the smaller layout's pools is half full, or empty."""
         executor, size = self.executor, self.executor.block_size
         before, after = executor.num_groups, executor.capacity(target)
         groups: list[list[int]] = [[] for _ in range(after.num_groups)]
@@ -159,7 +159,7 @@ class Profiler:
                 groups[place].append(lane)
         kv = plan_migration(live, before, groups, after.num_blocks, size)
         for lane in range(len(live)):
-            kv.blocks.free(lane)  # nobody lives on: only the blocks move
+            kv.blocks.free(lane)  # no row lives on: only the blocks move
         seats: dict[int, Seat] = {}
         return Relayout(executor.tp, target, "migrate", after, kv, (), seats, (), 0, 0)
 

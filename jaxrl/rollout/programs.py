@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import Implementation
-from jaxrl.kernels.gathered import Tiles
+from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
@@ -33,7 +33,7 @@ MAX_STOP_IDS = 8
 class RowState(NamedTuple):
     """What the device knows of a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
-    token: the last token drawn, whose KV is not in the cache yet; position: where it stands in the sequence;
+    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
     active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
     for none.
     """
@@ -202,7 +202,7 @@ class Programs:
         fresh: jax.Array,
         num_steps: jax.Array,
         leave_after: jax.Array,
-        tiles: Tiles | None,
+        tiles: WindowTiles | None,
         *,
         truncate: bool,
     ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
@@ -210,7 +210,7 @@ class Programs:
 
         Args:
           tables: int32 [G, R, W]; slots: int32 [G, R], beyond the last slot for padding.
-          fresh: bool [G, R], rows whose prefill ended in this plan; stopping at their first token counts as well.
+          fresh: bool [G, R], rows with a prefill that ended in this plan; stopping at their first token counts as well.
           num_steps: int32 scalar, at most `decode_steps`.
           leave_after: int32 scalar, rows over all groups.
           tiles: [G, U, ...], the rows' blocks once more, if `gathered`.
@@ -253,7 +253,7 @@ class Programs:
         return close(cache, counts), self._pin(_put(state, slots, rows)), self._pin(generated), steps
 
     def _decode_cache(
-        self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: Tiles | None, began: RowState
+        self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: WindowTiles | None, began: RowState
     ) -> tuple[Any, ...]:
         """(cache to carry, forward(cache, rows, step) -> (hidden, cache), close(cache, tokens per row) -> pool)."""
         if tiles is None:

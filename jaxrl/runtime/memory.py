@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jaxrl.config import Config
 from jaxrl.config.devices import prime_factors
-from jaxrl.kernels import packed
+from jaxrl.kernels.attention import choose_packed
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import leaves
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
+from jaxrl.train.packing import row_length
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-_RESERVED_BLOCKS = 1  # block 0 of each pool belongs to nobody
+_RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
 _SCORE_COPIES = 3
 
@@ -122,16 +123,8 @@ def layout_sizes(
 
 
 def row_tokens(config: Config) -> int:
-    """Tokens of a packed row of the longest length (`jaxrl.train.packing` rounds up to 16)."""
-    return -(-config.max_model_length // 16) * 16
-
-
-def _weights(tree: Mapping[str, Any]) -> Iterator[Any]:
-    for value in tree.values():
-        if isinstance(value, Mapping):
-            yield from _weights(value)
-        else:
-            yield value
+    """Tokens of a packed row of the longest length."""
+    return row_length(config.max_model_length, config.max_model_length)
 
 
 def _splits(size: int, degree: int) -> int:
@@ -147,7 +140,7 @@ def _splits(size: int, degree: int) -> int:
 def _device_numbers(model_config: ModelConfig, degree: int) -> int:
     """How many of a model's numbers one device holds when tensor dims are split over `degree` devices."""
     total = 0
-    for weight in _weights(model_config.weights()):
+    for weight in leaves(model_config.weights()):
         shards = [
             _splits(size, degree) for dim, size in zip(weight.dims, weight.shape, strict=True) if dim in TENSOR_DIMS
         ]
@@ -210,16 +203,17 @@ def _update(config: Config, model_config: ModelConfig, num_devices: int, platfor
             kept = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 2 * m.intermediate_size + 2 * m.hidden_size
         case _:
             kept = working
-    in_tiles = row > packed.tiling(platform).longest_plain
-    scores = 0 if in_tiles else rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES
+    held = choose_packed(actor.attention, platform).holds_scores(row)
+    scores = rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES if held else 0
     score_layers = m.num_layers if remat == "none" else 1
+    why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"
     head = m.vocab_size * m.hidden_size
     chunk = min(actor.logprob_chunk_tokens, tokens) * m.vocab_size * max(wide, 4)
     parts = {
         "gradients": numbers * size,
         f"activations kept (remat {remat}, estimate)": m.num_layers * tokens * kept * wide,
         "one layer at work (estimate)": tokens * working * wide,
-        "attention scores (rows too short for tiles)": scores * score_layers,
+        f"attention scores ({why_scores})": scores * score_layers,
         "logits of a chunk and their gradient": 2 * chunk,
         "vocabulary head, gathered, and its gradient": head * (wide + size),
     }
@@ -238,7 +232,7 @@ def memory_plan(
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
     Raises:
-      ValueError: as `plan_num_blocks`.
+      ValueError: as `plan_num_blocks`, and as `choose_packed` for `actor.attention`.
     """
     own = config.rollout.num_devices
     rolling, training = own or num_devices, num_devices - own

@@ -89,7 +89,7 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
         return roofline, described
     predictor = _profiled(config)
     identity = predictor.profile.identity
-    table = TableCost(predictor, roofline, predictor.switch_cost)
+    table = TableCost(predictor, roofline)
     measured_on = f"({identity.model} on {identity.device_kind})"
     return table, (
         f"{predictor.profile.source} table {chosen.profile} {measured_on} for decode and prefill; the rest: {described}"
@@ -136,14 +136,13 @@ def workload_of(config: Config) -> tuple[Workload, str]:
         f"{task.name} (median {task.response.median:g}, sigma {task.response.sigma:g}, cap {longest} tokens)"
         for task in tasks
     )
-    workload = _option(
-        "simulate.tasks", ModelledWorkload, seed, tasks, longest, config.data.max_prompt_length, timeout_s
-    )
+    limits = longest, config.data.max_prompt_length, timeout_s
+    workload = _option("simulate.tasks", ModelledWorkload, seed, tasks, *limits)
     return workload, f"modelled: {text}, seed {seed}"
 
 
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
-    """`make(...)`, whose ValueError names the option."""
+    """`make(...)`; its ValueError names the option."""
     try:
         return make(*values, **options)
     except ValueError as error:

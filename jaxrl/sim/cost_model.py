@@ -6,8 +6,8 @@ either may ask. Every answer is for one dp group (one model copy on `tp` devices
 so a plan takes as long as its slowest group.
 
 Source: the roofline of Williams et al. (2009) over the bytes and FLOPs of a dense decoder; decode as a function of
-(batch, total context) is PAT §4.2 (Fig. 6); KV move, recomputation and their minimum are PAT §4.3 (equations 1-4); a
-mechanism for each term is named in its method.
+(batch, total context) is PAT §4.2 (Fig. 6); the move of KV is PAT §4.3 (equations 1-2); a mechanism for each term is
+named in its method.
 
 Departures: weights are resharded as design §5 nests them (a higher TP degree slices what is there, a lower one
 gathers), where PAT gathers and slices either way. Norms, biases and rope count as parameters and are taken as split.
@@ -28,6 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
+from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.sim.hardware import Hardware
 
 _OPTIMIZER_BYTES = 28  # per parameter and update: master, two moments (read, written: 24) and the gradient (4) in fp32
@@ -111,24 +112,6 @@ class TrainLoad:
     extra_forwards: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchTimes:
-    """Seconds of a layout switch; KV is moved or computed again, whichever is cheaper (PAT §4.3)."""
-
-    weights_s: float
-    move_s: float
-    recompute_s: float
-    fixed_s: float
-
-    @property
-    def moves(self) -> bool:
-        return self.move_s <= self.recompute_s
-
-    @property
-    def total_s(self) -> float:
-        return self.weights_s + min(self.move_s, self.recompute_s) + self.fixed_s
-
-
 class CostModel(Protocol):
     """All that the simulated executor and the simulated backend may ask. Pure: equal arguments, equal answers.
 
@@ -136,7 +119,7 @@ class CostModel(Protocol):
     """
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds of one decode step of `batch` rows whose contexts add up to `context` tokens; 0 rows: 0."""
+        """Seconds of one decode step of `batch` rows with `context` tokens of context together; 0 rows: 0."""
         ...
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
@@ -159,17 +142,8 @@ class CostModel(Protocol):
         """Seconds until the trained weights are the rollout's."""
         ...
 
-    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
-        """What changing the TP degree costs while a dp group holds `context` tokens of unfinished rows.
-
-        Args:
-          context: valid KV tokens of the fullest dp group before the switch.
-          pairs: (query, key) pairs of computing them again, see `causal_pairs`.
-        """
-        ...
-
-    def kv_bytes_per_token(self, tp: int) -> int:
-        """KV bytes of one token on one of `tp` devices."""
+    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+        """What changing the TP degree to another one costs. KV that is computed again costs a prefill instead."""
         ...
 
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
@@ -323,18 +297,16 @@ class RooflineCost:
         written = kept / (hw.memory_bytes_per_s * eff.memory)
         return max(gathered, 0.0) + written + eff.sync_fixed_s
 
-    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
-        """Groups that merge send each other what they hold; see PAT's equations 1-2 (KV) and 4 (recomputation).
+    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+        """Groups that merge send each other what they hold; see PAT's equations 1-2.
 
         A higher TP degree merges `new_tp / tp` groups: each device keeps `tp / new_tp` of the KV it has and sends the
-        rest, and recomputation runs for the merged rows. A lower one splits a group, and takes in as much.
+        rest. A lower one splits a group, and takes in as much.
         """
         _check_tp(tp)
         _check_tp(new_tp)
         if new_tp % tp and tp % new_tp:
             raise ValueError(f"layout_switch: of tp ({tp}) and new tp ({new_tp}) one must divide the other")
-        if tp == new_tp:
-            return SwitchTimes(0.0, 0.0, 0.0, 0.0)
         hw, eff = self.hardware, self.efficiency
         link = hw.bytes_per_s(max(tp, new_tp)) * eff.link
         held = [self.device_params(t, self.params.total) * self.number_bytes for t in (tp, new_tp)]
@@ -343,11 +315,7 @@ class RooflineCost:
         growth = new_tp / tp
         share = 1 - min(growth, 1 / growth)
         widest = max(self.kv_bytes_per_token(tp), self.kv_bytes_per_token(new_tp) * growth)
-        move = context * widest * share / link
-        # merged rows are prefilled together; a group that splits prefills its share of them
-        tokens = math.ceil(context * growth)
-        again = self.prefill_s(new_tp, tokens, pairs * growth)
-        return SwitchTimes(gathered + copied, move, again, eff.switch_fixed_s)
+        return SwitchCost(tp, new_tp, gathered + copied, widest * share / link, eff.switch_fixed_s)
 
     # What lies on one device
 

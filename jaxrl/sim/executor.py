@@ -303,9 +303,8 @@ class SimulatedExecutor:
             seat = seat_of[row.request.request_id]
             groups.setdefault(seat // self.num_slots, []).append(int(old.context[seat]))
         fullest = max(groups.values(), key=sum, default=[])
-        pairs = sum(causal_pairs(context) for context in fullest)
-        cost = self._cost.layout_switch(self.tp, move.to_tp, float(sum(fullest)), pairs)
-        times = TimeTaken(cost.weights_s, cost.move_s if fullest else 0.0, cost.fixed_s)
+        cost = self._cost.layout_switch(self.tp, move.to_tp)
+        times = TimeTaken(cost.weights_s, cost.kv_s_per_token * sum(fullest), cost.fixed_s)
         self._take_sizes(self._layouts[move.to_tp])
         for row in move.rows:
             self._rows.take(row.dp_group * self.num_slots + row.slot, old, seat_of[row.request.request_id])

@@ -4,13 +4,13 @@ Purpose: a simulated step of thousands of responses of thousands of tokens is mi
 all of which a row is named once more and gains as many tokens as every other. `LockstepBatcher` decides what `Batcher`
 decides: the same plans, block by block, trace and counters. tests/sim/test_lockstep.py compares the two.
 
-While nobody waits and every running row decodes, the rows form a *lane*. The lane counts the steps that its plans
+While no request waits and every running row decodes, the rows form a *lane*. The lane counts the steps that its plans
 promised and took, once for all rows. A row is looked at when it needs a block, reaches its limit, stops or is aborted:
 the first two are known beforehand, and wait for their plan. Anything else that could matter (a new request, a pool that
 runs dry, another layout, a look at a row's state) dissolves the lane: what it counted is written into each `Progress`,
 and `Batcher` goes on from there.
 
-Departures: needs an executor whose results are `Gains`. There every row that does not stop gains a token in each step,
+Departures: needs an executor that returns `Gains`. There every row that does not stop gains a token in each step,
 and its tokens can be had later, so that they are copied once, when it leaves the lane.
 """
 
@@ -31,7 +31,7 @@ from jaxrl.sim.executor import Gains, LanePlan
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan of the lane in flight: whom it names, and who of them has left the lane since."""
+    """A plan of the lane in flight: the rows that it names, and those of them that have left the lane since."""
 
     rows: tuple[DecodeRow, ...]
     gone: dict[int, Progress] = field(default_factory=dict)
@@ -46,12 +46,12 @@ class _Lane:
     """Rows that decode together."""
 
     members: dict[int, Progress]  # by request id
-    named: dict[int, DecodeRow]  # those of them whom the next plan names, in the order of their seats
+    named: dict[int, DecodeRow]  # those that the next plan names, in the order of their seats
     ids: np.ndarray  # of `named`, int64
     seats: np.ndarray  # and where they are: dp group * num_slots + slot, int64
     due: defaultdict[int, list[_Due]] = field(default_factory=lambda: defaultdict(list))  # by the lane's plan
     num_plans: int = 0  # of the lane so far
-    taken: int = 0  # steps whose tokens are in the members' arrays not yet
+    taken: int = 0  # steps with tokens that the members' arrays do not hold yet
     version: int = -1  # of the weights that made those
     gains: Gains | None = None  # of the plan that was collected last
     flights: dict[int, _Flight] = field(default_factory=dict)  # by the plan's index
@@ -75,7 +75,7 @@ class _Lane:
         """Gives a member the tokens of the steps taken."""
         count = self.taken + num_more
         if count:
-            assert self.gains is not None, "steps were taken in plans that nobody collected"
+            assert self.gains is not None, "steps were taken in plans that were not collected"
             first = progress.num_tokens
             progress.append(self.gains.tokens(progress.request.request_id, first, first + count), self.version)
 
@@ -89,18 +89,13 @@ class _Lane:
 
 
 class LockstepBatcher(Batcher):
-    """Decides what `Batcher` decides, over an executor whose results are `Gains`."""
+    """Decides what `Batcher` decides, over an executor that returns `Gains`."""
 
     def __init__(
         self, config: BatcherConfig, capacity: Capacity, trace: Callable[[TraceEvent], None] | None = None
     ) -> None:
         super().__init__(config, capacity, trace)
         self._lane: _Lane | None = None
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether the rows form a lane."""
-        return self._lane is not None
 
     # Where lockstep ends
 
@@ -140,7 +135,7 @@ class LockstepBatcher(Batcher):
         if lane is None or result.index not in lane.flights:
             return super().update(result, stop_check)
         gains, flight = result.rows, lane.flights.pop(result.index)
-        assert isinstance(gains, Gains), "a lane of rows whose tokens cannot be had later"
+        assert isinstance(gains, Gains), "a lane of rows, and their tokens cannot be had later"
         index, _, _ = self._flights.popleft()
         assert index == result.index, f"plan {index} is due, and the result is of plan {result.index}"
         self.counters.plans += 1
@@ -203,8 +198,8 @@ class LockstepBatcher(Batcher):
         lane.due[plan].append((progress.arrival, progress, written))
 
     def _look_at_due(self, lane: _Lane) -> bool:
-        """Gives the rows that need them their blocks, oldest first, and names those no more whom the plans in flight
-        take to their last token. False if a pool runs dry: for `Batcher` to go on from the row that got none."""
+        """Gives the rows that need them their blocks, oldest first, and leaves out the rows that the plans in flight
+        take to their last token. False if a pool runs dry: `Batcher` goes on from the row that got none."""
         promised = lane.num_plans * self.config.decode_steps
         for _, progress, written in sorted(lane.due.pop(lane.num_plans, ()), key=_arrival):
             request_id, now = progress.request.request_id, written + promised

@@ -4,8 +4,7 @@ Purpose: `modelled_profile`, so that a simulated run decides about its layouts f
 does, and not from the cost model that charges it.
 
 Source: PAT §4.2 (offline profiler); points as `jaxrl.scheduling.layouts.latency_profile` chooses them. Departure:
-nothing is noisy, so a point is asked for once. Switches are asked for at half of a dp group's share of the token
-budget.
+nothing is noisy, so a point is asked for once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from jaxrl.scheduling.layouts.latency_profile import (
     Measurement,
     Profile,
     ProfileIdentity,
-    SwitchCost,
     prefill_points,
     profile_points,
 )
@@ -47,12 +45,6 @@ def modelled_profile(
         )
         for p in prefill_points(points)
     ]
-    switches = []
-    for tp in degrees:
-        context = max(budget * tp // num_devices // 2, 1)
-        for new_tp in degrees:
-            if tp != new_tp:
-                times = cost.layout_switch(tp, new_tp, context, 0.0)
-                switches.append(SwitchCost(tp, new_tp, times.weights_s, times.move_s / context, times.fixed_s))
+    switches = [cost.layout_switch(tp, new_tp) for tp in degrees for new_tp in degrees if tp != new_tp]
     identity = ProfileIdentity("", "", name, num_devices, "", "")
     return Profile(identity, tuple(decode), tuple(prefill), tuple(switches), source="synthetic")

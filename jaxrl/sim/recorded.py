@@ -1,6 +1,6 @@
 """Lengths of a real run, played again: `samples.jsonl` of a run directory as a `Workload`.
 
-Purpose: a simulation whose lengths come from a run instead of a formula.
+Purpose: a simulation in which lengths come from a run instead of a formula.
 
 Source: bootstrap resampling (Efron 1979), by prompt so that a long prompt is long again (RollPacker §3, RhymeRL §6.1).
 

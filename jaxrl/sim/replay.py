@@ -30,7 +30,7 @@ Cost = Callable[[Plan, int], float]
 
 @dataclass(frozen=True, slots=True)
 class ReplayTicket:
-    """A plan whose outcome is known already, and handed out when it is collected."""
+    """A plan: its outcome is known already, and handed out when it is collected."""
 
     index: int
 

@@ -53,7 +53,7 @@ def normal(*identity: int) -> float:
 
 
 def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
-    """Tokens of the response whose score is `z`, before limit and rounding; infinite where the tail is too far out for
+    """Tokens of the response with score `z`, before limit and rounding; infinite where the tail is too far out for
     a float."""
     return _body_or_tail(lengths, z) * _growth(lengths, step)
 

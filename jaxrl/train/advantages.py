@@ -17,10 +17,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.config import AlgorithmSection
+from jaxrl.train.kl import kl_estimate
 from jaxrl.types import Group, Sample
 
 NEEDS_WHOLE_BATCH: frozenset[str] = frozenset({"reinforce_plus_plus"})
-"""Estimators whose statistics span the batch: gradients cannot start before its last sample is scored."""
+"""Estimators with statistics over the whole batch: gradients cannot start before its last sample is scored."""
 
 _STD_EPS = 1e-6
 _WHITEN_EPS = 1e-8
@@ -127,31 +128,6 @@ def reinforce_plus_plus(samples: Sequence[Sample], penalties: Sequence[np.ndarra
     return [((r - flat.mean()) * scale).astype(np.float32) for r in returns]
 
 
-def kl_estimate(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np.ndarray:
-    """Per-token estimate of KL(policy || reference), as verl's `kl_penalty`.
-
-    Args:
-      logprobs, ref_logprobs: float [T].
-      kind: `kl` (k1), `abs` (its absolute value), `mse` (k2) or `low_var_kl` (k3, clamped to ±10; Schulman 2020).
-
-    Returns:
-      float64 [T].
-    """
-    diff = np.asarray(logprobs, np.float64) - np.asarray(ref_logprobs, np.float64)
-    match kind:
-        case "kl":
-            return diff
-        case "abs":
-            return np.abs(diff)
-        case "mse":
-            return 0.5 * diff**2
-        case "low_var_kl":
-            back = np.clip(-diff, -20.0, 20.0)
-            return np.clip(np.exp(back) - back - 1.0, -10.0, 10.0)
-        case _:
-            raise ValueError(f"algorithm.kl_penalty must be kl, abs, mse or low_var_kl, found {kind!r}")
-
-
 def _kl_penalties(
     samples: Sequence[Sample],
     algorithm: AlgorithmSection,
@@ -163,7 +139,7 @@ def _kl_penalties(
     if logprobs is None or ref_logprobs is None:
         raise ValueError("algorithm.use_kl_in_reward needs the policy's and the reference model's log-probabilities")
     return [
-        algorithm.kl_coef * kl_estimate(ours, ref, algorithm.kl_penalty)
+        algorithm.kl_coef * kl_estimate(np.asarray(ours, np.float64), np.asarray(ref, np.float64), algorithm.kl_penalty)
         for _, ours, ref in zip(samples, logprobs, ref_logprobs, strict=True)
     ]
 

@@ -34,10 +34,10 @@ class HeadOptions(NamedTuple):
 
     Attributes:
       project: (head parameters, x [C, E]) -> logits [C, V], before the temperature.
-      chunk: C, tokens whose logits exist at once on a device.
+      chunk: C, tokens that have their logits at once on a device.
       temperature: divides the logits; positive.
       entropy_gradient: whether the entropy is part of the objective; without it its gradient is zero and costs nothing.
-      widen: whether narrow operands are multiplied as float32, for backends whose narrow products are slow.
+      widen: whether narrow operands are multiplied as float32, for backends with slow narrow products.
     """
 
     project: Project

@@ -4,9 +4,9 @@ Each returns an unnormalised sum and its denominator; so do the metrics. Microba
 the division happens once, which makes the result independent of how the minibatch was cut. `METHODS` at the bottom
 names the published methods and the settings that make them.
 
-Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the low-variance KL to ±10, the dual clip
-acts on negative advantages only. Departures: `seq-mean-*` divide by the number of sequences that have tokens to learn
-from; the dual clip is off at `clip_ratio_c = 0`.
+Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the dual clip acts on negative advantages
+only. Departures: `seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at
+`clip_ratio_c = 0`.
 
 Dims: R rows, T tokens. All per-token arrays are indexed by the token they speak about (see `packing`).
 """
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.config import ActorSection, Config
+from jaxrl.train.kl import kl_estimate
 from jaxrl.train.packing import Array, TokenBatch
 
 
@@ -101,26 +102,6 @@ def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> 
         metrics["actor/pg_clipfrac_lower"] = bounded.astype(ratio.dtype)
         loss = jnp.where(bounded, bound, loss)
     return loss, metrics
-
-
-def kl_estimate(logprobs: jax.Array, ref_logprobs: Array, kind: str) -> jax.Array:
-    """Per-token estimate of KL(policy || reference), [R, T] (Schulman 2020, "Approximating KL Divergence").
-
-    `kl` is k1, `abs` its absolute value, `mse` k2, `low_var_kl` k3.
-    """
-    diff = logprobs - ref_logprobs
-    match kind:
-        case "kl":
-            return diff
-        case "abs":
-            return jnp.abs(diff)
-        case "mse":
-            return 0.5 * jnp.square(diff)
-        case "low_var_kl":
-            back = jnp.clip(-diff, -20.0, 20.0)
-            return jnp.clip(jnp.exp(back) - back - 1.0, -10.0, 10.0)
-        case _:
-            raise ValueError(f"actor.kl_loss_type must be kl, abs, mse or low_var_kl, found {kind!r}")
 
 
 def aggregate_sum(values: jax.Array, batch: TokenBatch, mode: str) -> jax.Array:

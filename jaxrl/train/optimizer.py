@@ -83,7 +83,7 @@ def schedule(optim: OptimSection, total_updates: int = 0) -> optax.Schedule:
     return warmed_up
 
 
-class Outcome(NamedTuple):
+class UpdateOutcome(NamedTuple):
     """What an update did. Scalars.
 
     Attributes:
@@ -106,7 +106,7 @@ class Optimizer(NamedTuple):
         """The state for `params` (trainable ones only), in their dtype."""
         return self.chain.init(params)
 
-    def update(self, gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Outcome]:
+    def update(self, gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, UpdateOutcome]:
         """(params, state, outcome) after one update; both unchanged if any gradient entry is not finite."""
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
         finite = jnp.isfinite(norm)
@@ -122,7 +122,7 @@ class Optimizer(NamedTuple):
         return (
             jax.tree.map(choose, new_params, params),
             jax.tree.map(choose, new_state, state),
-            Outcome(norm, finite),
+            UpdateOutcome(norm, finite),
         )
 
 

@@ -46,7 +46,7 @@ class TokenBatch:
     Attributes:
       tokens: int32; padding is 0.
       segment_ids: int32, 1, 2, ... within a row; 0 at padding.
-      prefix_ids: int32, the segment whose tokens this one sees besides its own segment's; where there is none, its own.
+      prefix_ids: int32, the segment that this token sees besides its own; where there is none, its own.
       positions: int32 within the sample (prompt included); 0 at padding.
       loss_mask: float32, 1 at tokens to learn from (several spans per sample are possible), else 0.
       advantages: float32.
@@ -164,7 +164,7 @@ def pack(
     share_prompts: bool = True,
     row_cost: Callable[[int], float] = float,
 ) -> Packed:
-    """Packs samples into microbatches whose rows split evenly over the devices.
+    """Packs samples into microbatches with rows that split evenly over the devices.
 
     Args:
       batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are. Its loss

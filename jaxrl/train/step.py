@@ -8,9 +8,10 @@ and is divided once, so a minibatch may be cut into microbatches and parts of an
 
 Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`, and beside
 it, while a microbatch runs, that microbatch's gradients; logits of `actor.logprob_chunk_tokens` tokens per device;
-activations as `actor.remat` says. Of attention the backward pass keeps q, k, v, the output and one number per query and
-head; scores exist for a few tiles at a time, except in rows so short (`kernels.packed.Tiling.longest_plain`) that they
-are small. Prompts count once per row, not once per sample (`actor.share_prompts`).
+activations as `actor.remat` says. Of attention (`actor.attention`, `kernels.attention.PackedAttention`) the backward
+pass keeps q, k, v, the output and one number per query and head; scores exist for a few tiles at a time, except with
+`reference`, and in rows so short (`kernels.packed.Tiling.longest_plain`) that they are small. Prompts count once per
+row, not once per sample (`actor.share_prompts`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
-from jaxrl.kernels import packed
+from jaxrl.kernels.attention import choose_packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.rules import map_weights, train_shardings
@@ -77,24 +78,31 @@ class Trainer:
         total_updates: int = 0,
         trainable: optimizers.Trainable = optimizers.everything,
         ref_params: Tree | None = None,
+        interpret: bool = False,
     ) -> None:
         """Places a copy of `params` on the mesh.
 
         Args:
           config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `actor.remat: auto` is
-            `dots` here; whoever knows the memory replaces it (`jaxrl.runtime.memory.plan_remat`).
+            `dots` here; where the memory is known it is replaced (`jaxrl.runtime.memory.plan_remat`).
           model_config: of the decoder.
           params: training form, numpy or jax arrays of any floating dtype. They stay the caller's.
           mesh: rows and weights are split over all of its axes.
           total_updates: optimizer updates in the whole run; only schedules that decay need it.
           trainable: which parameters are trained; the rest is kept as it is.
           ref_params: of the reference model, if one is needed; default: `params`.
+          interpret: run the GPU kernels of `actor.attention: pallas` as plain JAX, on any device (slow; for tests).
+
+        Raises:
+          ValueError: `actor.attention: pallas` on other devices than GPUs, or for a model that the kernels refuse.
         """
         actor = config.actor
+        platform = mesh.devices.flat[0].platform
+        self._packed_attention = choose_packed(actor.attention, platform, interpret=interpret)
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.updates, self.skipped_updates = 0, 0
         self._shardings = train_shardings(model_config, mesh)
-        self._tiling = packed.tiling(mesh.devices.flat[0].platform)
+        self._widen = self._packed_attention.tiling.widen
         self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
         self._optimizer = optimizers.build(actor.optim, actor.grad_clip, total_updates)
         self._trainable, self._frozen = optimizers.partition(
@@ -251,7 +259,7 @@ class Trainer:
             self.model_config,
             dtype=jnp.dtype(self.config.actor.dtype),
             remat=self._remat,
-            widen=self._tiling.widen,
+            widen=self._widen,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self._rows),
             gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
         )
@@ -260,15 +268,15 @@ class Trainer:
 
     def _attention(self, rows: TokenBatch) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows."""
-        how = self._tiling
+        packed = self._packed_attention
         local = partial(jax.shard_map, mesh=self.mesh, out_specs=self._rows.spec, check_vma=False)
         shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
-        tiles = local(
-            lambda segments, _, prefixes: packed.visible_tiles(segments, prefixes, how), in_specs=self._rows.spec
-        )(*shards)
+        tiles = local(lambda segments, _, prefixes: packed.tile_pairs(segments, prefixes), in_specs=self._rows.spec)(
+            *shards
+        )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return local(partial(packed.attention, how=how), in_specs=self._rows.spec)(q, k, v, *shards, tiles)
+            return local(packed.attend, in_specs=self._rows.spec)(q, k, v, *shards, tiles)
 
         return attend
 
@@ -279,7 +287,7 @@ class Trainer:
             chunk=self.config.actor.logprob_chunk_tokens,
             temperature=self.config.rollout.temperature or 1.0,
             entropy_gradient=bool(self.config.actor.entropy_coeff),
-            widen=self._tiling.widen,
+            widen=self._widen,
         )
         return token_logprobs(options, head, hidden, jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask), self.mesh)
 
@@ -327,7 +335,7 @@ class Trainer:
         """A row's share of the work, where a token that attends to nothing counts 1."""
         model = self.model_config
         per_key = 2 * model.num_layers * model.num_heads * model.head_dim / model.num_params()
-        return tokens * (1 + per_key * self._tiling.keys(tokens))
+        return tokens * (1 + per_key * self._packed_attention.num_keys(tokens))
 
     def _on_device(self, batch: TokenBatch) -> TokenBatch:
         # the callback form works on several processes, each of which packs the same batch
@@ -350,7 +358,7 @@ class Trainer:
 
 
 def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
-    """The same batch, whose sums XLA cannot take before the log-probabilities exist.
+    """The same batch; XLA cannot take its sums before the log-probabilities exist.
 
     Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
     the loop over layers; with as many threads as (virtual) devices, some devices then wait in the one and some in the

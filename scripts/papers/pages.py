@@ -293,7 +293,7 @@ fills; the paper's gain is its mean over three data sets. It finds about 40 % of
 
 
 def _capped(runs: Sequence[Steps], name: str) -> float:
-    """The mean over the steps whose longest response reaches the limit, as PAT takes it (§5.1)."""
+    """The mean over the steps in which a response reaches the limit, as PAT takes it (§5.1)."""
     values = [
         value
         for r in runs

@@ -74,7 +74,7 @@ class Case:
 
     @property
     def problem(self) -> str:
-        """The calibration problem whose constants hold."""
+        """The calibration problem that its constants are from."""
         paper, name = self.setup.split(".")[:2]
         return f"{paper}_{name}" if paper == "pat" else paper
 

@@ -121,6 +121,22 @@ def test_remat_auto_keeps_what_fits():
     assert "activations kept (remat full, estimate)" in tight.memory.update
 
 
+@pytest.mark.parametrize(("attention", "platform", "held"), [("reference", "cpu", True), ("pallas", "gpu", False)])
+def test_the_scores_of_attention_follow_the_option(attention, platform, held):
+    """Rows of 384 tokens: long enough for tiles on CPU, too short on GPU; the option says otherwise."""
+    of = {
+        name: explain(config(actor={"attention": name}), SMOLLM2, 1, platform=platform) for name in ("auto", attention)
+    }
+    names = {name: [part for part in e.memory.update if "scores" in part] for name, e in of.items()}
+    assert names["auto"] == ([] if held else ["attention scores (rows too short for tiles)"])
+    assert names[attention] == (["attention scores (actor.attention: reference)"] if held else [])
+
+
+def test_kernels_on_a_cpu_are_refused_by_the_plan():
+    with pytest.raises(ValueError, match=r"actor\.attention \(pallas\) must be auto or reference on cpu"):
+        explain(config(actor={"attention": "pallas"}), SMOLLM2, 1, platform="cpu")
+
+
 def test_rows_too_short_for_tiles_hold_their_scores():
     sizes = {"data": {"max_prompt_length": 24, "max_response_length": 40}}
     on_cpu, on_gpu = (

@@ -24,7 +24,7 @@ def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, tile: 
     counts = jnp.asarray([4, 2, 0], jnp.int32)
     held = [tables[row, : 1 + int(start[row] + STEPS - 1) // BLOCK].tolist() for row in range(rows)]
     count = gathered.num_tiles(held, tile) + 2  # some pad the list
-    tiles = gathered.Tiles(*map(jnp.asarray, gathered.list_tiles(held, tile, count, BLOCK)))
+    tiles = gathered.WindowTiles(*map(jnp.asarray, gathered.window_tiles(held, tile, count, BLOCK)))
     window = gathered.gather(pool_k, pool_v, tiles.blocks_UW)
     fresh = gathered.blank(pool_v, rows, STEPS)
     paged_k, paged_v = pool_k, pool_v
@@ -43,13 +43,13 @@ def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, tile: 
         np.testing.assert_allclose(actual[going], expected[going], rtol=0, atol=1e-12)
     written = gathered.scatter(pool_k, pool_v, fresh, tables, start, counts)
     for new, expected in zip(written, (paged_k, paged_v), strict=True):
-        np.testing.assert_array_equal(new[:, 1:], expected[:, 1:])  # block 0 belongs to nobody
+        np.testing.assert_array_equal(new[:, 1:], expected[:, 1:])  # block 0 is no row's
 
 
 def test_a_window_holds_what_rows_have_cached_and_no_more():
     tables = [[7], [3, 4, 5, 6, 9], [], [8, 2]]
     assert gathered.num_tiles(tables, 2) == 5
-    tiles = gathered.list_tiles(tables, 2, 6, BLOCK)
+    tiles = gathered.window_tiles(tables, 2, 6, BLOCK)
     assert tiles.blocks_UW.tolist() == [[7, 0], [3, 4], [5, 6], [9, 0], [8, 2], [0, 0]]
     assert tiles.owner_U.tolist() == [0, 1, 1, 1, 3, 0]
     assert tiles.first_U[:5].tolist() == [0, 0, 8, 16, 0]
@@ -59,7 +59,7 @@ def test_a_window_holds_what_rows_have_cached_and_no_more():
 def test_scores_and_sums_are_float32_for_bfloat16():
     rng = np.random.default_rng(1)
     pool = [jnp.asarray(rng.normal(size=(1, 9, BLOCK, 16)), jnp.bfloat16) for _ in range(2)]
-    tiles = gathered.Tiles(*map(jnp.asarray, gathered.list_tiles([list(range(1, 9))], 8, 1, BLOCK)))
+    tiles = gathered.WindowTiles(*map(jnp.asarray, gathered.window_tiles([list(range(1, 9))], 8, 1, BLOCK)))
     window = gathered.gather(*pool, tiles.blocks_UW)
     fresh = gathered.blank(pool[1], 1, 1)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 1, 16)), jnp.bfloat16) for _ in range(3))

@@ -105,7 +105,7 @@ def in_tiles(rows, how):
     segments, positions, prefixes = rows
 
     def attend(q, k, v, segments=segments, positions=positions, prefixes=prefixes):
-        tiles = packed.visible_tiles(segments, prefixes, how)
+        tiles = packed.visible_pairs(segments, prefixes, how)
         return packed.attention(q, k, v, segments, positions, prefixes, tiles, how)
 
     return attend
@@ -127,7 +127,7 @@ def test_tiles_equal_the_oracle(x64, how, dtype, tolerance):
 
 def test_tiles_are_only_those_needed():
     rows = random_rows(5, 44)
-    tiles = packed.visible_tiles(rows[0], rows[2], Tiling(0, 8))
+    tiles = packed.visible_pairs(rows[0], rows[2], Tiling(0, 8))
     assert tiles is not None
     visible = (rows[0][:, :, None] == rows[0][:, None]) | (rows[2][:, :, None] == rows[0][:, None])
     visible &= (rows[0][:, None] > 0) & np.tril(np.ones((44, 44), bool))
@@ -136,7 +136,7 @@ def test_tiles_are_only_those_needed():
     count = int(tiles.num_pairs[0])
     assert {tuple(pair) for pair in np.asarray(tiles.pairs)[:count].tolist()} == expected
     assert len(expected) == count < len(tiles.pairs)
-    assert packed.visible_tiles(rows[0], rows[2], Tiling(64, 8)) is None
+    assert packed.visible_pairs(rows[0], rows[2], Tiling(64, 8)) is None
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxrl.kernels import attention, packed_pallas, reference
-from jaxrl.kernels.packed_pallas import Tiles
+from jaxrl.kernels import attention, packed, packed_pallas, reference
+from jaxrl.kernels.packed_pallas import PackedTileSizes
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
-SMALL = (Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2))
+SMALL = (PackedTileSizes(32, 16, 4, 2), PackedTileSizes(16, 32, 4, 2), PackedTileSizes(16, 32, 4, 2))
 
 
 def naive(q, k, v, segments, positions, prefixes):
@@ -87,7 +87,7 @@ def test_tokens_that_are_not_seen_change_nothing():
 
     def kernel(k, v):
         # What a tile reads in vain is multiplied by zero, which nan survives; so tokens 64..79 are a tile of their own.
-        tiles = (Tiles(16, 16, 4, 2),) * 3
+        tiles = (PackedTileSizes(16, 16, 4, 2),) * 3
         options = {"prefix_ids": prefixes, "tiles": tiles, "interpret": True}
         return packed_pallas.packed_attention(q, k, v, segments, positions, **options)
 
@@ -115,22 +115,50 @@ def test_no_visible_tile_is_missed_and_most_invisible_ones_are_skipped():
         np.testing.assert_array_equal(listed, np.flatnonzero(visible[row, tile]))
 
 
-@pytest.mark.parametrize("prefixes", ["none", "zeros", "given"])
-def test_the_interface_on_cpu_is_the_reference(prefixes):
-    q, k, v, _ = arrays_of(40, 4, 2, 16, "float32")
-    segments, positions, given = rows_of(40)
-    chosen = {"none": None, "zeros": np.zeros_like(given), "given": given}[prefixes]
-    out = attention.packed_attention(q, k, v, segments, positions, prefix_ids=chosen)
+@pytest.mark.parametrize("prefixes", ["own", "zeros", "given"])
+@pytest.mark.parametrize("implementation", ["reference", "auto", "pallas"])
+@pytest.mark.parametrize("tokens", [40, 100])
+def test_the_interface(tokens, implementation, prefixes):
+    """Every implementation, in rows long enough for tiles and not; a prefix may be a segment's own, or 0, for none."""
+    q, k, v, _ = arrays_of(tokens, 4, 2, 16, "float32")
+    segments, positions, given = rows_of(tokens)
+    given = np.where(given == 0, segments, given)  # as `pack` writes it
+    chosen = {"own": segments, "zeros": np.zeros_like(given), "given": given}[prefixes]
+    packed = attention.choose_packed(implementation, "cpu", interpret=True)
+    tiles = packed.tile_pairs(segments, chosen)
+    out = packed.attend(q, k, v, segments, positions, chosen, tiles)
+    assert (tiles is not None) == (implementation == "auto" and tokens == 100)
     expected = naive(q, k, v, segments, positions, given if prefixes == "given" else np.zeros_like(given))
-    expect_close(out, expected, "float32")
-    if chosen is None:
-        np.testing.assert_array_equal(out, reference.packed_attention(q, k, v, segments, positions))
+    real = segments > 0
+    expect_close(np.asarray(out)[real], np.asarray(expected)[real], "float32")
+    assert np.isfinite(out).all()
+    if implementation == "reference" or (implementation == "auto" and tokens == 40):
+        np.testing.assert_array_equal(out, reference.packed_attention(q, k, v, segments, positions, chosen))
+
+
+def test_what_an_option_means_on_a_platform():
+    chosen = {name: attention.choose_packed(name, "gpu").implementation for name in ("auto", "reference", "pallas")}
+    assert chosen == {"auto": "tiles", "reference": "reference", "pallas": "pallas"}
+    assert attention.choose_packed("auto", "cpu") == attention.PackedAttention("tiles", packed.tiling("cpu"))
+    for platform in ("cpu", "tpu"):
+        with pytest.raises(ValueError, match=rf"actor\.attention \(pallas\) must be auto or reference on {platform}"):
+            attention.choose_packed("pallas", platform)
+
+
+@pytest.mark.parametrize(("tokens", "tiles_hold"), [(64, True), (65, False)])
+def test_what_holds_the_scores_of_a_row(tokens, tiles_hold):
+    of = {name: attention.choose_packed(name, "cpu", interpret=True) for name in ("auto", "reference", "pallas")}
+    held = {name: packed.holds_scores(tokens) for name, packed in of.items()}
+    assert held == {"auto": tiles_hold, "reference": True, "pallas": False}
+    keys = {name: packed.num_keys(1024) for name, packed in of.items()}
+    assert keys["auto"] == keys["pallas"] == 128 < keys["reference"] == 1024
 
 
 def test_what_the_kernel_refuses():
     q, k, v, _ = arrays_of(40, 4, 2, 16, "float16")
-    with pytest.raises(ValueError, match=r"float16.*must be all bfloat16 or all float32; use implementation='ref"):
-        attention.packed_attention(q, k, v, *rows_of(40)[:2], implementation="pallas")
+    segments, positions, _ = rows_of(40)
+    with pytest.raises(ValueError, match=r"float16.*must be all bfloat16 or all float32; set actor.attention to auto"):
+        attention.PackedAttention("pallas").attend(q, k, v, segments, positions, segments, None)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -139,7 +167,7 @@ def test_what_the_kernel_refuses():
 def test_lowers_for_cuda(tokens, heads, kv_heads, dim, dtype):
     def gradients(q, k, v, d_out, segments, positions):
         def kernel(q, k, v):
-            return attention.packed_attention(q, k, v, segments, positions, implementation="pallas")
+            return attention.PackedAttention("pallas").attend(q, k, v, segments, positions, segments, None)
 
         return jax.vjp(kernel, q, k, v)[1](d_out)
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxrl.kernels import attention, paged_pallas, reference
-from jaxrl.kernels.paged_pallas import Tiles
+from jaxrl.kernels.paged_pallas import PagedTileSizes
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -63,11 +63,11 @@ def test_decode_and_verify(heads, kv_heads, dim, size, queries, dtype):
 
 
 TILES = {
-    "one step a block": Tiles(16, 16, 1, 4, 2),
-    "a step of many blocks, past the table's end": Tiles(16, 128, 1, 4, 2),
-    "parts, some of them empty": Tiles(16, 32, 4, 4, 2),
-    "several tiles of queries": Tiles(16, 32, 1, 4, 2),
-    "tiles and parts": Tiles(32, 16, 3, 4, 2),
+    "one step a block": PagedTileSizes(16, 16, 1, 4, 2),
+    "a step of many blocks, past the table's end": PagedTileSizes(16, 128, 1, 4, 2),
+    "parts, some of them empty": PagedTileSizes(16, 32, 4, 4, 2),
+    "several tiles of queries": PagedTileSizes(16, 32, 1, 4, 2),
+    "tiles and parts": PagedTileSizes(32, 16, 3, 4, 2),
 }
 
 
@@ -85,7 +85,7 @@ def test_blocks_that_a_row_must_not_read_change_nothing(parts):
     own = {int(b) for row, last in zip(tables, positions.max(1), strict=True) for b in row[: int(last) // 16 + 1]}
     others = np.array([block for block in range(k.shape[1]) if block not in own])
     assert len(others) > 8
-    tiles = Tiles(16, 32, parts, 4, 2)
+    tiles = PagedTileSizes(16, 32, parts, 4, 2)
     clean = run(q, k, v, tables, positions, tiles=tiles)
     poisoned = run(q, *(x.at[:, others].set(jnp.nan) for x in (k, v)), tables, positions, tiles=tiles)
     np.testing.assert_array_equal(clean, poisoned)
@@ -101,7 +101,7 @@ def test_rows_share_blocks():
 def test_a_query_before_the_sequence_gets_zeros():
     q, k, v, tables, positions = case(4, 2, 16, 16, 2)
     for parts in (1, 2):
-        out = run(q, k, v, tables, positions.at[:, 1].set(-1), tiles=Tiles(16, 16, parts, 4, 2))
+        out = run(q, k, v, tables, positions.at[:, 1].set(-1), tiles=PagedTileSizes(16, 16, parts, 4, 2))
         assert (out[:, 1] == 0).all()
         assert np.isfinite(out).all()
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxrl.kernels import packed
+from jaxrl.kernels import attention, packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.safetensors import export_hf
@@ -133,7 +134,7 @@ def test_remat_dots_runs_attention_and_products_once_each_way():
     params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     ids = jnp.ones((1, 128), jnp.int32)
     how = packed.Tiling(longest_plain=32, block=32)
-    tiles = packed.visible_tiles(ids, ids, how)
+    tiles = packed.visible_pairs(ids, ids, how)
 
     def loss(params, remat):
         def attend(q, k, v):
@@ -147,6 +148,26 @@ def test_remat_dots_runs_attention_and_products_once_each_way():
 
     assert counts("dots") == counts("none")
     assert all(again > once for again, once in zip(counts("full"), counts("none"), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("remat", "calls"), [("none", 3), ("dots", 3), ("full", 4)])
+def test_remat_dots_keeps_what_the_attention_kernels_gave(remat, calls):
+    """In the program for CUDA: the forward pass and two gradients, and with `full` the forward pass once more."""
+    config = tiny_config(head_dim=16)
+    params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    ids = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+
+    def loss(params, ids):
+        def attend(q, k, v):
+            return attention.PackedAttention("pallas").attend(q, k, v, ids, ids, ids, None)
+
+        return jnp.sum(decoder.forward_scan(params, ids, ids, attend, config, dtype=jnp.float32, remat=remat))
+
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.jit(jax.grad(loss)).trace(params, ids).lower(lowering_platforms=("cuda",))
+    assert program.as_text().count("custom_call @__gpu$xla.gpu.triton") == calls
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(3, 5), (5, 3), (4, 4)])

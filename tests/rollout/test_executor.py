@@ -388,7 +388,7 @@ def test_buckets(most: int, factor: int, least: int, sizes: tuple[int, ...]):
 
 
 class _Value:
-    """Stands for a device array that nobody reads."""
+    """Stands for a device array that is never read."""
 
     def copy_to_host_async(self) -> None: ...
 

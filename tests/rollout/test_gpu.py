@@ -167,15 +167,15 @@ def test_packed_kernels_are_the_reference(tokens, heads, kv_heads, dim, dtype):
 
     def run(implementation, q, k, v, d_out):
         def attend(q, k, v):
-            options = {"prefix_ids": prefixes, "implementation": implementation}
-            return attention.packed_attention(q, k, v, segments, positions, **options)
+            packed = attention.choose_packed(implementation, "gpu")
+            return packed.attend(q, k, v, segments, positions, prefixes, packed.tile_pairs(segments, prefixes))
 
         out, pull = jax.vjp(attend, q, k, v)
         return out, *pull(d_out)
 
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(run, static_argnums=0)("reference", *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
-    for got, want in zip(jax.jit(run, static_argnums=0)("auto", q, k, v, d_out), expected, strict=True):
+    for got, want in zip(jax.jit(run, static_argnums=0)("pallas", q, k, v, d_out), expected, strict=True):
         worst = float(jnp.abs(got.astype(jnp.float32) - want).max() / jnp.abs(want).max())
         assert worst < (1e-5 if dtype == "float32" else 2e-2)
 

@@ -150,7 +150,7 @@ class Words:
 
 @dataclass
 class SlowPool:
-    """A pool whose k-th sample takes a number of looks that depends on k; `durations` remembers how long."""
+    """A pool in which the k-th sample takes a number of looks that depends on k; `durations` remembers how long."""
 
     durations: dict[SampleKey, float] = field(default_factory=dict)
     pending: dict[SampleKey, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Who holds what: against the shardings that really place the arrays, and in text and pictures."""
+"""What each device holds: against the shardings that really place the arrays, and in text and pictures."""
 
 from __future__ import annotations
 

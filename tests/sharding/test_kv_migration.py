@@ -202,7 +202,7 @@ def programs(model: str) -> None:
 
 
 def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
-    """Half of the devices hands its requests to the other half, whose own go on; and to an empty half, and back."""
+    """Half of the devices hands its requests to the other half, which keeps its own; and to an empty half, and back."""
     heads = pad_heads(*MODELS[model], 4)
     left, right = make_mesh(jax.devices()[:4]), make_mesh(jax.devices()[4:])
     giver = Walk(Layout(left, tp_before), heads, dtype, num_blocks=40)

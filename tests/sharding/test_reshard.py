@@ -18,7 +18,8 @@ from jaxrl.sharding import reshard as module
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.reshard import crossing_bytes, precompile, reshard, rollout_to_rollout
+from jaxrl.sharding.reshard import precompile, reshard, rollout_to_rollout
+from jaxrl.sharding.reshard_plan import crossing_bytes
 
 DEGREES = (1, 2, 4, 8)
 PAIRS = list(itertools.permutations(DEGREES, 2))
@@ -152,7 +153,7 @@ def test_the_second_move_compiles_and_plans_nothing():
     for _ in range(2):
         for before, after in itertools.pairwise(layouts):
             params, _ = rollout_to_rollout(params, config, before, after, 8)
-        misses.append((module._program.cache_info().misses, module._plan.cache_info().misses))
+        misses.append((module.program_of.cache_info().misses, module.make_plan.cache_info().misses))
     assert misses[0] == misses[1]
 
 
@@ -164,9 +165,9 @@ def test_precompiling_from_shapes_leaves_nothing_to_compile():
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
     planned, programs = precompile(abstract, target)
     assert len(programs) == planned.num_programs > 0
-    misses = module._program.cache_info().misses
+    misses = module.program_of.cache_info().misses
     moved, report = reshard(tree, target)
-    assert module._program.cache_info().misses == misses
+    assert module.program_of.cache_info().misses == misses
     assert report == planned
     assert moved["w"].sharding.is_equivalent_to(target["w"], 2)
     assert spec != target["w"]
@@ -185,7 +186,7 @@ def test_memory_stays_within_the_bound(before, after, monkeypatch):
     size = 64 * 128 * 4
     bound = 3 * size // after + (3 * size // before if after < before else 0) + 64
     start, seen, temporaries = live_bytes(), [], []
-    compiled = module._program
+    compiled = module.program_of
 
     def watched(*step):
         program = compiled(*step)
@@ -199,9 +200,9 @@ def test_memory_stays_within_the_bound(before, after, monkeypatch):
 
         return run
 
-    module._plan.cache_clear()
+    module.make_plan.cache_clear()
     precompile(tree, target, max_extra_bytes=bound)  # the plan itself reads the programs unwatched
-    monkeypatch.setattr(module, "_program", watched)
+    monkeypatch.setattr(module, "program_of", watched)
     moved, report = reshard(tree, target, max_extra_bytes=bound)
     end = live_bytes()
     extra = max(now[d] - max(start[d], end[d]) for now in seen for d in now)
@@ -239,7 +240,7 @@ def test_compiled_programs(before, after):
     mesh = make_mesh()
     source, target = Layout(mesh, before).sharding(None, "tp"), Layout(mesh, after).sharding(None, "tp")
     types = ((16, 32), jnp.dtype(jnp.float32))
-    text = module._program((types,) * 2, (source,) * 2, (target,) * 2).as_text()
+    text = module.program_of((types,) * 2, (source,) * 2, (target,) * 2).as_text()
     found = re.findall(r"= .*?(all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
     assert set(found) == (set() if after > before else {"all-gather"})
     assert len(found) <= 2

@@ -20,12 +20,13 @@ from jaxrl.record.layouts import read_layouts
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.configured import layout_predictor, layout_sizes
-from jaxrl.sim.cost_model import RooflineCost, SwitchTimes
+from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
@@ -85,14 +86,14 @@ def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
 
 
 class Charging(ConstantCost):
-    """Weights 1 s, everything else 3 s, and 0.1 s a token of the fullest group, which is kept in `asked`."""
+    """Weights 1 s, everything else 3 s, and 0.1 s a token of the fullest group; the switches are kept in `asked`."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int, float]] = []
+        self.asked: list[tuple[int, int]] = []
 
-    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
-        self.asked.append((tp, new_tp, context))
-        return SwitchTimes(1.0, 0.1 * context, 50.0, 3.0)
+    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+        self.asked.append((tp, new_tp))
+        return SwitchCost(tp, new_tp, 1.0, 0.1, 3.0)
 
 
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
@@ -111,7 +112,7 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
     contexts = [engine.batcher.progress(i).num_prompt + engine.batcher.progress(i).num_tokens for i in range(2)]
     done = engine.switch(4, how)  # pyright: ignore[reportArgumentType]
     fullest = float(max(contexts)) if how == "migrate" else 0.0
-    assert cost.asked == [(2, 4, fullest)]
+    assert cost.asked == [(2, 4)]
     assert done.times.state_s == pytest.approx(0.1 * fullest)
     assert clock.now_s - before == pytest.approx(4.0 + 0.1 * fullest)
     assert (executor.tp, executor.num_groups, executor.num_slots) == (4, 1, 16)

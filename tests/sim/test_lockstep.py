@@ -92,7 +92,7 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
             recompute(engine)
         else:
             note(engine.step())
-            num_lockstep += isinstance(engine.batcher, LockstepBatcher) and engine.batcher.in_lockstep
+            num_lockstep += isinstance(engine.batcher, LockstepBatcher) and engine.batcher._lane is not None
             engine.batcher.blocks.check()
     groups = range(engine.batcher.capacity.num_groups)
     assert all(engine.batcher.blocks.num_free(group) == num_blocks - 1 for group in groups)

@@ -10,6 +10,7 @@ from known_samples import KnownSample, KnownWorkload
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.rounds.events import (
     Event,
     RoundStarted,
@@ -22,7 +23,7 @@ from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, SwitchTimes, TrainLoad
+from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.scoring import SimulatedScoring
@@ -56,11 +57,8 @@ class ConstantCost:
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         return 5.0
 
-    def layout_switch(self, tp: int, new_tp: int, context: float, pairs: float) -> SwitchTimes:
-        return SwitchTimes(0.0, 0.0, 0.0, 0.0)
-
-    def kv_bytes_per_token(self, tp: int) -> int:
-        return 1
+    def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
+        return SwitchCost(tp, new_tp, 0.0, 0.0, 0.0)
 
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
         return 1000

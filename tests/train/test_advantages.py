@@ -68,14 +68,6 @@ def test_reinforce_plus_plus_discounts_nothing_and_adds_up_penalties():
     assert "reinforce_plus_plus" in advantages.NEEDS_WHOLE_BATCH
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("kl", [0.5, -1]), ("abs", [0.5, 1]), ("mse", [0.125, 0.5]), ("low_var_kl", [np.exp(-0.5) - 0.5, np.e - 2])],
-)
-def test_kl_estimates(kind, expected):
-    np.testing.assert_allclose(advantages.kl_estimate(np.array([0.5, 0]), np.array([0, 1.0]), kind), expected)
-
-
 def test_unscored_is_an_error():
     with pytest.raises(ValueError, match="has no reward"):
         advantages.compute([group([1, None])], AlgorithmSection())

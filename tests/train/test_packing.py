@@ -10,7 +10,7 @@ from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
 
 def batch_of(groups):
-    """Groups of (prompt length, response lengths) whose tokens and numbers name themselves."""
+    """Groups of (prompt length, response lengths) with tokens and numbers that name themselves."""
     prompts, samples, advantages = [], [], []
     for index, (before, responses) in enumerate(groups):
         prompt = Prompt(0, index, tuple(10_000 + 100 * index + t for t in range(before)), "", "")

@@ -1,5 +1,7 @@
 """The trainer: packed, chunked, accumulated, sharded gradients are those of the padded whole batch."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +106,7 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
     shared._row_cost = float  # in so small a model attention would decide, for short rows
     micros = shared._pack(batch).microbatches
     assert any((m.prefix_ids != m.segment_ids).any() for m in micros)
-    assert any(m.tokens.shape[1] > shared._tiling.longest_plain for m in micros)
+    assert any(m.tokens.shape[1] > shared._packed_attention.tiling.longest_plain for m in micros)
     assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart._pack(batch).microbatches)
     apart.accumulate(batch)
     # the second way: a sample alone, part of a group, and the rest, in another order
@@ -121,6 +123,44 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
     assert shared.apply() == pytest.approx(apart.apply(), rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize(("option", "devices"), [("pallas", 2), ("reference", 1)])
+def test_attention_is_what_the_option_says(option, devices, make_config, make_batch, make_trainer, model_config):
+    """A step of training with shared prompts: gradients, log-probabilities and the update equal those of the tiles.
+
+    Gradients and updates by the norm of the difference over the norm. AdamW's first update is lr times the sign of the
+    gradient, so entries that are all noise move it most.
+    """
+    model = dataclasses.replace(model_config, head_dim=16)  # the kernels' smallest
+    batch = make_batch(size=12 * devices, same=True)
+    options = {"actor__ppo_max_token_len_per_gpu": 96, "actor__remat": "dots", **EVERYTHING_ON}
+    tiles, other = (
+        make_trainer(make_config(**options, actor__attention=name), devices, model, interpret=True)
+        for name in ("auto", option)
+    )
+    other._row_cost = tiles._row_cost = float  # both pack the same rows, long ones
+    micro = tiles._pack(batch).microbatches[0]
+    assert (micro.prefix_ids != micro.segment_ids).any()
+    assert micro.tokens.shape[1] > tiles._packed_attention.tiling.longest_plain
+    text = str(jax.make_jaxpr(other._gradients_of)(other._trainable, other._frozen, other._on_device(micro)))
+    assert ("pallas_call" in text) == (option == "pallas")
+    for trainer in (tiles, other):
+        trainer.accumulate(batch)
+    assert 0 < distance(other.gradients(), tiles.gradients()) <= 2e-6
+    for found, expected in zip(other.token_logprobs(batch), tiles.token_logprobs(batch), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    before = jax.tree.map(np.asarray, tiles.params)
+    assert other.apply() == pytest.approx(tiles.apply(), rel=1e-4, abs=1e-6)
+    moved = [jax.tree.map(lambda x, y: np.asarray(x) - y, trainer.params, before) for trainer in (other, tiles)]
+    assert distance(*moved) <= 5e-5
+
+
+def test_the_kernels_are_refused_where_they_cannot_run(make_config, make_trainer):
+    with pytest.raises(ValueError, match=r"actor\.attention \(pallas\) must be auto or reference on cpu"):
+        make_trainer(make_config(actor__attention="pallas"))
+    with pytest.raises(ValueError, match=r"head_dim \(8\) must be one of"):
+        make_trainer(make_config(actor__attention="pallas"), interpret=True)
+
+
 def test_rows_stay_on_their_devices(make_config, make_batch, make_trainer):
     """What crosses devices are weights and their gradients: no collective has a dim of the rows' tokens."""
     trainer = make_trainer(make_config(actor__ppo_max_token_len_per_gpu=144), devices=8)
@@ -132,8 +172,6 @@ def test_rows_stay_on_their_devices(make_config, make_batch, make_trainer):
 
 
 def test_sequence_ratio_and_other_heads(x64, make_config, make_batch, make_trainer, model_config):
-    import dataclasses
-
     # an untied head, and heads that eight devices cannot split
     model = dataclasses.replace(model_config, num_heads=3, num_kv_heads=1, tie_word_embeddings=False)
     config = make_config(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.latency import LatencyPredictor, rms_context
 from jaxrl.scheduling.layouts.latency_profile import (
+    MIN_CONTEXT,
     Measurement,
     Profile,
     ProfileIdentity,
@@ -392,20 +393,18 @@ def test_the_papers_setting():
     st.integers(1, 300),
     st.integers(1, 1 << 20),
     st.sets(st.sampled_from([1, 2, 4, 8]), min_size=1),
-    st.integers(2, 1 << 17),
-    st.integers(1, 64),
+    st.integers(MIN_CONTEXT + 1, 1 << 17),
 )
-def test_points_fit_and_are_resumed(max_batch: int, budget: int, degrees: set[int], longest: int, shortest: int):
-    assume(shortest < longest)
-    assume(min(2 * shortest, longest) <= budget * min(degrees) // 8)  # two contexts of one row fit everywhere
-    points = profile_points(max_batch, budget, degrees, 8, longest, shortest)
+def test_points_fit_and_are_resumed(max_batch: int, budget: int, degrees: set[int], longest: int):
+    assume(min(2 * MIN_CONTEXT, longest) <= budget * min(degrees) // 8)  # two contexts of one row fit everywhere
+    points = profile_points(max_batch, budget, degrees, 8, longest)
     assert list(points) == sorted(set(points)), "sorted, each once"
     assert {point.tp for point in points} == degrees
     for point in points:
         dp = 8 // point.tp
         assert point.batch * point.context * dp <= budget
         assert (point.batch - 1) * dp < max_batch
-        assert shortest <= point.context <= longest
+        assert MIN_CONTEXT <= point.context <= longest
         assert sum((other.tp, other.batch) == (point.tp, point.batch) for other in points) > 1
     half = tuple(Measurement(p.tp, p.batch, p.context, 1.0) for p in points[::2])
     rest = missing_points(half, points)
@@ -421,7 +420,7 @@ def test_points_fit_and_are_resumed(max_batch: int, budget: int, degrees: set[in
         assert any((p.tp, p.batch, p.context) == (tp, min(batches), longest) for p in chosen)
 
 
-def test_points_that_cannot_be():
+def test_impossible_points_are_refused():
     with pytest.raises(ValueError, match=r"tp \(3\) must divide the number of devices \(8\)"):
         profile_points(8, 1 << 20, (3,), 8, 1024)
     with pytest.raises(ValueError, match=r"budget of 64 leaves 8 tokens per dp group at tp 1"):
