@@ -29,6 +29,7 @@ toc_object_entries = False  # modules are enough for the side bar, and every pag
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["jetstream"]  # an optional extra
 napoleon_numpy_docstring = False
+viewcode_follow_imported_members = False  # what is assigned (a union of types) would count as part of `builtins`
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]

@@ -8,6 +8,7 @@ from where the README stands.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -58,30 +59,35 @@ class Options(SphinxDirective):
             self.state.document.note_explicit_target(section)
             section += self.parse_text_to_nodes(text)
             if name in rows:
-                section += _table(rows[name])
+                section += self._table(rows[name])
             found.append(section)
         return found
 
-
-def _table(options: list[OptionDoc]) -> nodes.table:
-    """One row for each option, which can be linked to by the option's name: `#rollout-n`."""
-    group = nodes.tgroup(cols=3)
-    group += [nodes.colspec(colwidth=width) for width in (30, 20, 50)]
-    head = nodes.row()
-    for title in ("option", "default", "meaning"):
-        head += nodes.entry("", nodes.paragraph(title, title))
-    group += nodes.thead("", head)
-    body = nodes.tbody()
-    for option in options:
-        row = nodes.row(ids=[nodes.make_id(option.path)])
-        default = "empty" if option.default in ("", [], {}) else str(option.default)
-        allowed = f"{option.type}, {option.bounds}" if option.bounds else option.type
-        row += nodes.entry("", nodes.paragraph("", "", nodes.literal(option.path, option.path)))
-        row += nodes.entry("", nodes.paragraph("", "", nodes.literal(default, default)))
-        row += nodes.entry("", nodes.paragraph("", option.doc), nodes.paragraph("", "", nodes.emphasis("", allowed)))
-        body += row
-    group += body
-    return nodes.table("", group)
+    def _table(self, options: list[OptionDoc]) -> nodes.table:
+        """One row for each option, which can be linked to by the option's name: `#rollout-n`."""
+        group = nodes.tgroup(cols=3)
+        group += [nodes.colspec(colwidth=width) for width in (30, 20, 50)]
+        titles = [nodes.entry("", nodes.paragraph(title, title)) for title in ("option", "default", "meaning")]
+        group += nodes.thead("", nodes.row("", *titles))
+        body = nodes.tbody()
+        for option in options:
+            default = option.default if isinstance(option.default, str) else json.dumps(option.default)
+            if option.default in ("", [], {}):
+                default = "empty"
+            allowed = f"{option.type}, {option.bounds}" if option.bounds else option.type
+            body += nodes.row(
+                "",
+                nodes.entry("", nodes.paragraph("", "", nodes.literal(option.path, option.path))),
+                nodes.entry("", nodes.paragraph("", "", nodes.literal(default, default))),
+                nodes.entry(
+                    "",
+                    *self.parse_text_to_nodes(option.doc),
+                    nodes.paragraph("", "", nodes.emphasis(allowed, allowed)),
+                ),
+                ids=[nodes.make_id(option.path)],
+            )
+        group += body
+        return nodes.table("", group)
 
 
 def link_modules(app: Sphinx, doctree: nodes.document) -> None:
@@ -118,6 +124,20 @@ def is_unwanted(app: Sphinx, what: str, name: str, thing: object, skip: bool, op
     return True if (getattr(thing, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def keep_as_text(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """The docstring of a constant or property is prose; napoleon takes what stands before its first colon for a type,
+    unless the first line has none. An escaped space shows as nothing."""
+    if what in ("data", "attribute", "property"):
+        lines.insert(0, "\\ ")
+
+
+def readable_defaults(
+    app: Sphinx, what: str, name: str, thing: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """A dataclass's `<factory>` is no Python, and the whole signature would be shown as it is written inside Sphinx."""
+    return (signature and signature.replace("<factory>", "...")), returns
+
+
 def module_of(path: Path) -> str | None:
     """The name of the module that a file of the package holds; sharding and kernels stand at the top level as well."""
     if path.suffix != ".py" or not path.is_relative_to(ROOT):
@@ -135,4 +155,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", link_modules)
     app.connect("doctree-read", look_up_exactly)
     app.connect("autodoc-skip-member", is_unwanted)
+    app.connect("autodoc-process-docstring", keep_as_text, priority=400)  # before napoleon's
+    app.connect("autodoc-process-signature", readable_defaults)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
