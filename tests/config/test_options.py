@@ -124,7 +124,7 @@ INTERVALS = [(o.path, o.bounds) for o in option_docs() if o.bounds and "least" n
 
 @pytest.mark.parametrize(("path", "bounds"), INTERVALS)
 def test_intervals(path, bounds):
-    """`in (0, 1]`, `above 0`: an end that is open is refused, one that is closed is taken, and so is what lies between."""
+    """`in (0, 1]`, `above 0`: an open end is refused, a closed one is taken, and so is what lies between."""
     low = float(re.findall(r"-?\d+", bounds)[0])
     refused, taken = ([low - 0.5], [low]) if "[" in bounds.split(",")[0] else ([low], [low + 0.5])
     if bounds.startswith("in "):
