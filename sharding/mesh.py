@@ -42,9 +42,14 @@ def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
 
 def dividing_prefix(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[str, ...]:
     """The longest prefix of `axes` with a product that divides `size`."""
-    prefix: tuple[str, ...] = ()
-    for end in range(1, len(axes) + 1):
-        if size % axes_size(mesh, axes[:end]):
-            break
-        prefix = tuple(axes[:end])
-    return prefix
+    return tuple(axes[: len(dividing_factors([mesh.shape[axis] for axis in axes], size))])
+
+
+def dividing_factors(factors: Sequence[int], size: int) -> Sequence[int]:
+    """The longest prefix of `factors` with a product that divides `size`."""
+    product = 1
+    for i, factor in enumerate(factors):
+        product *= factor
+        if size % product:
+            return factors[:i]
+    return factors

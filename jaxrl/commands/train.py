@@ -7,8 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError
@@ -17,7 +15,7 @@ from jaxrl.data.prompts import PromptSource, load_train, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.run_dir import RunDir
-from jaxrl.record.run_record import RunRecord, open_record
+from jaxrl.record.run_record import Outcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool, build_pool
@@ -70,16 +68,6 @@ class StopSignal:
         self.asked = True
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How a run ended: the last step, whether that was all of them, the summary shown, and the report."""
-
-    step: int
-    finished: bool
-    summary: dict[str, Any]
-    report: Path
-
-
 def train(config: Config, say: Callable[[str], None] = print) -> Outcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend."""
     if not config.trainer.run_dir:
@@ -115,7 +103,7 @@ class _Run:
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
         del params
-        self.store = Checkpointer(run_dir.checkpoints, max_to_keep=config.trainer.max_ckpt_to_keep)
+        self.store = Checkpointer(run_dir.file("checkpoints"), max_to_keep=config.trainer.max_ckpt_to_keep)
         self.step = self.store.latest_step() or 0
         self.resuming = self.store.latest_step() is not None
         if self.resuming:
@@ -141,11 +129,16 @@ class _Run:
             loop = self._loop(pool, record, stack)
             finished = loop.run()
             self.store.wait()
-            self.step = loop.step
         report = write_report(run_dir.path)
-        summary = self._summary(finished, loop.num_carried, report)
+        summary = {
+            "run": str(run_dir.path),
+            "steps": f"{loop.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
+            **carried(self.rule.name, loop.num_carried),
+            "time": f"{time.monotonic() - self.began:.0f} s",
+            "report": str(report),
+        }
         record.view.final_table(summary)
-        return Outcome(self.step, finished, summary, report)
+        return Outcome(loop.step, finished, summary, report)
 
     def _loop(self, pool: RewardPool, record: RunRecord, stack: ExitStack) -> Loop:
         config, journal, timeline = self.config, record.journal, record.timeline
@@ -225,12 +218,3 @@ class _Run:
         backend.enter_rollout(self.step)
         count = executor.warm_up(progress)
         record.view.message(f"{count} rollout programs ready in {time.monotonic() - began:.0f} s")
-
-    def _summary(self, finished: bool, num_carried: int, report: Path) -> dict[str, Any]:
-        return {
-            "run": str(self.run_dir.path),
-            "steps": f"{self.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
-            **carried(self.rule.name, num_carried),
-            "time": f"{time.monotonic() - self.began:.0f} s",
-            "report": str(report),
-        }

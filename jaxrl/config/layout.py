@@ -43,7 +43,7 @@ class LayoutSection:
     ] = "cheaper"
     headroom_tokens: Annotated[int, Ge(0), "Tokens by which every live row must be able to grow in a new layout."] = 32
     correction_weight: Annotated[
-        float, Ge(0), "Weight of a newly measured step time in the correction of the profile; 0: no correction."
+        float, Interval(ge=0, le=1), "Weight of a new step time in the correction of the profile; 0: no correction."
     ] = 0.1
     correction_max_factor: Annotated[
         float, Ge(1), "Measured step times count as at most this many times the predicted ones."
@@ -95,6 +95,4 @@ class LayoutSection:
                 return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices})"
         if self.reversal_factor <= 1:
             return f"rollout.layout.reversal_factor must be above 1, found {self.reversal_factor}"
-        if self.correction_weight > 1:
-            return f"rollout.layout.correction_weight must be at most 1, found {self.correction_weight}"
         return None

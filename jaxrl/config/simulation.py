@@ -5,30 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Interval
 
 
 @dataclass(frozen=True)
 class SimulatedLengths:
     """How long responses are: a lognormal body, and a power law above one of its quantiles."""
 
-    median: Annotated[float, "Response tokens at the median of the lognormal body, at the first step."] = 500.0
-    sigma: Annotated[float, "Standard deviation of the logarithm of the body's lengths."] = 1.0
-    tail_from: Annotated[float, "Quantile of the body from which a power law takes over; 1: none does."] = 1.0
-    tail_index: Annotated[float, "In the tail, the share of longer responses falls as length ** -tail_index."] = 2.0
-    shortest: Annotated[int, "Tokens of the shortest response; data.max_response_length caps the longest."] = 1
-    growth: Annotated[float, "Share by which all lengths grow per training step."] = 0.0
-    growth_limit: Annotated[float, "Lengths grow until they are this many times those of the first step."] = 10.0
+    median: Annotated[float, Gt(0), "Response tokens at the median of the lognormal body, at the first step."] = 500.0
+    sigma: Annotated[float, Ge(0), "Standard deviation of the logarithm of the body's lengths."] = 1.0
+    tail_from: Annotated[
+        float, Interval(gt=0, le=1), "Quantile of the body from which a power law takes over; 1: none does."
+    ] = 1.0
+    tail_index: Annotated[
+        float, Gt(0), "In the tail, the share of longer responses falls as length ** -tail_index."
+    ] = 2.0
+    shortest: Annotated[int, Ge(1), "Tokens of the shortest response; data.max_response_length caps the longest."] = 1
+    growth: Annotated[float, Gt(-1), "Share by which all lengths grow per training step."] = 0.0
+    growth_limit: Annotated[float, Ge(1), "Lengths grow until they are this many times those of the first step."] = 10.0
 
 
 @dataclass(frozen=True)
 class SimulatedScoring:
     """How long scoring takes."""
 
-    median_s: Annotated[float, "Seconds of scoring a response, at the median of a lognormal distribution."] = 0.0
-    sigma: Annotated[float, "Standard deviation of the logarithm of those seconds."] = 0.0
-    per_token_s: Annotated[float, "Seconds of scoring per response token, besides the drawn ones."] = 0.0
-    hang_share: Annotated[float, "Share of the responses whose scoring ends at reward.timeout_s only."] = 0.0
+    median_s: Annotated[float, Ge(0), "Seconds of scoring a response, at the median of a lognormal distribution."] = 0.0
+    sigma: Annotated[float, Ge(0), "Standard deviation of the logarithm of those seconds."] = 0.0
+    per_token_s: Annotated[float, Ge(0), "Seconds of scoring per response token, besides the drawn ones."] = 0.0
+    hang_share: Annotated[
+        float, Interval(ge=0, le=1), "Share of the responses whose scoring ends at reward.timeout_s only."
+    ] = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,20 @@ class SimulatedTask:
     """One kind of prompts."""
 
     name: Annotated[str, "The task's name, which is the data source of its prompts."] = "simulated"
-    weight: Annotated[float, "Share of the prompts, relative to the weights of the other tasks."] = 1.0
+    weight: Annotated[float, Gt(0), "Share of the prompts, relative to the weights of the other tasks."] = 1.0
     response: SimulatedLengths = field(default_factory=SimulatedLengths)
-    correlation: Annotated[float, "How much of a response's length its prompt decides: 0 nothing, 1 all."] = 0.5
-    prompt_median: Annotated[float, "Prompt tokens at the median; data.max_prompt_length caps the longest."] = 200.0
-    prompt_sigma: Annotated[float, "Standard deviation of the logarithm of the prompts' lengths."] = 0.5
+    correlation: Annotated[
+        float, Interval(ge=0, le=1), "How much of a response's length its prompt decides: 0 nothing, 1 all."
+    ] = 0.5
+    prompt_median: Annotated[float, Gt(0), "Prompt tokens at the median; data.max_prompt_length caps the longest."] = (
+        200.0
+    )
+    prompt_sigma: Annotated[float, Ge(0), "Standard deviation of the logarithm of the prompts' lengths."] = 0.5
     scoring: SimulatedScoring = field(default_factory=SimulatedScoring)
-    pass_rate: Annotated[float, "Probability that a response to the median prompt has reward 1."] = 0.5
-    pass_spread: Annotated[float, "Standard deviation over prompts of the logit of their pass rates."] = 2.0
+    pass_rate: Annotated[
+        float, Interval(gt=0, lt=1), "Probability that a response to the median prompt has reward 1."
+    ] = 0.5
+    pass_spread: Annotated[float, Ge(0), "Standard deviation over prompts of the logit of their pass rates."] = 2.0
 
 
 @dataclass(frozen=True)

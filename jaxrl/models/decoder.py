@@ -37,20 +37,6 @@ from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import Weight, weights
 
-__all__ = [
-    "Weight",
-    "embed",
-    "final_norm",
-    "forward_layers",
-    "forward_scan",
-    "init",
-    "layer",
-    "logits",
-    "rope_tables",
-    "unstack",
-    "weights",
-]
-
 Params = dict[str, Any]
 Remat = Literal["none", "full", "dots"]
 INIT_STD = 0.02
@@ -67,13 +53,6 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
         return (INIT_STD * jax.random.normal(own_key, weight.shape, _at_least_float32(dtype))).astype(dtype)
 
     return jax.tree_util.tree_map_with_path(one, weights(config), is_leaf=lambda x: isinstance(x, Weight))
-
-
-def unstack(params: Params) -> Params:
-    """Training form to rollout form, values unchanged."""
-    layers = params["layers"]
-    num_layers = layers["attn_norm"].shape[0]
-    return params | {"layers": [{name: w[i] for name, w in layers.items()} for i in range(num_layers)]}
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

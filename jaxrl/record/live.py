@@ -103,7 +103,7 @@ class LiveView:
     def final_table(self, rows: Sequence[tuple[str, Any]] | Mapping[str, Any]) -> None:
         """The summary at the end: a name and a value per row."""
         pairs = [(_clean(str(k)), _value(v)) for k, v in (rows.items() if isinstance(rows, Mapping) else rows)]
-        self._stop()
+        self.close()
         if self._console is None:
             width = max((len(name) for name, _ in pairs), default=0)
             for name, value in pairs:
@@ -116,21 +116,18 @@ class LiveView:
 
     def close(self) -> None:
         """Gives the terminal back; may be called twice."""
-        self._stop()
-
-    def __enter__(self) -> LiveView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _stop(self) -> None:
         live, self._live = self._live, None
         if live is not None:
             try:
                 live.stop()
             except (OSError, ValueError):  # the terminal has gone away
                 self._muted = True
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _print(self, what: str | Table) -> None:
         if self._muted:

@@ -60,10 +60,6 @@ class RunDir:
             kind = "was simulated" if was_simulated else "was not simulated"
             raise ValueError(f"{self.path} holds a run that {kind}: choose another {option}")
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def file(self, name: str) -> Path:
         return self.path / name
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.record import layouts, samples
@@ -77,6 +79,16 @@ class RunRecord:
 
     def _kind(self) -> dict[str, float]:
         return {"simulated": 1} if self.simulated else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: the last step, whether that was all of them, the summary shown, and the report."""
+
+    step: int
+    finished: bool
+    summary: Mapping[str, Any]
+    report: Path
 
 
 @contextmanager

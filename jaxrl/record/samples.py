@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jaxrl.record.files import JsonLines, read_lines
+from jaxrl.record.files import JsonLines
 from jaxrl.types import Group
 
 FILE_NAME = "samples.jsonl"
@@ -40,8 +38,3 @@ class SampleLog:
 
     def close(self) -> None:
         self._lines.close()
-
-
-def read_samples(path: Path) -> list[Any]:
-    """The lines of a file, in order, characters that are none replaced; none where nothing was written."""
-    return read_lines(path, lambda line: json.loads(line.decode(errors="replace")))

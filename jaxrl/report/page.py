@@ -24,11 +24,10 @@ from statistics import fmean, median
 from typing import Any
 
 from jaxrl.config import Config, flatten, to_mapping
-from jaxrl.record.files import write_whole
+from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.live import duration
 from jaxrl.record.metrics import FILE_NAME, read_metrics
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
-from jaxrl.record.samples import read_samples
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.report.layouts import layouts_section
 
@@ -97,7 +96,7 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
-    samples = read_samples(path)
+    samples = read_lines(path, lambda line: json.loads(line.decode(errors="replace")))
     return [sample for sample in samples if isinstance(sample, dict) and isinstance(sample.get("step"), int | float)]
 
 

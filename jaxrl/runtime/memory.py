@@ -28,6 +28,7 @@ from jaxrl.config.devices import prime_factors
 from jaxrl.kernels.attention import choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
+from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
 from jaxrl.train.packing import row_length
 
@@ -128,13 +129,8 @@ def row_tokens(config: Config) -> int:
 
 
 def _splits(size: int, degree: int) -> int:
-    """Into how many shards a dim of `size` goes: over the longest prefix of the degree's axes that divides it."""
-    shards = 1
-    for factor in prime_factors(degree):
-        if size % (shards * factor):
-            break
-        shards *= factor
-    return shards
+    """Into how many shards a dim of `size` goes on the mesh of so many devices."""
+    return math.prod(dividing_factors(prime_factors(degree), size))
 
 
 def _device_numbers(model_config: ModelConfig, degree: int) -> int:

@@ -32,6 +32,7 @@ from jaxrl.config import Config
 from jaxrl.kernels.attention import choose_packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import Weight
 from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
@@ -77,7 +78,6 @@ class Trainer:
         *,
         total_updates: int = 0,
         trainable: optimizers.Trainable = optimizers.everything,
-        ref_params: Tree | None = None,
         interpret: bool = False,
     ) -> None:
         """Places a copy of `params` on the mesh.
@@ -86,11 +86,11 @@ class Trainer:
           config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `actor.remat: auto` is
             `dots` here; where the memory is known it is replaced (`jaxrl.runtime.memory.plan_remat`).
           model_config: of the decoder.
-          params: training form, numpy or jax arrays of any floating dtype. They stay the caller's.
+          params: training form, numpy or jax arrays of any floating dtype. They stay the caller's. Where a reference
+            model is needed, it has these weights.
           mesh: rows and weights are split over all of its axes.
           total_updates: optimizer updates in the whole run; only schedules that decay need it.
           trainable: which parameters are trained; the rest is kept as it is.
-          ref_params: of the reference model, if one is needed; default: `params`.
           interpret: run the GPU kernels of `actor.attention: pallas` as plain JAX, on any device (slow; for tests).
 
         Raises:
@@ -110,7 +110,7 @@ class Trainer:
         )
         self._ref: Tree | None = None
         if config.needs_ref:
-            self._ref = _place(params if ref_params is None else ref_params, self._shardings, actor.dtype)
+            self._ref = _place(params, self._shardings, actor.dtype)
         self._accumulator: Accumulator | None = None
         self._build_programs()
         self._optimizer_state = self._rest(self._init_optimizer(self._trainable))
@@ -179,10 +179,6 @@ class Trainer:
         denominator = self._accumulator.denominator
         return jax.tree.map(lambda g: g / denominator, self._accumulator.gradients)
 
-    def num_programs(self) -> int:
-        """How many programs have been compiled for gradients and log-probabilities: one per shape of a microbatch."""
-        return sum(program._cache_size() for program in (self._accumulate, self._logprobs))  # pyright: ignore
-
     # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Tree]:
@@ -237,7 +233,7 @@ class Trainer:
         self._gather = _gather_functions(self.model_config, self._shardings, self.config.actor.dtype)
         self._logprobs = jax.jit(self._logprobs_of, out_shardings=replicated)
         batch = TokenBatch.zeros(self.mesh.size, 16)
-        empty = jax.eval_shape(self._empty_like, self._trainable, self._frozen, batch)
+        empty = jax.eval_shape(self._gradients_of, self._trainable, self._frozen, batch)
         accumulator = jax.tree.map(lambda _: replicated, empty).replace(gradients=trained)
         self._accumulate = jax.jit(self._add, donate_argnums=2, out_shardings=accumulator)
         self._zeros = jax.jit(
@@ -303,9 +299,6 @@ class Trainer:
         total, pull_back, terms = jax.vjp(objective, trainable, has_aux=True)
         (gradients,) = pull_back(_one_after(terms, total.dtype))
         return Accumulator(gradients, terms.denominator, terms.means, terms.maxima)
-
-    def _empty_like(self, trainable: Tree, frozen: Tree, batch: TokenBatch) -> Accumulator:
-        return self._gradients_of(trainable, frozen, batch)
 
     def _add(self, trainable: Tree, frozen: Tree, total: Accumulator, batch: TokenBatch) -> Accumulator:
         part = self._gradients_of(trainable, frozen, batch)
@@ -407,7 +400,7 @@ def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str) -> Tree:
     layers, stay in the master dtype: the embedding's gradient is a long sum, and the head casts for itself.
     """
 
-    def one(weight: decoder.Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def one(weight: Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         spec = sharding.spec[1:] if weight.stacked else sharding.spec
         cast = dtype if weight.stacked and weight.init != "ones" else None
         return _gather(NamedSharding(sharding.mesh, PartitionSpec(*spec)), cast)

@@ -194,8 +194,8 @@ def _rollpacker(values: Values) -> dict[str, float]:
 
 
 def _rollpacker_checks(values: Values) -> dict[str, float]:
-    """Time per token over the batch (§4.1), and Table 3's step: of the prompts the fifth with the longest responses, and
-    scoring that costs nothing, since it runs while others decode."""
+    """Time per token over the batch (§4.1), and Table 3's step: of the prompts the fifth with the longest responses,
+    and scoring that costs nothing, since it runs while others decode."""
     profiled = SETUPS["rollpacker.table1"]
     cost, context = cost_of(profiled, values), float(quantile(lengths_of(values), profiled.max_tokens, 0.75))
     tpot = [cost.decode_step_s(profiled.tp, rows, rows * context) for rows in (32, 64)]

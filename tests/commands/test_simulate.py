@@ -311,10 +311,10 @@ def test_a_recorded_workload_plays_a_run(training: Path, tmp_path: Path):
     [
         ({"workload": "recorded"}, r"simulate\.recorded_run is missing"),
         ({"workload": "recorded", "recorded_run": "nowhere"}, r"nowhere.*no such file"),
-        ({"task": {"response": {"median": 0}}}, r"simulate\.task: response\.median \(0\.0\) must be > 0"),
-        ({"task": {"prompt_sigma": -1}}, r"simulate\.task: prompt_sigma \(-1"),
-        ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task: scoring\.hang_share \(2\.0\) must be a share"),
-        ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]: correlation \(2\.0\)"),
+        ({"task": {"response": {"median": 0}}}, r"simulate\.task\.response\.median must be above 0, found 0\.0"),
+        ({"task": {"prompt_sigma": -1}}, r"simulate\.task\.prompt_sigma must be at least 0, found -1"),
+        ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task\.scoring\.hang_share must be in \[0, 1\], found 2"),
+        ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]\.correlation must be in \[0, 1\], found 2"),
         ({"task": {"response": {"shortest": 97}}}, r"response\.shortest \(97\) .* data\.max_response_length \(96\)"),
         ({"workload": "recorded", "task": {"scoring": {"sigma": -1}}, "recorded_run": "nowhere"}, r"scoring\.sigma"),
         (

@@ -119,24 +119,33 @@ def test_lower_bounds(path, low):
         build({path: kind(low - 1)})
 
 
-@pytest.mark.parametrize("bounds", ["in (0, 1]", "in [0, 1)"])
-def test_intervals(bounds):
-    paths = [option.path for option in option_docs() if option.bounds == bounds]
-    assert paths
-    outside = (0.0, 1.5) if bounds[3] == "(" else (-0.5, 1.0)
-    for path in paths:
-        for value in outside:
-            with pytest.raises(ConfigError, match=re.escape(f"{path} must be {bounds}, found {value}")):
-                build({path: value})
-        for value in {0.0, 0.5, 1.0} - {*outside}:
+INTERVALS = [(o.path, o.bounds) for o in option_docs() if o.bounds and "least" not in o.bounds]
+
+
+@pytest.mark.parametrize(("path", "bounds"), INTERVALS)
+def test_intervals(path, bounds):
+    """`in (0, 1]`, `above 0`: an open end is refused, a closed one is taken, and so is what lies between."""
+    low = float(re.findall(r"-?\d+", bounds)[0])
+    refused, taken = ([low - 0.5], [low]) if "[" in bounds.split(",")[0] else ([low], [low + 0.5])
+    if bounds.startswith("in "):
+        (refused if bounds.endswith(")") else taken).append(1.0)
+        refused.append(1.5)
+    for value in refused:
+        with pytest.raises(ConfigError, match=re.escape(f"{path} must be {bounds}, found {value}")):
             build({path: value})
+    for value in taken:
+        build({path: value})
+
+
+def test_all_kinds_of_bounds_are_in_use():
+    assert {bounds for _, bounds in INTERVALS} >= {"in (0, 1]", "in [0, 1)", "in [0, 1]", "in (0, 1)", "above 0"}
 
 
 def test_every_number_has_bounds():
-    """All but those that `checks`, the layout section or the simulator's workload look at, and one that may be any."""
+    """All but those that `checks` or the layout section look at, and one that may be any."""
     unbounded = [option.path for option in option_docs() if option.type in ("int", "float") and not option.bounds]
     elsewhere = ["rollout.layout.reversal_factor", "actor.clip_ratio_c", "actor.entropy_coeff"]
-    assert [path for path in unbounded if not path.startswith("simulate.task.")] == elsewhere
+    assert unbounded == elsewhere
 
 
 def test_defaults_are_within_their_bounds():

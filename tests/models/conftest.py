@@ -42,6 +42,13 @@ def tiny_config(family: str = "llama", scaling: str = "none", **changes: Any) ->
     return ModelConfig(family=family, **(sizes | changes))  # type: ignore[arg-type]
 
 
+def unstack(params: Any) -> Any:
+    """Training form to rollout form, values unchanged."""
+    layers = params["layers"]
+    count = layers["attn_norm"].shape[0]
+    return params | {"layers": [{name: w[i] for name, w in layers.items()} for i in range(count)]}
+
+
 def lively(params: Any, seed: int = 0, dtype: Any = np.float32) -> Any:
     """The tree with larger random numbers everywhere, so that every weight matters to the logits."""
     random = np.random.default_rng(seed)

@@ -14,11 +14,12 @@ from jaxrl.kernels import attention, packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.safetensors import export_hf
+from jaxrl.models.weights import Weight
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
-from .conftest import FAMILIES, SCALINGS, causal, lively, positions_of, tiny_config
+from .conftest import FAMILIES, SCALINGS, causal, lively, positions_of, tiny_config, unstack
 
 DATA = Path(__file__).parent / "data"
 TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40))
@@ -71,7 +72,7 @@ def test_recorded_cases_cover_every_family_and_scaling():
 def test_scanned_and_unrolled_forms_agree(family, x64):
     config = tiny_config(family)
     params = lively(decoder.init(config, jax.random.key(0), jnp.float64), dtype=np.float64)
-    unrolled, caches = layer_logits(decoder.unstack(params), config, dtype=jnp.float64)
+    unrolled, caches = layer_logits(unstack(params), config, dtype=jnp.float64)
     scanned = scan_logits(params, config, dtype=jnp.float64)
     assert scanned.dtype == jnp.float64
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-12)
@@ -243,7 +244,7 @@ def test_init_has_the_declared_shapes_and_scale():
     config = tiny_config("qwen2", hidden_size=256, vocab_size=512, tie_word_embeddings=False)
     params = decoder.init(config, jax.random.key(3))
     assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
-        lambda w: w.shape, decoder.weights(config), is_leaf=lambda w: isinstance(w, decoder.Weight)
+        lambda w: w.shape, config.weights(), is_leaf=lambda w: isinstance(w, Weight)
     )
     assert sum(x.size for x in jax.tree.leaves(params)) == config.num_params()
     assert np.std(params["embed"]) == pytest.approx(0.02, rel=0.02)
