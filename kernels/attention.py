@@ -83,7 +83,7 @@ class PackedAttention(NamedTuple):
     interpret: bool = False
 
     def tile_pairs(self, segment_ids: jax.Array, prefix_ids: jax.Array) -> packed.TilePairs | None:
-        """What the layers share: worked out once per microbatch for all its `attend`s; None if nothing."""
+        """What the layers share: worked out once per microbatch for every `attend` of it; None if nothing."""
         if self.implementation != "tiles":
             return None
         return packed.visible_pairs(segment_ids, prefix_ids, self.tiling)

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from jaxrl.config.reference import options
+from jaxrl.config.reference import options, sections
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})
@@ -160,6 +160,14 @@ def missing_modules(text: str, modules: dict[str, str]) -> list[str]:
     return missing
 
 
+def missing_options(text: str) -> list[str]:
+    """Options that a page names in backticks and that the configuration does not have; `my_...` is the reader's."""
+    known = {option.path for option in options()} | set(sections())
+    top = "|".join(name for name in sections() if "." not in name)
+    names = set(re.findall(rf"`[^`\n]*?\b((?:{top})\.[a-z_.]*[a-z_])(?=[=`\s,])", text))
+    return sorted(name for name in names - known if ".my_" not in name)
+
+
 def missing_links(page: Path, text: str) -> list[str]:
     """Links to files that are not there."""
     links = re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text)
@@ -171,16 +179,19 @@ def test_what_a_page_names_is_there(page):
     text = page.read_text(encoding="utf-8")
     assert missing_paths(text, tree()) == []
     assert missing_modules(text, module_names()) == []
+    assert missing_options(text) == []
     assert missing_links(page, text) == []
 
 
 def test_a_wrong_name_is_found():
     text = (
         "`sim/gone.py`, `loop.py` and [a](b.md), `scripts/test.sh --slow`, `jaxrl/no_room/`, `rollout/bubble_ratio`, "
-        "`scheduling/`, `jaxrl.loop.Loop`, `jaxrl.loop.Gone`, `jaxrl.gone`, `python scripts/gone.py --x`"
+        "`rollout.n=8`, `rollout.m`, `rollout.layout.gone=1`, `scheduling/`, `jaxrl.loop.Loop`, `jaxrl.loop.Gone`, "
+        "`jaxrl.gone`, `python scripts/gone.py --x`"
     )
     assert missing_paths(text, tree()) == ["jaxrl/no_room", "scripts/gone.py", "sim/gone.py"]
     assert missing_modules(text, module_names()) == ["jaxrl.gone", "jaxrl.loop.Gone"]
+    assert missing_options(text) == ["rollout.layout.gone", "rollout.m"]
     assert missing_links(ROOT / "README.md", text) == ["b.md"]
 
 

@@ -1,7 +1,7 @@
 """Estimates of KL(policy || reference) per token, for the loss (jax arrays) and for the reward (numpy arrays).
 
 Source: Schulman 2020, "Approximating KL Divergence": `kl` is k1, `mse` k2, `low_var_kl` k3. Conventions follow verl's
-`kl_penalty`: `abs` is |k1|; k3 takes the log-ratio clamped to ±20 and is clamped to ±10.
+`kl_penalty`: `abs` is k1's absolute value; k3 takes the log-ratio clamped to ±20 and is clamped to ±10.
 """
 
 from __future__ import annotations
