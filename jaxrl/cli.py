@@ -12,7 +12,8 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from jaxrl import __version__
 
@@ -33,12 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Command(Protocol):
+    """Adds a command; with `config`, one that takes a configuration file and options on top of it."""
+
+    def __call__(
+        self, name: str, run: Callable[..., int], text: str, *, config: bool = False
+    ) -> argparse.ArgumentParser: ...
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxrl", description="RL post-training of language models in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, run: object, text: str, *, config: bool = False) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[..., int], text: str, *, config: bool = False) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         if config:
@@ -47,9 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     command("train", _train, "Train, or resume the run in trainer.run_dir.", config=True)
-
     command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
+    for add in (_add_generate, _add_eval_and_export, _add_explanations, _add_profile, _add_report):
+        add(command)
+    return parser
 
+
+def _add_generate(command: _Command) -> None:
     generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
     generate.add_argument("--model", required=True, help="as model.path")
     generate.add_argument("--max-tokens", type=int, default=128, help="of a response (128)")
@@ -66,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="one JSON line per response")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT")
 
+
+def _add_eval_and_export(command: _Command) -> None:
     evaluate = command("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.", config=True)
     evaluate.add_argument("--checkpoint", metavar="DIR", help="a run directory: its last checkpoint's parameters")
     evaluate.add_argument("--out", metavar="FILE", help="write every response and its verdict as JSON lines")
@@ -75,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("folder", help="where to write")
     export.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
 
+
+def _add_explanations(command: _Command) -> None:
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
     explain.add_argument("--devices", type=int, default=0, help="how many devices to plan for (default: those here)")
     explain.add_argument("--device-gib", type=float, default=0.0, help="memory per device (default: what it says)")
@@ -89,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     layout.add_argument("--svg", metavar="FILE", help="also draw it")
     layout.add_argument("--png", metavar="FILE", help="also draw it (needs pillow)")
 
+
+def _add_profile(command: _Command) -> None:
     measure = command(
         "profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.", config=True
     )
@@ -98,10 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--max-context", type=int, default=0, help="most tokens of a row")
     measure.add_argument("--repeats", type=int, default=3, help="measurements of a fast point (3)")
 
+
+def _add_report(command: _Command) -> None:
     report = command("report", _report, "Write a run's page, report.html.")
     report.add_argument("run_dir", metavar="RUN")
     report.add_argument("--out", metavar="FILE")
-    return parser
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -71,7 +71,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReshardPlan:
     """Chunks of leaf numbers, and the report."""
 
     chunks: tuple[tuple[int, ...], ...]
@@ -231,7 +231,7 @@ def _cost(leaf: Leaf) -> int:
 
 
 @lru_cache(maxsize=128)
-def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> Plan:
+def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> ReshardPlan:
     classes: dict[tuple[Any, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if len(leaf.path) > 1:
@@ -273,7 +273,7 @@ def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> Pla
         max_extra_bytes=max_extra_bytes,
         oversized=oversized,
     )
-    return Plan(tuple(map(tuple, chunks)), report)
+    return ReshardPlan(tuple(map(tuple, chunks)), report)
 
 
 def _way(leaf: Leaf) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import pebble
 
 from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest, describe
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Counts, Task, crashed, timed_out
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Task, VerdictCounts, crashed, timed_out
 from jaxrl.rewards.worker import EXIT_ZERO, look_around, score, start_worker, worker_context
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -80,7 +80,7 @@ class ProcessRewardPool:
         self._scorer = pickle.dumps(scorer)
         self._timeout_s = timeout_s
         self._clock = clock
-        self._counts = Counts()
+        self._counts = VerdictCounts()
         self._ids = itertools.count()
         self._context = worker_context(scorer.preload)
         self._pools = [self._new_pool() for _ in range(num_workers)]

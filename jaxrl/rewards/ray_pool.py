@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Counts, Task, crashed, timed_out
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Task, VerdictCounts, crashed, timed_out
 from jaxrl.rewards.worker import look_around, score
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -57,7 +57,7 @@ class RayRewardPool:
         self._scorer = pickle.dumps(scorer)
         self._timeout_s = timeout_s or math.inf
         self._clock = clock
-        self._counts = Counts()
+        self._counts = VerdictCounts()
         self._waiting: deque[Task] = deque()
         self._starting: dict[Any, Any] = {}  # ref of start() -> actor
         self._idle: list[Any] = []

@@ -32,7 +32,7 @@ def crashed(why: str) -> Scored:
     return "crash", 0.0, {"error": why}, 0.0
 
 
-class Counts:
+class VerdictCounts:
     """Counts verdicts, and warns of the bad ones: the 1st, 2nd, 4th, 8th, ... of each status."""
 
     def __init__(self) -> None:

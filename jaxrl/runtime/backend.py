@@ -72,7 +72,7 @@ class Worker(Protocol):
 
 class Scoring(Protocol):
     """Scores samples beside the rollout: a reward pool (`jaxrl.rewards.pool.RewardPool` says what each method does), or
-    `jaxrl.sim.scoring.SimulatedScoring`."""
+    `jaxrl.sim.scoring.ScoringWorkers`."""
 
     def submit(self, prompt: Prompt, sample: Sample, /) -> None: ...
 

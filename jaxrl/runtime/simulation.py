@@ -37,7 +37,7 @@ from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.scoring import SimulatedScoring
+from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import Workload
 
@@ -102,7 +102,7 @@ def build(
     backend = RolloutBackend(
         engine,
         executor,
-        SimulatedScoring(workload, clock, phases, config.reward.num_workers, config.reward.timeout_s),
+        ScoringWorkers(workload, clock, phases, config.reward.num_workers, config.reward.timeout_s),
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
         clock=lambda: clock.now_s,

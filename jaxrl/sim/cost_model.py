@@ -1,6 +1,6 @@
 """Seconds and bytes of what a simulated machine does: the protocol, and an analytic roofline.
 
-Purpose: the simulated executor asks what a plan takes (`decode_step_s`, `prefill_s`); the simulated backend asks what
+Purpose: the simulated executor asks what a plan takes (`decode_step_s`, `prefill_s`); the simulated trainer asks what
 training, a weight sync and a layout switch take, and how many KV blocks a device holds. `CostModel` below is all that
 either may ask. Every answer is for one dp group (one model copy on `tp` devices): groups of a layout run in lockstep,
 so a plan takes as long as its slowest group.
@@ -113,7 +113,7 @@ class TrainLoad:
 
 
 class CostModel(Protocol):
-    """All that the simulated executor and the simulated backend may ask. Pure: equal arguments, equal answers.
+    """All that the simulated executor and the simulated trainer may ask. Pure: equal arguments, equal answers.
 
     Executor, per dp group: `decode_step_s`, `decode_steps_s`, `prefill_s`. Backend: the rest.
     """

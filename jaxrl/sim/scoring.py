@@ -23,7 +23,7 @@ from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, Sample, SampleKey
 
 
-class SimulatedScoring:
+class ScoringWorkers:
     """Implements `jaxrl.runtime.backend.Scoring`.
 
     Args:

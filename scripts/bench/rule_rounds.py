@@ -39,7 +39,7 @@ from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.hardware import hardware
-from jaxrl.sim.scoring import SimulatedScoring
+from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import ModelledWorkload, Workload, check_task
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
@@ -177,7 +177,7 @@ def simulated_rounds(
     clock = SimulatedClock()
     executor = SimulatedExecutor(sizes, workload.length, cost, clock)
     engine = ForcedLengths(executor, BatcherConfig(decode_steps=steps), workload)
-    scoring = SimulatedScoring(workload, clock, SimulatedPhases(clock))
+    scoring = ScoringWorkers(workload, clock, SimulatedPhases(clock))
     backend = RolloutBackend(engine, executor, scoring, _no_text, lambda: None, clock=lambda: clock.now_s)
     return Rounds(rule, prompts, backend, lambda: clock.now_s, cap)
 

@@ -12,7 +12,7 @@ from sim_machine import key, known, prompt
 
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.scoring import SimulatedScoring
+from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.types import Sample, SampleKey
 
 SECONDS = {key(0): 5.0, key(1): 1.0, key(2): 2.0}
@@ -25,7 +25,7 @@ class Bench:
         self.clock = SimulatedClock()
         self.phases = SimulatedPhases(self.clock, drawing)
         workload = known(dict.fromkeys(SECONDS, 3), SECONDS)
-        self.scoring = SimulatedScoring(workload, self.clock, self.phases, num_workers, timeout_s)
+        self.scoring = ScoringWorkers(workload, self.clock, self.phases, num_workers, timeout_s)
 
     def submit(self, *keys: SampleKey) -> None:
         for each in keys:
@@ -110,7 +110,7 @@ def test_rewards_and_times_are_those_of_the_step_of_the_first_token():
             return 10.0 * step
 
     clock = SimulatedClock()
-    scoring = SimulatedScoring(Growing({}, {}), clock, SimulatedPhases(clock))
+    scoring = ScoringWorkers(Growing({}, {}), clock, SimulatedPhases(clock))
     sample = response(key(0), version=3)
     sample.versions[1:] = 7  # it was resumed
     scoring.submit(prompt(0), sample)

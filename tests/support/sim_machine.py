@@ -26,7 +26,7 @@ from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.scoring import SimulatedScoring
+from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
 
@@ -89,7 +89,7 @@ class Machine:
         config = BatcherConfig(decode_steps=self.decode_steps)
         self.engine = Engine(self.executor, config, trace=self.trace.append, batcher=self.batcher)
         phases = SimulatedPhases(self.clock)
-        self.scoring = SimulatedScoring(self.workload, self.clock, phases, self.workers, self.timeout_s)
+        self.scoring = ScoringWorkers(self.workload, self.clock, phases, self.workers, self.timeout_s)
         self.backend = RolloutBackend(
             self.engine,
             self.executor,
