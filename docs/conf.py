@@ -32,11 +32,9 @@ napoleon_numpy_docstring = False
 viewcode_follow_imported_members = False  # what is assigned (a union of types) would count as part of `builtins`
 
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
 
 html_theme = "furo"
 html_show_sphinx = False
 html_copy_source = False
-html_theme_options = {"source_directory": "docs/"}
 pygments_style = "friendly"
 pygments_dark_style = "native"
