@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 from urllib.parse import unquote, urlparse
 
 import pytest
 
+from jaxrl.config.options import AdvantageEstimator
 from jaxrl.config.reference import options, sections
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +103,15 @@ def test_links_inside_the_site_lead_somewhere(site, pages):
             if not target.exists() or (parts.fragment and known and unquote(parts.fragment) not in known):
                 broken.append(f"{path.relative_to(site)} -> {url}")
     assert not broken
+
+
+# ---------------------------------------------------------------- what the pages must list
+
+
+def test_every_estimator_is_in_the_table():
+    text = (ROOT / "docs" / "your-algorithm.md").read_text(encoding="utf-8")
+    (row,) = [line for line in text.splitlines() if "`algorithm.adv_estimator`:" in line]
+    assert {name for name in get_args(AdvantageEstimator) if f"`{name}`" not in row} == set()
 
 
 # ---------------------------------------------------------------- what the pages name

@@ -8,12 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.config.options import AdvantageEstimator
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.rules import batch_rule
@@ -260,7 +261,7 @@ def test_rollout_logprobs_may_serve_as_the_old_ones(build: Build):
     assert not [entry for entry in house.log if entry[0] == "logprobs"]
 
 
-@pytest.mark.parametrize("adv_estimator", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("adv_estimator", get_args(AdvantageEstimator))
 def test_epochs_times_minibatches_of_whole_groups(build: Build, adv_estimator: str):
     values = {"actor.ppo_epochs": 3, "actor.ppo_mini_batch_size": 2, "algorithm.adv_estimator": adv_estimator}
     house = build(values, total_steps=1)

@@ -6,7 +6,10 @@ Each check raises `ConfigError` with one sentence: which options, what was found
 from __future__ import annotations
 
 from jaxrl.config.devices import devices_problem
-from jaxrl.config.options import Config
+from jaxrl.config.options import AdvantageEstimator, Config
+
+GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "rloo"})
+"""Estimators that compare the samples of a prompt with each other, and so need two of them."""
 
 
 class ConfigError(ValueError):
@@ -40,7 +43,7 @@ def _check_batch(c: Config) -> None:
         raise ConfigError(
             f"actor.ppo_mini_batch_size ({mini} prompts) must divide data.train_batch_size ({batch} prompts)"
         )
-    if c.algorithm.adv_estimator in ("grpo", "dr_grpo", "rloo") and c.rollout.n < 2:
+    if c.algorithm.adv_estimator in GROUP_RELATIVE and c.rollout.n < 2:
         raise ConfigError(
             f"rollout.n ({c.rollout.n}) must be at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}: "
             "its advantage compares the samples of a prompt with each other"

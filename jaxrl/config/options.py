@@ -20,6 +20,7 @@ FloatType = Literal["float32", "bfloat16", "float64"]
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
 AtEnd = Literal["flush", "leave"]
 ScoreWhen = Literal["sample", "group", "rollout"]
+AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"]
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,9 @@ class AlgorithmSection:
     """From rewards to advantages, and how a loss is averaged."""
 
     adv_estimator: Annotated[
-        Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"], "How advantages follow from rewards."
+        AdvantageEstimator,
+        "How advantages follow from rewards; grpo and dr_grpo: minus the mean of the prompt's samples, rloo: minus the "
+        "mean of the others, reinforce_plus_plus: each token's return, whitened over the batch.",
     ] = "grpo"
     norm_adv_by_std_in_grpo: Annotated[bool, "Divide GRPO's advantages by the standard deviation of the group."] = True
     loss_agg_mode: Annotated[

@@ -1,8 +1,14 @@
 """Rewards -> advantages: one float32 per response token. numpy only; pure functions of groups.
 
-Sources: GRPO (Shao et al. 2024, DeepSeekMath, §4.1), Dr. GRPO (Liu et al. 2025, §3.2: no division by the standard
-deviation), RLOO (Ahmadian et al. 2024, §3), REINFORCE++ (Hu 2025, §3: per-token returns, whitened over the batch), KL
-in the reward (Ouyang et al. 2022, eq. 2). Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
+Sources:
+
+- GRPO: Shao et al. 2024, DeepSeekMath, §4.1.
+- Dr. GRPO: Liu et al. 2025, §3.2: no division by the standard deviation.
+- RLOO: Ahmadian et al. 2024, §3.
+- REINFORCE++: Hu 2025, §3: per-token returns, whitened over the batch.
+- KL in the reward: Ouyang et al. 2022, eq. 2.
+
+Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
 after the root; whitening with ε = 1e-8 under it). Departures: statistics are taken in float64; a sample without a
 partner in its group gets advantage 0 (verl: its raw score), because there is nothing to compare it with.
 
@@ -13,6 +19,7 @@ its last reward is, and its gradient can be streamed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 import numpy as np
 
@@ -21,7 +28,7 @@ from jaxrl.train.kl import kl_estimate
 from jaxrl.types import Group, Sample
 
 NEEDS_WHOLE_BATCH: frozenset[str] = frozenset({"reinforce_plus_plus"})
-"""Estimators with statistics over the whole batch: gradients cannot start before its last sample is scored."""
+"""Estimators with statistics over the whole batch: the gradient of a group has to wait for the last sample's score."""
 
 _STD_EPS = 1e-6
 _WHITEN_EPS = 1e-8
@@ -43,7 +50,7 @@ def compute(
       ref_logprobs: the same under the reference model.
 
     Returns:
-      Per sample float32 [T], T its response tokens.
+      Per sample float32 [T], T its response tokens, those that a mask keeps from being learnt included.
 
     Raises:
       ValueError: a sample has no reward, or KL in the reward is asked for without log-probabilities.
@@ -66,6 +73,8 @@ def compute(
                 values = grpo(scores, norm_by_std=False)
             case "rloo":
                 values = rloo(scores)
+            case missing:
+                assert_never(missing)
         out += [np.full(len(s), value, np.float32) for s, value in zip(group.samples, values, strict=True)]
         start = stop
     return out

@@ -2,11 +2,14 @@
 
 import dataclasses
 import re
+from typing import get_args
 
 import pytest
 
 from jaxrl.config import Config, ConfigError, differences, flatten, from_mapping, to_mapping
+from jaxrl.config.checks import GROUP_RELATIVE
 from jaxrl.config.files import apply_override
+from jaxrl.config.options import AdvantageEstimator
 from jaxrl.config.reference import options as option_docs
 
 
@@ -64,8 +67,13 @@ def build(options=None):
             "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts)",
         ),
         ({"actor.ppo_mini_batch_size": 16}, "actor.ppo_mini_batch_size (16 prompts) must divide"),
-        ({"rollout.n": 1}, "rollout.n (1) must be at least 2 with algorithm.adv_estimator=grpo"),
-        ({"rollout.n": 1, "algorithm.adv_estimator": "rloo"}, "must be at least 2 with algorithm.adv_estimator=rloo"),
+        *(
+            (
+                {"rollout.n": 1, "algorithm.adv_estimator": name},
+                f"rollout.n (1) must be at least 2 with algorithm.adv_estimator={name}",
+            )
+            for name in sorted(GROUP_RELATIVE)
+        ),
         (
             {"algorithm.use_kl_in_reward": True, "actor.use_kl_loss": True},
             "algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once",
@@ -110,6 +118,13 @@ def test_what_is_refused(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         build(options)
     assert "\n" not in str(caught.value)
+
+
+def test_every_estimator_compares_samples_or_takes_a_single_one():
+    for name in get_args(AdvantageEstimator):
+        if name not in GROUP_RELATIVE:
+            build({"rollout.n": 1, "algorithm.adv_estimator": name})
+    assert set(get_args(AdvantageEstimator)) > GROUP_RELATIVE
 
 
 @pytest.mark.parametrize(("path", "low"), [(o.path, int(o.bounds[9:])) for o in option_docs() if "least" in o.bounds])

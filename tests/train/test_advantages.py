@@ -1,9 +1,12 @@
 """Each estimator against numbers worked out by hand."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from jaxrl.config import AlgorithmSection
+from jaxrl.config.options import AdvantageEstimator
 from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
@@ -19,6 +22,7 @@ def group(rewards, lengths=None, index=0):
 
 ROOT3 = 3**0.5
 TABLE = [
+    # (estimator, options, rewards, advantages): each sample has two tokens
     # rewards 0, 0, 0, 1: mean 1/4, unbiased variance 1/4
     ("grpo", {}, [0, 0, 0, 1], [-0.5, -0.5, -0.5, 1.5]),
     ("grpo", {"norm_adv_by_std_in_grpo": False}, [0, 0, 0, 1], [-0.25, -0.25, -0.25, 0.75]),
@@ -40,6 +44,10 @@ def test_table(estimator, options, rewards, expected):
     found = advantages.compute([group(rewards)], AlgorithmSection(adv_estimator=estimator, **options))
     assert [a.dtype for a in found] == [np.float32] * len(rewards)
     np.testing.assert_allclose(found, np.repeat(np.array(expected)[:, None], 2, axis=1), rtol=1e-5, atol=1e-6)
+
+
+def test_every_estimator_has_a_row():
+    assert {estimator for estimator, *_ in TABLE} == set(get_args(AdvantageEstimator))
 
 
 def test_groups_are_separate_and_lengths_ragged():
