@@ -1,16 +1,14 @@
 """A run as one self-contained HTML page: no network, no script, light and dark, wide and narrow screens.
 
-Purpose: `write_report(run_dir)` reads what a run writes and puts it on a page: headline numbers, curves (inline SVG
-from the few functions below), what was configured, and samples to read.
+Purpose: `write_report(run_dir)` reads what a run writes and puts it on a page: headline numbers, curves (inline SVG,
+`jaxrl.report.charts`), what was configured, and samples to read.
 
-Inputs, each of which may be missing (the page then says so):
-  metrics.jsonl   one line per step (`jaxrl.record.metrics`)
-  samples.jsonl   one line per shown sample: step, prompt, response, answer, reward, length, finish_reason, source
-  layouts.jsonl   the layout over each rollout round, where it adapts (`jaxrl.record.layouts`)
-  run.json        config (resolved), versions, commit, devices {platform, kind, count}, started, command
+Each input may be missing, and the page then says so:
 
-Curves are drawn from at most `_POINTS` points: longer runs are averaged over equal stretches of steps, while the bands
-keep the extremes.
+- metrics.jsonl: one line per step (`jaxrl.record.metrics`);
+- samples.jsonl: one line per shown sample (`jaxrl.record.samples` has its fields);
+- layouts.jsonl: the layout over each rollout round, where it adapts (`jaxrl.record.layouts`);
+- run.json: config (resolved), versions, commit, devices {platform, kind, count}, started, command.
 """
 
 from __future__ import annotations
@@ -249,32 +247,49 @@ def _samples(run: Run) -> str:
     chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
     rows = []
     for step in chosen:
-        rows.append(f"<tr class=step><th colspan=4 scope=rowgroup>Step {step:g}</th></tr>")
-        rows += [_sample(s) for s in [s for s in run.samples if s["step"] == step][:_SAMPLES_PER_STEP]]
-    return (
-        "<table class=samples><thead><tr><th>Prompt</th><th>Response</th><th>Reward</th><th>Tokens</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
+        rows.append(f"<tr class=step><th colspan={len(SAMPLE_COLUMNS)} scope=rowgroup>Step {step:g}</th></tr>")
+        for sample in [s for s in run.samples if s["step"] == step][:_SAMPLES_PER_STEP]:
+            rows.append(f"<tr>{''.join(_cell(sample, *column) for column in SAMPLE_COLUMNS)}</tr>")
+    heads = "".join(f"<th>{heading}</th>" for heading, _, _ in SAMPLE_COLUMNS)
+    return f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _sample(sample: Mapping[str, Any]) -> str:
-    def text(name: str) -> str:
-        value = str(sample.get(name) or "")
-        more = len(value) - _MAX_TEXT
-        return escape(value[:_MAX_TEXT]) + (f"<i> … {more} more characters</i>" if more > 0 else "")
+def _cell(sample: Mapping[str, Any], heading: str, content: Callable[[Mapping[str, Any]], str], is_number: bool) -> str:
+    return f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
 
+
+def _prompt(sample: Mapping[str, Any]) -> str:
     answer = sample.get("answer")
-    reward, length = sample.get("reward"), sample.get("length")
-    prompt = f"<pre tabindex=0>{text('prompt')}</pre>" + (
-        f"<p class=sub>answer: {escape(str(answer)[:_MAX_TEXT])}</p>" if answer not in (None, "") else ""
-    )
+    shown = "" if answer in (None, "") else f"<p class=sub>answer: {escape(str(answer)[:_MAX_TEXT])}</p>"
+    return _text(sample, "prompt") + shown
+
+
+def _reward(sample: Mapping[str, Any]) -> str:
+    reward = sample.get("reward")
+    return escape(number(reward) if isinstance(reward, int | float) else "–")
+
+
+def _tokens(sample: Mapping[str, Any]) -> str:
+    length = sample.get("length")
     details = [str(sample[k]) for k in ("finish_reason", "source") if sample.get(k)]
-    shown = number(reward) if isinstance(reward, int | float) else "–"
-    return (
-        f"<tr><td data-label=Prompt>{prompt}</td><td data-label=Response><pre tabindex=0>{text('response')}</pre></td>"
-        f"<td data-label=Reward class=num>{escape(shown)}</td><td data-label=Tokens class=num>"
-        f"{escape('–' if length is None else str(length))}<p class=sub>{breakable(', '.join(details))}</p></td></tr>"
-    )
+    return f"{escape('–' if length is None else str(length))}<p class=sub>{breakable(', '.join(details))}</p>"
+
+
+def _text(sample: Mapping[str, Any], name: str) -> str:
+    value = str(sample.get(name) or "")
+    more = len(value) - _MAX_TEXT
+    rest = f"<i> … {more} more characters</i>" if more > 0 else ""
+    return f"<pre tabindex=0>{escape(value[:_MAX_TEXT])}{rest}</pre>"
+
+
+SAMPLE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str], bool], ...] = (
+    ("Prompt", _prompt, False),
+    ("Response", lambda sample: _text(sample, "response"), False),
+    ("Reward", _reward, True),
+    ("Tokens", _tokens, True),
+)
+"""The table of samples: heading, what the cell shows of a sample, and whether it is a number. Older runs lack fields
+that were added later, so a cell reads them with `get`. Widths stand in `_STYLE`."""
 
 
 def _config(run: Run) -> str:

@@ -14,7 +14,8 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey
 def make_groups(num_groups: int = 4, size: int = 3) -> list[Group]:
     def one(p: int, s: int) -> Sample:
         ids, zeros = np.asarray([5, 6], np.int32), np.zeros((2,), np.float32)
-        return Sample(SampleKey(0, p, s), ids, zeros, zeros, ids, "stop", text=f"é{p}{s}\n", reward=0.5)
+        versions = np.zeros((2,), np.int32)
+        return Sample(SampleKey(0, p, s), ids, zeros, zeros, versions, "stop", text=f"é{p}{s}\n", reward=0.5)
 
     return [
         Group(Prompt(0, p, (1,), f"prompt {p}", "src", "7"), [one(p, s) for s in range(size)])

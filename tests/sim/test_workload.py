@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -189,24 +190,22 @@ def test_rewards_are_of_the_prompts_own_rate():
 
 def write_run(folder: Path) -> None:
     """Two prompts over two steps, and one aborted response."""
-    log = SampleLog(folder / "samples.jsonl", last_step=-1)
-    for step, lengths in ((1, {0: (10, 12), 1: (100, 120)}), (5, {0: (20, 22), 1: (200, 512)})):
-        groups = []
-        for index, pair in lengths.items():
-            prompt = Prompt(0, index, (1,), text="x" * 40 * (index + 1), source=f"set{index}", answer=None)
-            samples = []
-            for i, length in enumerate(pair):
-                sample = Sample.empty(SampleKey(0, index, i))
-                sample.token_ids = np.zeros(length, np.int32)
-                sample.text, sample.reward = "y" * length * 2, float(i)
-                sample.finish_reason = "length" if length == 512 else "stop"
-                samples.append(sample)
-            groups.append(Group(prompt, samples))
-        log.write(step, groups)
     aborted = Sample.empty(SampleKey(0, 0, 0))
     aborted.finish_reason = "abort"
-    log.write(6, [Group(Prompt(0, 0, (1,), "other", "set0"), [aborted])])
-    log.close()
+    with closing(SampleLog(folder / "samples.jsonl", last_step=-1)) as log:
+        for step, lengths in ((1, {0: (10, 12), 1: (100, 120)}), (5, {0: (20, 22), 1: (200, 512)})):
+            groups = []
+            for index, pair in lengths.items():
+                prompt = Prompt(0, index, (1,), text="x" * 40 * (index + 1), source=f"set{index}", answer=None)
+                groups.append(Group(prompt, [written(index, i, length) for i, length in enumerate(pair)]))
+            log.write(step, groups)
+        log.write(6, [Group(Prompt(0, 0, (1,), "other", "set0"), [aborted])])
+
+
+def written(prompt: int, index: int, length: int) -> Sample:
+    ids, zeros = np.zeros(length, np.int32), np.zeros(length, np.float32)
+    reason = "length" if length == 512 else "stop"
+    return Sample(SampleKey(0, prompt, index), ids, zeros, zeros, ids, reason, "y" * length * 2, float(index))
 
 
 def test_recorded_lengths_are_drawn_by_prompt_and_step(tmp_path: Path):
