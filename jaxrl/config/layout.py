@@ -1,4 +1,4 @@
-"""The options `rollout.layout.*`: tensor parallelism that adapts, and which settings of it are impossible."""
+"""The options `rollout.layout.*`: tensor parallelism that adapts, and its impossible settings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LayoutSection:
         return self.switch or self.planner
 
     def degrees_on(self, tp: int, num_devices: int) -> tuple[int, ...]:
-        """The degrees that rounds which start in `tp` use on so many devices. Raises ValueError for what cannot be."""
+        """The degrees that rounds which start in `tp` use on so many devices. Raises ValueError for impossible ones."""
         if not self.adapts:
             return (tp,)
         possible = tuple(accumulate((1, *prime_factors(num_devices)), operator.mul))
@@ -74,7 +74,7 @@ class LayoutSection:
         return degrees
 
     def problem(self, tp: int, num_devices: int) -> str | None:
-        """What cannot be, in a sentence, for rounds that start in `tp` on `num_devices` (0: not known yet); or None."""
+        """The first impossible setting, as a sentence, or None. `num_devices` 0: not known yet."""
         degrees = self.degrees
         if not self.adapts:
             return None

@@ -60,7 +60,7 @@ class SimulatedTask:
 
 @dataclass(frozen=True)
 class SimulateSection:
-    """A simulated run: the machine, what says how long things take, and where lengths and rewards come from."""
+    """A simulated run: the machine, the cost model, and where lengths and rewards come from."""
 
     run_dir: Annotated[str, "The folder to write; empty: trainer.run_dir with -simulated behind it."] = ""
     hardware: Annotated[str, "Accelerator: A40, A100, H100, H800, H200 or MI300X."] = "H100"
