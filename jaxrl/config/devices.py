@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def prime_factors(count: int) -> tuple[int, ...]:
-    """The primes whose product is `count`, ascending."""
+    """The prime factors of `count`, ascending."""
     factors: list[int] = []
     divisor = 2
     while count > 1:

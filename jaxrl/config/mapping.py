@@ -35,7 +35,7 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """One line per option whose value differs: `a.b: old -> new`."""
+    """One line per option with different values: `a.b: old -> new`."""
     a, b = flatten(to_mapping(old)), flatten(to_mapping(new))
     return [f"{key}: {a[key]!r} -> {b[key]!r}" for key in a if a[key] != b.get(key)]
 

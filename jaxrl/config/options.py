@@ -121,7 +121,7 @@ class OverProvisioningSection:
 
 @dataclass(frozen=True)
 class FilterGroupsSection:
-    """DAPO's dynamic sampling: prompts whose rewards are all equal are left out and replaced by others."""
+    """DAPO's dynamic sampling: prompts with all rewards equal are left out and replaced by others."""
 
     enable: Annotated[bool, "Switch dynamic sampling on."] = False
     max_num_gen_batches: Annotated[

@@ -321,7 +321,7 @@ class SimulatedExecutor:
     # Inside
 
     def _prefill(self, plan: Plan) -> tuple[dict[int, _Prefill], np.ndarray]:
-        """Counts the chunks of each dp group, and activates the rows whose prefill ends: their seats."""
+        """Counts the chunks of each dp group and activates rows at the end of their prefill; returns their seats."""
         work: dict[int, _Prefill] = {}
         filled: list[int] = []
         for chunk in plan.prefill:
