@@ -65,7 +65,7 @@ class FakeRollout:
       num_slots: rows; responses beyond them wait, first in, first out.
       plan_tokens: tokens per row and plan.
       delay: ticks until a verdict is there.
-      eager: whether a verdict that is there overtakes responses whose ends have not been told.
+      eager: whether a verdict that is there overtakes responses that ended and have not been told.
     """
 
     def __init__(
