@@ -1,4 +1,4 @@
-"""A reward function of one's own, with verl's signature: the final number decides, and a little is paid for its form.
+"""A custom reward function with verl's signature: the final number decides, and its form earns a little.
 
     python examples/custom_reward.py                                        # a few answers and their scores
     python examples/custom_reward.py --truth 72 --answer "48 + 24 is 72. #### 72"
@@ -11,7 +11,7 @@ In a run, with problems that the run makes itself, or with GSM8K from a file::
         reward.kind=custom reward.path=examples/custom_reward.py
 
 The function runs in processes of its own (`reward.num_workers`), while other responses are still written, and for at
-most `reward.timeout_s`. An exception costs that one response its reward, and is counted (`reward/errors`).
+most `reward.timeout_s`. If it raises, that one response gets no reward, and the error is counted (`reward/errors`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUMBER = re.compile(r"(?:(?<!\d)-)?\d{1,40}(?:\.\d{1,40})?")  # in "5-3" the 3 h
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str | None, extra_info: Mapping[str, Any]
 ) -> dict[str, float]:
-    """A score between 0 and 1. The parts beside it stay with the sample, and `jaxrl eval --out` writes them down.
+    """A score between 0 and 1. The other parts stay with the sample, and `jaxrl eval --out` writes them.
 
     Args:
       data_source: the prompt's data set or task.
@@ -55,7 +55,8 @@ def final_number(text: str) -> Decimal | None:
 
 
 def has_form(text: str) -> bool:
-    """Something is said, then "####" once, then a number alone on the line. Several marks would be several guesses."""
+    """Whether there is some text, then "####" once, then only a number on the line. Several marks would be several
+    guesses."""
     before, _, after = text.partition("####")
     return bool(before.strip()) and bool(NUMBER.fullmatch(after.strip().lstrip("$").replace(",", "").rstrip(".")))
 

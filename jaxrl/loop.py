@@ -4,16 +4,16 @@ Purpose: one file for every run, real or simulated. It imports no jax: the backe
 and the store come in as protocols. What a round launches, which groups it yields, and what becomes of the others is the
 batch rule's decision (`jaxrl.scheduling.rounds.batches`).
 
-A step starts and ends at a *boundary*: everything that decides the future is then in the trainer's state and in
-`Loop.host_state`, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again.
+A step starts and ends at a *boundary*: there, the trainer's state and `Loop.host_state` hold everything that decides
+the future, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again.
 
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
 
 **One-step-off** (`trainer.one_step_off`; RollPacker §6.7). The rollout for step s + 1 comes before update s, so its
 tokens are of version s - 1 and one version old when they are trained on. Its groups wait in `Loop` and are part of a
-checkpoint. The two take turns on the same devices, or run at the same time, each on devices of its own (`Together`);
-neither reads what the other writes, so both give the same numbers. The switch may change at a resume in either
-direction.
+checkpoint. Rollout and update take turns on the same devices, or run at the same time, each on its own devices
+(`Together`). Neither reads what the other writes, so both ways give the same numbers. A resumed run may switch
+one-step-off on or off.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Prompts(Protocol):
 
 
 class Together(Protocol):
-    """Does two things at the same time, and returns when both have ended; an exception of either is raised then."""
+    """Does two things at the same time, and returns or raises when both have ended."""
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]: ...
 
@@ -110,10 +110,10 @@ class Collected:
 
 @dataclass(slots=True)
 class Hooks:
-    """What the loop tells the outside.
+    """What the loop calls: callbacks of the run that it belongs to.
 
-    on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's. save: write a
-    checkpoint of (step, host state). stop: whether to stop at the next chance.
+    on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's metrics and groups.
+    save: write a checkpoint of (step, host state). stop: whether to stop at the next opportunity.
     """
 
     on_phase: Callable[[int, str], None]
@@ -142,7 +142,7 @@ class Loop:
         num_devices: int,
         together: Together | None = None,
     ) -> None:
-        """`together`: with devices of the rollout's own, what runs the next step's rollout beside an update."""
+        """`together`: runs the next step's rollout beside an update; needs devices of the rollout's own."""
         self.config = config
         self.step = 0
         self.total_steps = total_steps
@@ -163,7 +163,7 @@ class Loop:
 
     @property
     def num_carried(self) -> int:
-        """Prompts that have been drawn from the data and have not left: what a run that ends now leaves behind."""
+        """Prompts drawn from the data and still in the system: a run that ended now would leave them behind."""
         return self.rule.num_carried + (0 if self._ahead is None else len(self._ahead.groups))
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Loop:
     def load_host_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved boundary. A state of schema 1 was left by plain batches, which carry nothing.
 
-        Raises ValueError for another schema, or for prompts that wait in a rule which this run does not use.
+        Raises ValueError for another schema, or if prompts wait in the state of a rule that this run does not use.
         """
         if state["schema"] not in (1, STATE_SCHEMA):
             raise ValueError(
@@ -215,7 +215,7 @@ class Loop:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Trains to the last step; returns False if it stopped before because it was asked to."""
+        """Trains to the last step; returns False if a stop was asked for and it ended before."""
         self._backend.enter_rollout(self.step)
         if self.config.trainer.val_before_train and self.step == 0 and self._validation:
             self._evaluate()
@@ -252,7 +252,7 @@ class Loop:
         self._hooks.on_step(step, measured | self._throughput(batch, measured), now.groups)
 
     def _roll_out_and_learn(self, now: Collected, step: int) -> tuple[TrainBatch, dict[str, float]]:
-        """Update `step` from `now`; one-step-off, the next step's rollout before it or beside it."""
+        """Runs update `step` on `now`; with one-step-off, the next step's rollout before it or beside it."""
         ahead = self.config.trainer.one_step_off and step < self.total_steps
         if self._together is None or not ahead:
             self._ahead = self._collect(step + 1) if ahead else None
@@ -267,7 +267,7 @@ class Loop:
                 f"step {step + 1}: its rollout ended early ({stop}), beside update {step}, which cannot be taken back: "
                 "run again to go on from the last checkpoint"
             ) from stop
-        self._backend.leave_rollout()  # new weights come as they do in turns: to devices with neither old ones nor KV
+        self._backend.leave_rollout()  # as when both take turns: no old weights and no KV lie there
         return result
 
     def _collect(self, step: int) -> Collected:
@@ -326,7 +326,7 @@ class Loop:
 
     def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
         """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote; for the others
-        what the policy says now, if that is wanted. None: recorded ones throughout."""
+        recomputed under the current policy, if the config asks for that. None: all as recorded."""
         if self.config.actor.old_logprobs == "rollout":
             return None
         fresh = [on_policy_mask(sample.versions, step - 1) for sample in batch.samples]
@@ -400,7 +400,7 @@ class Loop:
         total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
         drawn = sum(len(sample) for sample in batch.samples)
         training_s = measured["timing_s/step"] - measured.get("timing_s/testing", 0.0)
-        gen_s = measured.get("timing_s/gen", 0.0)  # none where all of the batch was there before the step
+        gen_s = measured.get("timing_s/gen", 0.0)  # missing where the whole batch was collected before the step
         return {
             "perf/total_num_tokens": total,
             "perf/throughput": total / training_s / self._num_devices,
@@ -408,14 +408,14 @@ class Loop:
         }
 
     def _phase(self, name: str, track: str = "loop") -> AbstractContextManager[None]:
-        """`track`: where it is drawn; the outside hears of the loop's own phases, not of those beside them."""
+        """A phase drawn on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""
         if track == "loop":
             self._hooks.on_phase(self._running_step, name)
         return self._phases.phase(name, track)
 
 
 def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """How far behind the policy that trains on them (version `step` - 1) the tokens' versions lie."""
+    """By how many versions the tokens are older than the policy that trains on them (version `step` - 1)."""
     staleness = np.concatenate([step - 1 - sample.versions for group in groups for sample in group.samples])
     return {
         "training/off_policy/share": float(np.mean(staleness > 0)),

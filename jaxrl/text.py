@@ -11,7 +11,7 @@ Example::
     for index, sample in engine.stream(["one", "two"], SamplingParams(max_tokens=32), n=4):
         print(index, sample.text)  # as they finish
 
-A training loop of one's own asks for groups, and gives the trained weights back (`examples/rl_loop.py`)::
+A custom training loop asks for groups, and gives the trained weights back (`examples/rl_loop.py`)::
 
     engine = TextEngine.from_model(model, params, tokenizer, Layout(mesh, 1), ExecutorConfig(num_slots=64))
     groups = engine.groups(prompt_source.next(8), SamplingParams(max_tokens=256), n=8)
@@ -110,7 +110,7 @@ class TextEngine:
         """An engine for a model that is loaded already (`jaxrl.models.loading.load_model`).
 
         Args:
-          params: in training form; they stay the caller's, the engine takes a copy in `layout` and `sizes.dtype`.
+          params: in training form; the caller keeps them, and the engine makes a copy in `layout` and `sizes.dtype`.
         """
         executor = MeshExecutor(model, layout, sizes)
         executor.sync_weights(params, 0)
@@ -123,7 +123,7 @@ class TextEngine:
         """Takes over weights in training form (`Trainer.params`), on the devices, cast and split as the layout says.
 
         Tokens from now on are of the next `policy_version`. Raises ValueError while requests are unfinished: their KV
-        is of the weights before.
+        was computed with the old weights.
         """
         if not self.engine.is_idle:
             raise ValueError(
@@ -154,7 +154,7 @@ class TextEngine:
     def groups(self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int) -> list[Group]:
         """A group of `n` finished samples per prompt, in the order of the prompts.
 
-        What is drawn follows from a prompt's epoch and index: the same prompt draws anew in the next epoch.
+        A prompt's epoch and index determine what is drawn: the same prompt draws new responses in the next epoch.
         """
         keyed = [(prompt.epoch, prompt.index, prompt.token_ids) for prompt in prompts]
         samples = [self._with_text(s) for s in self.engine.generate(self._requests(keyed, params, n))]

@@ -1,6 +1,6 @@
-"""What flows through the house: Prompt -> Sample -> Group -> TrainBatch.
+"""The data that flows through a run: Prompt -> Sample -> Group -> TrainBatch.
 
-Everything here is plain Python and numpy, so that scheduling, rewards and the simulator can use it without an
+Everything here is plain Python and numpy, so scheduling, rewards and the simulator can use it without jax or an
 accelerator. Arrays of a sample are ragged by nature; padding and packing happen only in `jaxrl.train.packing`.
 
 Example::
@@ -45,7 +45,7 @@ class Prompt:
       index: its position in the data set, stable over epochs.
       token_ids: the rendered prompt.
       text: the rendered prompt as text, as shown to people.
-      source: where it comes from (the data set's or task's name), what a reward may dispatch on.
+      source: where it comes from (the data set's or task's name); a reward may depend on it.
       answer: the reference answer, if there is one.
       extra: whatever else the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
     """
@@ -71,7 +71,7 @@ class SamplingParams:
     Attributes:
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-      top_p: keep the smallest set of likeliest tokens whose mass reaches top_p.
+      top_p: keep the smallest set of likeliest tokens with a total probability of at least top_p.
       min_p: drop tokens less likely than min_p times the likeliest.
       max_tokens: the longest response, in tokens, the stop token included.
       stop_token_ids: the response ends with (and includes) the first of these.
@@ -137,7 +137,7 @@ class Sample:
 
     @classmethod
     def empty(cls, key: SampleKey) -> Sample:
-        """A sample of which nothing has been generated yet."""
+        """A sample without any tokens yet."""
         nothing_f = np.zeros((0,), np.float32)
         nothing_i = np.zeros((0,), np.int32)
         return cls(key, nothing_i, nothing_f, nothing_f, nothing_i)
@@ -163,7 +163,7 @@ class TrainBatch:
       samples: sorted by key.
       advantages: per sample float32 [T_i], one per response token.
       old_logprobs: per sample float32 [T_i] under the policy before this step's first update; None where the
-        recorded `rollout_logprobs` serve.
+        recorded `rollout_logprobs` are used.
       ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
       loss_masks: per sample [T_i], 1 at tokens to learn from; None: all.
     """

@@ -1,14 +1,14 @@
 """One interface to attention over a paged KV cache, to the writes into it, and to attention over packed rows.
 
 Prefill, decode and verification are the same operation with a different number of queries per row: `paged_attention`
-takes C queries a row and masks by position. What runs behind an operation is chosen by an option, `rollout.attention`
+takes C queries a row and masks by position. An option chooses the implementation of an operation: `rollout.attention`
 for the cache and `actor.attention` for packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
 - `"pallas"`: our GPU kernels (`paged_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that they refuse;
 - `"auto"`, over the cache: the kernels where JAX's default backend is a GPU, the program is compiled for CUDA, and the
-  kernels take these shapes and dtypes; the reference otherwise. All of it is known while tracing; nothing is tried and
-  caught. On packed rows: jnp in tiles (`packed`), everywhere.
+  kernels take these shapes and dtypes; the reference otherwise. All of this is known while tracing; nothing is tried
+  and caught. On packed rows: jnp in tiles (`packed`), everywhere.
 
 docs/kernels.md says what the kernels are, why these, and what has been measured.
 
@@ -26,7 +26,7 @@ from jax import lax
 from jaxrl.kernels import packed, reference
 
 Implementation = Literal["auto", "reference", "pallas"]
-_KERNEL_KEYS = 128  # two tiles of keys: the kernels skip what a row does not see, so packing may count on about that
+_KERNEL_KEYS = 128  # two tiles of keys: the kernels skip most other tiles, so packing may count on about as much
 
 
 def write_kv(
@@ -53,7 +53,7 @@ def paged_attention(
     arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
     if not _wants_kernel(implementation):
         return reference.paged_attention(*arrays)
-    # Imported here: a run on CPU need not wait for it, and a JAX without this backend of Pallas still runs there.
+    # Imported here: a run on CPU need not wait for it, and works with a JAX that lacks this backend of Pallas.
     from jaxrl.kernels import paged_pallas
 
     if implementation == "pallas":
@@ -68,8 +68,8 @@ def paged_attention(
 class PackedAttention(NamedTuple):
     """Causal attention over packed rows, within segments and to the segments that they continue. Hashable.
 
-    `choose_packed` makes one from an option; `reference.packed_attention` has the shapes and the rule. A prefix of 0
-    means none, like the segment itself. What padding (segment 0) gets is finite, and nothing else is said of it.
+    `choose_packed` makes one from an option; `reference.packed_attention` has the shapes and the rule. A prefix of 0,
+    or equal to the segment, means none. Padding (segment 0) gets finite values, otherwise unspecified.
 
     Attributes:
       implementation: `reference`; `tiles`, jnp that never holds the scores of a long row (`jaxrl.kernels.packed`);
@@ -83,7 +83,7 @@ class PackedAttention(NamedTuple):
     interpret: bool = False
 
     def tile_pairs(self, segment_ids: jax.Array, prefix_ids: jax.Array) -> packed.TilePairs | None:
-        """What the layers share: worked out once per microbatch for every `attend` of it; None if nothing."""
+        """What the layers share, worked out once per microbatch for all `attend` calls; None if nothing."""
         if self.implementation != "tiles":
             return None
         return packed.visible_pairs(segment_ids, prefix_ids, self.tiling)
@@ -98,7 +98,7 @@ class PackedAttention(NamedTuple):
         prefix_ids: jax.Array,
         tiles: packed.TilePairs | None,
     ) -> jax.Array:
-        """[R, T, H, D]; `tiles` is what `tile_pairs` gave for the same segments and prefixes.
+        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same segments and prefixes.
 
         Raises:
           ValueError: for shapes or dtypes that the GPU kernels refuse.

@@ -6,14 +6,14 @@ a *window* before its first step, keeps the tokens of its own steps in a small *
 the pool after its last. All rows of a program advance in lockstep, so a step's keys and values go to one index of the
 fresh buffer: a slice update in place, where the pool needs a scatter.
 
-The window is a list of *tiles*, each a few blocks of one row: a long row has many and a short one has one, so a program
-costs what its rows have cached, not rows times the longest of them. A tile's scores have a maximum and a sum of their
-own, and a row's tiles are joined as in flash decoding (Dao et al. 2023): which tiles a row has is a matrix of zeros and
-ones, and joining is a product with it.
+The window is a list of *tiles*, each a few blocks of one row. A long row has many tiles and a short one has one, so a
+program's cost follows the tokens that its rows have cached, not the number of rows times the longest. A tile's scores
+have a maximum and a sum of their own, and a row's tiles are joined as in flash decoding (Dao et al. 2023): a matrix of
+zeros and ones says which tiles a row has, and joining is a product with it.
 
-Keys of the window lie transposed, [D, S], and tiles and heads in one dim: of the ways to write these products, XLA:CPU
-runs that one fastest (docs/performance.md). The window itself is never written: carried through a loop that writes to
-it, XLA copied it in every step.
+Keys of the window are stored transposed, [D, S], and tiles and heads share one dim: XLA:CPU runs the products fastest
+in this form (docs/performance.md). The window itself is never written: XLA copied a window that the loop wrote to in
+every step.
 
 Dims: R rows, H query heads, K key/value heads, G = H / K, D head dim; U tiles, S positions of a tile, T steps of the
 program; B = K * U or K * R; N blocks, P positions per block, W blocks per table or tile. All of it is local to one
@@ -32,11 +32,11 @@ import numpy as np
 from jaxrl.kernels import attention
 
 _HIDDEN = -1e30
-"""Added to scores that must not count: below any score, yet finite."""
+"""Added to scores that must not count: lower than any score, but finite."""
 
 
 class WindowTiles(NamedTuple):
-    """Which blocks the window holds, made by the host; or the specs or shapes of the three.
+    """The blocks of the window, listed by the host; or the specs or shapes of these three arrays.
 
     blocks_UW: int32, a tile's blocks. owner_U: int32, its row. first_U: int32, the position of its first token in the
     row's sequence. Tiles that pad the list have row 0, at a `first` beyond any sequence.
@@ -48,7 +48,7 @@ class WindowTiles(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What rows had cached when the program began: keys [K * U, D, S], values [K * U, S, D]; or the specs of both."""
+    """The rows' cache when the program began: keys [K * U, D, S], values [K * U, S, D]; or the specs of both."""
 
     keys_BDS: Any
     values_BSD: Any
@@ -71,7 +71,7 @@ def window_tiles(tables: Sequence[Sequence[int]], width: int, count: int, block_
 
     Args:
       tables: the rows' block tables.
-      width: blocks per tile; what a row lacks in its last tile is block 0.
+      width: blocks per tile; a row's last tile is filled up with block 0.
       count: tiles in all, at least `num_tiles(tables, width)`.
       block_size: positions per block.
     """

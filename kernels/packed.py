@@ -1,10 +1,10 @@
 """Attention over packed rows without `[tokens, tokens]` scores, forward and backward: for training.
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691, §3.1): tiles, an online softmax, and a backward pass that
-recomputes each tile's scores from the saved logsumexp. Departures: it is plain jnp; and since which tiles hold anything
-visible follows from segments and shared prefixes, the pairs of tiles to visit are listed once per microbatch
-(`visible_pairs`), and a loop of that length runs over them instead of over a triangle. The backward pass keeps q, k, v,
-the output and the logsumexp.
+recomputes each tile's scores from the saved logsumexp. Departures: it is plain jnp. Segments and shared prefixes decide
+which tiles hold anything visible, so the pairs of tiles to visit are listed once per microbatch (`visible_pairs`), and
+a loop of that length runs over them instead of over a triangle. The backward pass keeps q, k, v, the output and the
+logsumexp.
 
 `jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Here columns stand in for
 positions: every segment lies in one piece, in the order of its positions, and to the right of the prefix that it sees,
@@ -44,14 +44,14 @@ class Tiling(NamedTuple):
     widen: bool = False
 
     def keys(self, tokens: int) -> int:
-        """About how many keys each query of a row of so many tokens is multiplied with."""
+        """The approximate number of keys that each query is multiplied with, in a row of so many tokens."""
         if tokens <= self.longest_plain:
             return tokens
-        return tokens // 2 if self.together else min(tokens, 2 * self.block)  # alone, a row skips other groups
+        return tokens // 2 if self.together else min(tokens, 2 * self.block)  # row by row: other groups are skipped
 
 
 def tiling(platform: str) -> Tiling:
-    """What suits a platform (`cpu`, `gpu`, `tpu`).
+    """A tiling that suits a platform (`cpu`, `gpu`, `tpu`).
 
     Measured on CPU only (2 cores with AVX2, 2048 tokens in all, 9 and 3 heads of 64, rows filled by groups of four,
     forward and backward, times of the plain path over those of tiles of 32 / 64 / 128): rows of 64 tokens 1.4 / 1.2,
@@ -63,7 +63,7 @@ def tiling(platform: str) -> Tiling:
 
 
 class TilePairs(NamedTuple):
-    """Which tiles see which: what `visible_pairs` makes of a microbatch.
+    """Which tiles see which, for one microbatch; made by `visible_pairs`.
 
     Attributes:
       pairs: int32 [P, 2], (query tile, key tile), ordered by query tile; only the first `num_pairs` mean anything.
@@ -84,9 +84,9 @@ def attention(
     tiles: TilePairs | None,
     how: Tiling,
 ) -> jax.Array:
-    """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets anything finite.
+    """`reference.packed_attention`, in tiles where rows are long. Padding (segment 0) gets arbitrary finite values.
 
-    On a mesh it belongs inside `shard_map`: the length of its loop follows from the rows at hand.
+    On a mesh, call it inside `shard_map`: the length of its loop depends on the device's rows.
 
     Args:
       q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H.
@@ -232,7 +232,7 @@ def _forward(
     out, highest, total = lax.fori_loop(0, count, body, start)
     total = jnp.where(total > 0, total, 1)  # padding has seen nothing
     out = _from_query_tiles(out / total[..., None], q.shape, how).astype(q.dtype)
-    # named, so that a remat policy can keep them: to recompute them is to run the loop again
+    # named, so that a remat policy can keep them: recomputing them would run the loop again
     out, logsumexp = (checkpoint_name(x, reference.ATTENTION) for x in (out, highest + jnp.log(total)))
     return out, (q, k, v, out, logsumexp, tiles, segments, prefixes)
 

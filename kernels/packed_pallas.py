@@ -1,7 +1,7 @@
 """Attention over packed rows as Pallas kernels for NVIDIA GPUs, forward and backward, for training.
 
-Nothing of size [T, T] exists: scores live in tiles, and which tiles hold anything to see is found beforehand from each
-tile's range of segments and positions, so a row of many short segments costs what its segments cost.
+Nothing of size [T, T] exists: scores live in tiles. Each tile's range of segments and positions tells beforehand which
+tiles hold anything visible, so a row of many short segments costs no more than its segments.
 
 Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691, sections 3.1 and 3.2) for the running softmax and the backward
 pass from the saved log-sum-exp; the lists of tiles to visit follow FlexAttention's block masks (Dong et al. 2024,
@@ -9,8 +9,8 @@ arXiv:2412.05496, section 4.2). Departures: lists come from ranges, not from eve
 visited in vain but is never missed; gradients of keys and values are summed over a group's query heads inside one
 program, in a fixed order and without atomics, so a result does not change from run to run.
 
-Backend and house words as in `paged_pallas`. Dims: R rows, T tokens of a row, H query heads, K key/value heads,
-G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles.
+The backend and the terms are those of `paged_pallas`. Dims: R rows, T tokens of a row, H query heads, K key/value
+heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class PackedTileSizes:
 
 
 def choose_tiles(dtype: Any) -> tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]:
-    """For the forward pass, the gradient of queries, and those of keys and values. A rule of thumb, not measured."""
-    if jnp.dtype(dtype) == jnp.float32:  # three products for one: smaller tiles, or registers spill
+    """Tile sizes for the forward pass and the gradients of queries, and of keys and values. A rule of thumb,
+    unmeasured."""
+    if jnp.dtype(dtype) == jnp.float32:  # three products instead of one: larger tiles would spill registers
         return PackedTileSizes(32, 32, 4, 2), PackedTileSizes(32, 32, 4, 2), PackedTileSizes(16, 32, 4, 2)
     # Five stages, as in `paged_pallas`: the number of the tile to visit is looked up before its keys and values.
     return PackedTileSizes(128, 64, 8, 5), PackedTileSizes(64, 64, 8, 5), PackedTileSizes(64, 64, 8, 5)
@@ -113,7 +114,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, tiles: Any
 def _backward(tiles: Any, interpret: bool, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
     q, k, v, ids, out, lse = residuals
     d_out = d_out.astype(q.dtype)
-    # What a row's gradients of scores share: the derivative of the softmax's normaliser.
+    # Shared by all gradients of a row's scores: the derivative of the softmax's normaliser.
     shift = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     inputs = (q, k, v, d_out, lse, shift)
     segment_ids, prefix_ids, positions = ids
@@ -162,7 +163,7 @@ def _tiled(x_RT: jax.Array, size: int) -> jax.Array:
 
 
 def list_tiles(visible_RIJ: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per row and tile the numbers of the tiles to visit, [R, I, J] in rising order, and how many they are, [R, I]."""
+    """Per row and tile: the numbers of the tiles to visit, [R, I, J] in rising order, and their count, [R, I]."""
     numbers = jnp.argsort(~visible_RIJ, axis=-1, stable=True).astype(jnp.int32)
     return numbers, visible_RIJ.sum(axis=-1, dtype=jnp.int32)
 

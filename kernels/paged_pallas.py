@@ -5,8 +5,8 @@ key/value head, a tile of that head's C * G queries (all of them, unless they ex
 context; it walks the context in steps of some positions with a running softmax in float32. Queries of a group thus
 share each key and value that is read, so decoding reads every cached byte once.
 
-A row with few programs beside it has its context split over several of them, and a second kernel merges the parts by
-their log-sum-exps; each row's own length is cut into equal parts, so a short row in a wide table is split evenly too.
+When rows are few, each row's context is split over several programs, and a second kernel merges the parts by their
+log-sum-exps. Each row's own length is cut into equal parts, so a short row in a wide table is split evenly too.
 
 Sources: running softmax and tiling from FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.1); the split over the
 context from Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); block tables from PagedAttention (Kwon et al. 2023,
@@ -38,11 +38,11 @@ HEAD_DIMS = (16, 32, 64, 128)  # a Triton tensor has a power of two of elements,
 MIN_QUERIES = 16  # a tensor core's smallest tile
 MAX_QUERIES = {2: 128, 4: 32}  # by bytes per number; larger tiles spill registers
 STEP_BYTES = 16384  # of keys, and as many of values, per step: several steps in flight fit into shared memory
-MAX_PARTS, MIN_PART_POSITIONS = 32, 256  # fewer positions a part and merging costs what splitting gains
+MAX_PARTS, MIN_PART_POSITIONS = 32, 256  # with fewer positions per part, merging costs as much as splitting gains
 WANTED_PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
-STAGES = 5  # of which looking up blocks takes two: the next step's keys and values load while one is computed
+STAGES = 5  # looking up blocks takes two of them; the next step's keys and values load while one step is computed
 MERGE_QUERIES = 4  # per merging program: few, since all their parts are loaded at once
-NEVER = -1e30  # a score or log-sum-exp that counts for nothing; finite, as infinities subtract to nan
+NEVER = -1e30  # a score or log-sum-exp of weight zero; finite, because infinities subtract to nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PagedTileSizes:
       queries: of one row and key/value head that a program takes, padding included.
       positions: of the context that a program reads in one step.
       parts: programs that share a row's context.
-      num_warps, num_stages: the compiler's: threads / 32 per program, and how deep it pipelines the steps.
+      num_warps, num_stages: for the compiler: threads / 32 per program, and how deep it pipelines the steps.
     """
 
     queries: int
@@ -74,7 +74,7 @@ def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, 
 
 
 def refusal(q: jax.Array, k: jax.Array, v: jax.Array, kv_heads: int) -> str | None:
-    """Why the kernels, these and those for packed rows, cannot serve queries [., ., H, D] with so many key/value heads.
+    """Why neither these kernels nor those for packed rows can serve queries [., ., H, D] with so many key/value heads.
 
     None if they can; depends on shapes and dtypes only.
     """
@@ -101,7 +101,7 @@ def paged_attention(
 ) -> jax.Array:
     """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included.
 
-    Of a row's table only the blocks that hold positions up to its latest query's are read. A query at a negative
+    Of a row's table, only the blocks up to the position of its latest query are read. A query at a negative
     position sees nothing and gets zeros.
 
     Args:

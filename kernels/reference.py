@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 ATTENTION = "attention"
-"""Name of what the tiled kernels keep for their backward pass, so that a remat policy can keep it too."""
+"""Name of the arrays that the tiled kernels keep for their backward pass, so that a remat policy can keep them too."""
 
 
 def operands(widen: bool, tree: Any) -> Any:
@@ -75,7 +75,7 @@ def packed_attention(
 def write_kv(
     pool_KNPD: jax.Array, new_RCKD: jax.Array, tables_RW: jax.Array, positions_RC: jax.Array, valid_RC: jax.Array
 ) -> jax.Array:
-    """Scatters [R, C] positions into their blocks; what is not valid lands in block 0, which no row has."""
+    """Scatters [R, C] positions into their blocks; invalid ones go to block 0, which belongs to no row."""
     size = pool_KNPD.shape[2]
     entry = jnp.minimum(positions_RC // size, tables_RW.shape[1] - 1)
     blocks_RC = jnp.where(valid_RC, jnp.take_along_axis(tables_RW, entry, axis=1), 0)

@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> tuple[list[runs.Result], tuple[float, f
         warm_start.write_model(folder / "model", sizes.start_loss, 0, say)
         made.write_text(json.dumps(asdict(sizes)))
         for overrides in runs.RULES.values():
-            load(str(config), overrides)  # a setting that cannot be is refused before anything runs
+            load(str(config), overrides)  # an impossible setting is refused before anything runs
         before.write_text(json.dumps(runs.evaluate(folder, config, None, "start")))
     start = tuple(json.loads(before.read_text()))
     say(f"before: accuracy {start[0]:.3f}, longest quarter {start[1]:.3f}")

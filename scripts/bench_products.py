@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Matrix products of a decode step, written in several ways: why rollout weights lie as they do.
+"""Matrix products of a decode step, written in several ways: the reason for the layout of rollout weights.
 
     python scripts/bench_products.py [--rows 1 8 32 256] [--dtypes float32 bfloat16] [--json]
 

@@ -54,7 +54,7 @@ _COLLECTIVE = re.compile(r"= .*?(all-gather|all-to-all|all-reduce|collective-per
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a transition beside its time."""
+    """What is known about a transition besides its time."""
 
     crossed_bytes: int
     extra_bytes: int
@@ -322,7 +322,7 @@ def _copy(arrays: list[jax.Array], bound: int) -> float:
 
 @contextlib.contextmanager
 def host_reads() -> Iterator[list[Any]]:
-    """Collects every array whose value comes to the host; jax has one place where that happens."""
+    """Collects every array that the host reads; jax does that in one place."""
     from jax._src.array import ArrayImpl
 
     read: list[Any] = []

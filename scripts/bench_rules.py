@@ -3,7 +3,7 @@
 
     python scripts/bench_rules.py [--repetitions 10] [--dtypes float32] [--json]
 
-Plain batches, tail batching and partial rollout with their default factors, over responses whose lengths are forced:
+Plain batches, tail batching and partial rollout with their default factors, over responses with forced lengths:
 lognormal, seeded, capped; a prompt decides part of its responses' lengths, so a long prompt is long again. First the
 machine is profiled, as `jaxrl profile` does. From that table, and lengths by identity, the simulator predicts every
 round; the predictions are printed before anything is measured. Then the real rounds run, the rules in turns.
@@ -14,7 +14,7 @@ round; the predictions are printed before anything is measured. Then the real ro
 - error: the measured speed over the predicted one, less 1; once over all rounds, and once over those rounds that the
   gauge let pass (both sides over the same rounds, as measured seconds per predicted second).
 
-On a CPU a decode step takes nearly as long as its rows, so rules that launch more than they keep may well be slower.
+On a CPU a decode step's time nearly follows its rows, so rules that launch more than they keep may well be slower.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _per_sample(rounds: Sequence[Mapping[str, float]]) -> float:
 def compare(predicted: Rounds, runs: Sequence[Run], dtype: str) -> list[dict[str, Any]]:
     """Every rule's seconds per sample and speed, measured and predicted.
 
-    Raises ValueError if the real rounds did not keep what the simulated ones kept: then the two are no comparison.
+    Raises ValueError if real and simulated rounds kept different samples: then they cannot be compared.
     """
     good = keep([run.brackets for run in runs])
     cases: list[dict[str, Any]] = []

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A latency profile that is made up, to see a run switch its layout where an honest one would not.
+"""A made-up latency profile, to see a run switch its layout where an honest profile would not.
 
     python scripts/made_up_profile.py --config configs/adaptive_layout.yaml --out made_up.json
     jaxrl train --config configs/adaptive_layout.yaml rollout.layout.profile=made_up.json \\
         rollout.layout.allow_synthetic=true
 
-By this table a step with few rows is the faster the larger tp is, every row more costs the more, and a switch costs
-next to nothing. It is of this machine, model and jax, or runs would refuse it, and says `"source": "synthetic"`, which
-reports repeat: whatever is decided by it says nothing of the machine.
+In this table, a larger tp makes a step with few rows faster and each further row dearer, and a switch costs next to
+nothing. It names this machine, model and jax, or runs would refuse it, and says `"source": "synthetic"`, which reports
+repeat: decisions by it say nothing about the machine.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> l
     with ExitStack() as stack:
         in_order: Callable[..., Iterable[Steps]] = map
         if processes > 1:
-            # not by fork: whoever calls this may have threads
+            # not by fork: the calling process may have threads
             in_order = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
         for steps in in_order(_run, cases, [calibration_file] * len(cases)):
             done.append(steps)

@@ -1,8 +1,8 @@
 """What each device holds in a layout: every kind of weight, query and key/value heads, dp groups, devices.
 
 Purpose: `jaxrl explain-layout`. `explain_layout` works it out from the same rules that place the arrays
-(`Layout`, `rules.rollout_spec`), for any number of devices, whether they are here or not; `str()` of it is the text,
-and `jaxrl.sharding.picture` draws it.
+(`Layout`, `rules.rollout_spec`), for any number of devices, present or not; its `str()` is the text, and
+`jaxrl.sharding.picture` draws it.
 
 Source: design §5.
 """
@@ -38,7 +38,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One kind of weight: its rollout shape (of one layer), over what it is split, and the shape on a device."""
+    """One kind of weight: its rollout shape (of one layer), the axes that split it, and its shape on a device."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class WeightPart:
 
     @property
     def numbers(self) -> int:
-        """Of all of them, on one device."""
+        """Numbers of all its copies (one per layer) on one device."""
         return math.prod(self.held) * self.count
 
 
@@ -108,7 +108,7 @@ def explain_layout(
       max_tp: the largest degree that weights are padded for; default: `tp`.
 
     Raises:
-      ValueError: no device, or a degree that so many devices cannot have or that does not divide `max_tp`.
+      ValueError: no device, or a degree that is impossible on so many devices or does not divide `max_tp`.
     """
     max_tp = tp if max_tp is None else max_tp
     if num_devices < 1:
@@ -142,7 +142,7 @@ def explain_layout(
 
 
 def _mesh(num_devices: int) -> Mesh:
-    """A mesh without devices, shaped as `mesh.make_mesh` shapes one: only sizes and names are asked of it."""
+    """A mesh without devices, shaped as `mesh.make_mesh` shapes one: only its sizes and names are used."""
     factors = prime_factors(num_devices) or (1,)
     names = tuple(f"x{i}" for i in reversed(range(len(factors))))
     return cast(Mesh, AbstractMesh(factors[::-1], names))
@@ -176,7 +176,7 @@ def _device(config: Model, padded: Model, layout: Layout, number: int) -> Device
         rest, at[axis] = divmod(rest, layout.mesh.shape[axis])
 
     def index(axes: tuple[str, ...]) -> int:
-        """Which shard, of those that splitting over `axes` makes."""
+        """The index of the shard, if a dim is split over `axes`."""
         found = 0
         for axis in axes:
             found = found * layout.mesh.shape[axis] + at[axis]
@@ -191,7 +191,7 @@ def _device(config: Model, padded: Model, layout: Layout, number: int) -> Device
     tp, kv_axes = layout.tp_axes, layout.kv_axes(padded.num_kv_heads)
     whole = part(padded.num_heads, padded.num_heads, tp)
     group, real_group = padded.num_heads // padded.num_kv_heads, config.num_heads // config.num_kv_heads
-    # Real query heads come first in the group of their key/value head, and real groups first of all.
+    # Real query heads come first in the group of their key/value head, and real groups come before padded ones.
     empty = [h for h in range(whole.start, whole.stop) if h // group >= config.num_kv_heads or h % group >= real_group]
     heads = Range(whole.start, whole.stop, tuple((h, h + 1) for h in empty))
     return DevicePart(
@@ -253,6 +253,6 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns flush left, as wide as what is in them."""
+    """Columns aligned left, as wide as their entries."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,11 +1,11 @@
-"""Lanes of packed KV blocks: taken out of a pool, exchanged between the devices of two layouts, put into a pool.
+"""Lanes of packed KV blocks: taken from a pool, exchanged between the devices of two layouts, put into a pool.
 
 Purpose: what runs inside `shard_map` when KV migrates (`jaxrl.sharding.kv_migration`), each function local to a device.
 
 Source: design §5: KV merges in `shard_map`, with one all-to-all per array.
 
-A lane is one dp group of whichever layout has more of them. A device's lanes stand in the order in which collectives
-over several axes stack them (`lane_order`); only the block numbers have to know.
+A lane is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
+over several axes stack them (`lane_order`); only the block numbers depend on that order.
 
 Dims: l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D head dim,
 M places of a lane.
@@ -23,7 +23,7 @@ from jaxrl.sharding.mesh import axes_size
 
 
 def _moved_axes(before: Layout, after: Layout, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that change between dp and tp: those that heads are split over where tp is larger, and the others."""
+    """The axes that change between dp and tp: those that split heads in the layout with larger tp, and the others."""
     large, small = (before, after) if before.tp > after.tp else (after, before)
     moved = [axis for axis in large.tp_axes if axis not in small.tp_axes]
     split = large.kv_axes(heads)
@@ -31,7 +31,7 @@ def _moved_axes(before: Layout, after: Layout, heads: int) -> tuple[tuple[str, .
 
 
 def lane_order(before: Layout, after: Layout, heads: int) -> np.ndarray:
-    """Within one dp group of the layout with fewer of them: the lane at each place of a device's stack.
+    """The lane at each place of a device's stack, within one dp group of the layout that has fewer dp groups.
 
     Lanes are numbered as dp groups are, by the mesh's order of axes. Collectives stack by the order in which axes are
     named to them: those that replicate first, then those that split heads, the major part of the heads first.
@@ -51,7 +51,7 @@ def exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int) -> jax
             lanes = lax.all_to_all(lanes, split, split_axis=1, concat_axis=0, tiled=True)
         return lax.all_gather(lanes, rest, axis=0, tiled=True) if rest else lanes
     if rest:
-        # Every device of these axes has the same heads of all the group's lanes: it keeps its own.
+        # Each device along these axes has the same heads of all the group's lanes, and keeps its own lane.
         count = lanes.shape[0] // axes_size(before.mesh, rest)
         lanes = lax.dynamic_slice_in_dim(lanes, lax.axis_index(rest) * count, count, axis=0)
     return lax.all_to_all(lanes, split, split_axis=0, concat_axis=1, tiled=True) if split else lanes

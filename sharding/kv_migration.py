@@ -1,10 +1,10 @@
 """Moving live KV blocks between layouts of one mesh, and between workers on disjoint devices.
 
-Purpose: `migrate` takes a paged KV pool out of one layout and gives it in another, with the live blocks where a plan
-(`jaxrl.scheduling.layouts.kv_plan`) wants them; `migrate_across` does the same between meshes that share no device.
+Purpose: `migrate` turns a paged KV pool in one layout into a pool in another, with the live blocks where a plan
+(`jaxrl.scheduling.layouts.kv_plan`) puts them; `migrate_across` does the same between meshes that share no device.
 
-Source: design §5: only live blocks move, picked in `shard_map` with a local take; nothing that gathers or scatters is
-left to the partitioner together with a layout change, which aborts the process on jax 0.11.2.
+Source: design §5: only live blocks move, picked in `shard_map` with a local take. The partitioner never gets a gather
+or scatter together with a layout change, which would abort the process on jax 0.11.2.
 
 Departures: the exchange is written out as collectives inside the same `shard_map`, instead of a jitted identity with
 `out_shardings` between the take and the scatter. Measured on 8 virtual CPU devices (packed [lanes, K, 64, 16, 64] in
@@ -18,10 +18,10 @@ collectives as here):
     K = 2  tp 2 to 8     6 / 10      9 / 17      5 / 9
 
 For key/value heads that are replicated over a part of tp, the identity makes the partitioner replicate the whole array
-(it warns of an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So degrees are jumped, with one
-all-to-all per array over the axes that heads are split over, and one all-gather over those that they are not.
+(it warns of an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees,
+with one all-to-all per array over the axes that split heads, and one all-gather over the other axes.
 
-The way of an array, in one program: take the live blocks of each lane, exchange, scatter into the new pool
+One program moves an array: take the live blocks of each lane, exchange, scatter into the new pool
 (`jaxrl.sharding.kv_lanes`). One array (of keys or of values, of one layer) is the unit of a chunk; the old one is
 deleted right after its dispatch.
 
@@ -53,13 +53,13 @@ Pool = list[tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True, slots=True)
 class MigrationReport:
-    """What a migration took; time it from outside.
+    """The size of a migration, without its time.
 
     Attributes:
       num_blocks: live blocks that moved, of all lanes; a block is one of all layers, keys and values.
-      lane_blocks: places of a lane, which is what was packed: the fullest lane, rounded up.
+      lane_blocks: places of a lane as packed: the fullest lane, rounded up.
       live_bytes: of those blocks, key/value heads counted once.
-      moved_bytes: what crossed between devices, padding of the lanes and replicated heads included.
+      moved_bytes: bytes that crossed between devices, padding of the lanes and replicated heads included.
       num_chunks, num_programs: dispatches, and the different programs among them.
       peak_extra_bytes: the most that any device holds beyond the larger of the pool before and the pool after.
       max_extra_bytes: the bound; a single array that needs more goes alone.
@@ -77,7 +77,7 @@ class MigrationReport:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a migration's programs depend on, beside the layouts. Sizes of one pool array before and after."""
+    """What a migration's programs depend on besides the layouts: sizes of one pool array before and after."""
 
     num_kv_heads: int
     num_blocks: int
@@ -104,7 +104,7 @@ def migrate(
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> tuple[Pool, MigrationReport]:
-    """Live blocks of a pool into a new pool in another layout (or the same) of the same mesh. The old pool is gone.
+    """Moves a pool's live blocks into a new pool in a layout of the same mesh, and deletes the old pool.
 
     Args:
       pool: per layer (keys, values), [dp, K, N, P, D] as `before` shards them (`rollout.kv_cache`).
@@ -147,7 +147,7 @@ def precompile(
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> list[Any]:
-    """Compiles what `migrate` between these layouts can need, and moves nothing; returns the compiled programs.
+    """Compiles all that `migrate` between these layouts may need, moves nothing, and returns the compiled programs.
 
     Args:
       pool: arrays or `jax.ShapeDtypeStruct`s in the layout `before`.
@@ -176,12 +176,12 @@ def migrate_across(
     into: Pool | None = None,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> tuple[Pool, MigrationReport]:
-    """Live blocks into a pool on other devices: packed, `jax.device_put` with the same spec, exchanged where they land.
+    """Moves live blocks to other devices: packs, copies by `jax.device_put` with the same spec, exchanges them there.
 
     Args:
-      pool: the one that they leave; it is not touched, for its other requests may go on.
+      pool: the source pool; it stays as it is, because its other requests may go on.
       before, after: on meshes of equal shape that have no device in common.
-      into: the pool of the worker that takes them in, gone afterwards; default: a new one.
+      into: the target worker's pool, deleted afterwards; default: a new one.
       sources, targets, num_blocks, max_extra_bytes: as in `migrate`.
 
     Raises:
@@ -219,17 +219,17 @@ def migrate_across(
 
 
 def lane_limit(before: Layout, after: Layout, num_blocks: int, new_num_blocks: int) -> int:
-    """The most blocks that a lane can have: what fits into the smaller of the pools at its ends."""
+    """The most blocks that a lane can have: as many as fit into the smaller of the pools at its ends."""
     return min(num_blocks, new_num_blocks) - 1
 
 
 def lane_capacity(num_blocks: int, most: int) -> int:
-    """Places of a lane: a power of two from 8 on, at most `most`; so that few sizes have to be compiled."""
+    """Places of a lane: a power of two from 8 on, at most `most`, so that few sizes are compiled."""
     return min(max(MIN_LANE_BLOCKS, 1 << max(num_blocks - 1, 0).bit_length()), max(most, 1))
 
 
 def _pool_spec(layout: Layout, shape: _Shape) -> PartitionSpec:
-    """Of a pool array, and of packed lanes: dp groups and heads are split alike."""
+    """The spec of a pool array and of packed lanes: both split dp groups and heads alike."""
     return PartitionSpec(layout.dp_axes or None, layout.kv_axes(shape.num_kv_heads) or None)
 
 
@@ -284,7 +284,7 @@ def _checked(
     target_index = np.pad(np.where(is_used, targets, num_blocks), padding, constant_values=num_blocks)
     order = lane_order(before, after, heads)
     own = (order + len(order) * np.arange(lanes // len(order))[:, None]).ravel()
-    # The side with several lanes in a dp group has them stacked; on the other, lanes are the groups.
+    # The side with several lanes per dp group stacks them; on the other side each lane is a group.
     if before.dp < after.dp:
         source_index = source_index[own]
     else:
@@ -408,7 +408,7 @@ def _shard_bytes(layout: Layout, shape: _Shape, num_blocks: int, groups: int = 1
 
 
 def _working_bytes(shape: _Shape, before: Layout, after: Layout) -> int:
-    """What one array's way takes on a device beside its old and its new form: the lanes, sent and received, twice."""
+    """Bytes on a device to move one array, beside its old and new form: the lanes, sent and received, twice."""
     lanes = max(before.dp, after.dp)
     sent = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp)
     received = _shard_bytes(after, shape, shape.lane_blocks, lanes // after.dp)
@@ -434,7 +434,7 @@ def _report(
     itemsize = np.dtype(shape.dtype).itemsize
     is_across = before.mesh != after.mesh
     start, crossing = before, 0
-    if is_across:  # all of it, with the same spec; and then the exchange
+    if is_across:  # the whole transfer with the same spec, then the exchange
         start = Layout(after.mesh, before.tp)
         crossing = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp) * before.mesh.size
     specs = [NamedSharding(layout.mesh, _pool_spec(layout, shape)) for layout in (start, after)]

@@ -1,8 +1,8 @@
-"""A layout as a picture: a box per device, in it the heads, MLP columns and vocabulary rows that it holds.
+"""A layout as a picture: a box per device, which shows the heads, MLP columns and vocabulary rows that it holds.
 
 Purpose: `jaxrl explain-layout --svg FILE` and `--png FILE`. Boxes of a dp group stand in one row and have one colour; a
-strip stands for a whole dim, and what is filled of it is on the device; padding is pale. A picture is a list of shapes
-first, and then text (SVG) or pixels (PNG, with the package pillow).
+strip stands for a whole dim, and its filled part is on the device; padding is pale. A picture is first a list of
+shapes, which is then written as text (SVG) or pixels (PNG, with the package pillow).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Moving a tree of arrays between shardings: chunk by chunk, on the devices, with a bound on the extra memory.
 
-Purpose: `reshard` takes any tree of arrays (rollout weights, training state, packed KV) from where it is to where it is
-wanted; `rollout_to_rollout` does that for rollout weights between layouts.
+Purpose: `reshard` moves any tree of arrays (rollout weights, training state, packed KV) from its shardings to others;
+`rollout_to_rollout` does that for rollout weights between layouts.
 
 Source: design §5; its facts were measured on jax 0.10.2 and 0.11.2. Three rules follow from them.
 
-- Within one set of devices a jitted identity with `out_shardings` moves; `jax.device_put` would go through the host and
-  block. Its programs are slices only when TP grows, and all-gathers only when it falls.
-- Across disjoint sets, and between device and host memory, `jax.device_put` moves, with the same spec on both sides,
-  and what lands is resharded there. Sets that overlap without being equal have no direct way: they are refused.
-- What is there already is aliased, never copied and never deleted; what moves is deleted right after its chunk was
-  dispatched (unless `keep`), so two copies of a tree never exist at once.
+- Within one set of devices, a jitted identity with `out_shardings` moves arrays; `jax.device_put` would go through the
+  host and block. Its programs are slices only when TP grows, and all-gathers only when it falls.
+- Across disjoint sets, and between device and host memory, `jax.device_put` moves arrays with the same spec on both
+  sides, and they are resharded on arrival. Sets that overlap without being equal are refused: there is no direct way.
+- An array that is in place already is aliased, never copied and never deleted. An array that moves is deleted right
+  after its chunk was dispatched (unless `keep`), so two copies of a tree never exist at once.
 
 A tree moves in chunks, one of them in flight at a time; the last one is not waited for. Everything is checked, planned
 (`jaxrl.sharding.reshard_plan`) and compiled before anything moves. Plans and programs are cached by shapes, dtypes and
@@ -40,11 +40,11 @@ def reshard(
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
     keep: bool = False,
 ) -> tuple[Any, ReshardReport]:
-    """Moves a tree of arrays; returns it in the target's shardings, and what that took.
+    """Moves a tree of arrays; returns it in the target's shardings, and a report.
 
-    The arrays given are gone afterwards, except those that were there already: these are in the result as they are.
-    An array that the tree names several times (tied weights) moves once. An array that shares its buffers with another
-    one outside the tree (`device_put` to an equivalent sharding gives such) takes that one along when it is deleted.
+    The given arrays are deleted, except those that were in place already: these are in the result as they are. An array
+    that occurs several times in the tree (tied weights) moves once. If an array shares its buffers with another one
+    outside the tree (as after `device_put` to an equivalent sharding), deleting it deletes the other one too.
 
     Example::
 
@@ -116,7 +116,7 @@ def rollout_to_rollout(
 
     Args:
       params: as `rules.to_rollout` made them for `layout_from`, `max_tp` and `features_first`.
-      layout_to: on the same mesh, or on one of devices that are all others.
+      layout_to: on the same mesh, or on a mesh without a common device.
 
     Raises:
       ValueError: a weight is not sharded as `layout_from` says, or a degree does not divide `max_tp`.
@@ -144,7 +144,7 @@ def _bound(max_extra_bytes: int) -> int:
 
 
 def _collect(tree: Any, target: Any, dims: Any) -> tuple[list[Any], list[int], Any, tuple[Leaf, ...]]:
-    """(different arrays, which of them stands in each place of the tree, the tree's structure, the arrays' ways)."""
+    """(distinct arrays, the index of the array at each place of the tree, the tree's structure, the arrays' paths)."""
     shardings = _shardings(tree, target, dims)
     with_path, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays: list[Any] = []
@@ -202,7 +202,7 @@ def _shardings(tree: Any, target: Any, dims: Any) -> list[Any]:
 
 
 def _is_words(value: Any) -> bool:
-    """A tuple of what `Layout.spec` takes, and not a tuple of such tuples."""
+    """Whether it is a tuple of what `Layout.spec` takes, rather than a tuple of such tuples."""
     return isinstance(value, tuple) and all(
         entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry))
         for entry in value

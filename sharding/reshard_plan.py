@@ -1,10 +1,10 @@
-"""What a move between shardings takes, worked out before anything moves: ways, chunks, programs, and the memory.
+"""The plan of a move between shardings, worked out before anything moves: paths, chunks, programs, and memory.
 
-Purpose: the planning half of `jaxrl.sharding.reshard`, which has the facts that it rests on.
+Purpose: the planning half of `jaxrl.sharding.reshard`, which states the facts behind it.
 
-Chunks: leaves of equal shape, dtype and shardings form a class; a chunk holds whole classes as far as they fit into the
-bound, and larger classes are cut evenly. So the programs are few, however many layers there are. Leaves that shrink go
-first: a device never holds more than the larger of the two trees and one chunk.
+Chunks: leaves of equal shape, dtype and shardings form a class; a chunk holds whole classes if they fit into the bound,
+and larger classes are cut evenly. So programs are few, even for many layers. Leaves that shrink go first: a device
+never holds more than the larger of the two trees and one chunk.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Place = tuple[int, str]  # a device's id and a kind of memory
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """What a move takes. It follows from shapes and shardings; time it from outside.
+    """The size of a move. It follows from shapes and shardings, so it has no times.
 
     Attributes:
       num_leaves: arrays of the tree, each counted once however often the tree names it.
-      num_aliased: those that were there already.
+      num_aliased: those that were in place already.
       num_chunks, num_programs: dispatches, and the different programs among them (`device_put` counts as one each).
       moved_bytes: bytes that had to cross from one device to another, over all devices.
       peak_extra_bytes: the most that any device holds beyond the larger of the tree before and the tree after (with
         `keep`: beyond both together), the compiler's temporary buffers included.
       max_extra_bytes: the bound.
-      oversized: leaves that need more than the bound by themselves; each went alone.
+      oversized: leaves that alone need more than the bound; each went in a chunk of its own.
     """
 
     num_leaves: int
@@ -54,7 +54,7 @@ class ReshardReport:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array's way: `path` through shardings, the first where it is and the last where it goes."""
+    """One array's path through shardings: the first is where it is, the last where it goes."""
 
     name: str
     shape: Shape
@@ -90,7 +90,7 @@ def _default_kind(sharding: Sharding) -> str:
 
 
 def way_of(name: str, array: Any, target: NamedSharding) -> tuple[Sharding, ...]:
-    """Where an array passes; only its own sharding if it is there already."""
+    """The shardings that an array passes through; only its own if it is in place already."""
     source, ndim = array.sharding, array.ndim
     if source.is_equivalent_to(target, ndim):
         return (source,)
@@ -147,8 +147,7 @@ def _across(name: str, here: NamedSharding, target: NamedSharding) -> tuple[Name
 
 
 def _has_axes(there: NamedSharding, named: NamedSharding) -> bool:
-    """Whether the mesh `there` has all axes that split something in the spec of `named`, in the sizes that they have
-    there."""
+    """Whether the mesh `there` has all axes that split something in the spec of `named`, with the same sizes."""
     entries: Iterable[Any] = (entry for entry in named.spec if entry is not None)
     axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)]
     sizes = cast(dict[str, int], there.mesh.shape)
@@ -170,7 +169,7 @@ def _without_ones(sharding: NamedSharding) -> NamedSharding:
 
 
 def steps_of(leaves: Sequence[Leaf], chunk: Sequence[int]) -> list[tuple[Any, ...]]:
-    """The arguments of `program_of` for each hop of a chunk, all of its leaves having as many hops of the same kind."""
+    """The arguments of `program_of` for each hop of a chunk; all its leaves have the same number and kinds of hops."""
     own = [leaves[i] for i in chunk]
     types = tuple((leaf.shape, leaf.dtype) for leaf in own)
     return [
@@ -197,7 +196,7 @@ def is_put(source: Sharding, target: Sharding) -> bool:
 
 
 def crossing_bytes(shape: Shape, itemsize: int, source: Sharding, target: Sharding) -> int:
-    """Bytes that devices need of an array in `target` and do not hold themselves in `source`, over all devices."""
+    """Bytes of an array that devices need in `target` and do not hold themselves in `source`, over all devices."""
     held = source.devices_indices_map(shape)
     needed = 0
     for device, index in target.devices_indices_map(shape).items():
@@ -218,7 +217,7 @@ def _ranges(index: tuple[slice, ...] | None, shape: Shape) -> list[tuple[int, in
 
 
 def _cost(leaf: Leaf) -> int:
-    """Extra bytes per device while a leaf moves, at most: the smaller of its two forms, and a copy where it gathers."""
+    """The most extra bytes per device while a leaf moves: the smaller of its two forms, and a copy if it gathers."""
     most = 0
     for hop in range(len(leaf.path) - 1):
         source, target = leaf.path[hop], leaf.path[hop + 1]

@@ -1,4 +1,4 @@
-"""Which weight is split how, in training and in rollout, and the way from one to the other.
+"""How each weight is split in training and in rollout, and how it gets from one form to the other.
 
 Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...); a rollout layout splits it over
 a prefix of them; so a weight sync is an all-gather and a cast. Query and key/value heads that do not divide in whole
@@ -31,7 +31,7 @@ Tree = dict[str, Any]
 
 
 class Weight(Protocol):
-    """What the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
+    """The fields that the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -44,7 +44,7 @@ class Weight(Protocol):
 
 
 class Model(Protocol):
-    """What the rules read of a model config, which is a frozen dataclass (`jaxrl.models.config.ModelConfig`)."""
+    """The parts that the rules read of a model config (`jaxrl.models.config.ModelConfig`, a frozen dataclass)."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -80,7 +80,7 @@ def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
 
 
 def padded_config(config: M, max_tp: int) -> M:
-    """The config of rollout weights padded for degrees up to `max_tp`; itself where nothing needs padding."""
+    """The config of rollout weights padded for degrees up to `max_tp`; the config itself if nothing needs padding."""
     num_heads, num_kv_heads = pad_heads(config.num_heads, config.num_kv_heads, max_tp)
     sizes = {
         "num_heads": num_heads,
@@ -92,7 +92,7 @@ def padded_config(config: M, max_tp: int) -> M:
 
 
 def train_spec(weight: Weight, mesh: Mesh) -> PartitionSpec:
-    """The tensor dim over as many of (x0, x1, ...) as divide it; everything else replicated."""
+    """Splits the tensor dim over as many of (x0, x1, ...) as divide it; everything else is replicated."""
     axes = nested_axes(mesh)
     return PartitionSpec(
         *(
@@ -108,7 +108,7 @@ def train_shardings(config: Model, mesh: Mesh) -> Tree:
 
 
 def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: bool = False) -> PartitionSpec:
-    """One layer's weight in rollout form: tensor dims over tp, key/value heads over as much of it as divides them."""
+    """One layer's weight in rollout form: tensor dims over tp, key/value heads over as much as divides them."""
     kv_axes = layout.kv_axes(padded.num_kv_heads)
     entries: dict[str, str | tuple[str, ...]] = {**dict.fromkeys(TENSOR_DIMS, "tp"), "kv_heads": kv_axes}
     dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
@@ -130,7 +130,7 @@ def rollout_shardings(
 
 
 def map_weights(function: Callable[..., Any], *trees: Mapping[str, Any]) -> Tree:
-    """A tree like the first, nested dicts of weights, with `function` of the trees' leaves at its leaves."""
+    """A tree like the first (nested dicts of weights); each leaf is `function` of the trees' leaves at that place."""
     first = trees[0]
     return {
         name: map_weights(function, *(tree[name] for tree in trees))
@@ -167,7 +167,7 @@ def _convert(weight: Weight, padded_weight: Weight, group: tuple[int, int], arra
         if array.shape[dim] == size:
             continue
         if name == "heads":
-            # Real query heads come first in their key/value head's group, so that groups stay what they were.
+            # Real query heads come first in their key/value head's group, so that groups keep their members.
             head, tail = array.shape[:dim], array.shape[dim + 1 :]
             array = _grow(array.reshape(*head, -1, group[0], *tail), dim + 1, group[1])
             array = _grow(array, dim, size // group[1]).reshape(*head, size, *tail)

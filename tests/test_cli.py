@@ -1,4 +1,4 @@
-"""The command line: what a user can mend ends with status 2 and one sentence; help is there at once."""
+"""The command line: an error that a user can mend ends with status 2 and one sentence; help is immediate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation: the site builds without a warning, and what the pages name is there."""
+"""The documentation: the site builds without a warning, and the names on its pages exist."""
 
 import ast
 import html.parser
@@ -141,8 +141,8 @@ NAMED = re.compile(
 
 
 def named_paths(text: str) -> set[str]:
-    """Files and folders that a page names in backticks: what has one of our endings, begins with one of our folders, or
-    ends in a slash. Of a command, each word counts."""
+    """Files and folders that a page names in backticks: words with one of our endings, in one of our folders, or with a
+    slash at the end. Of a command, each word counts."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     words = {word.rstrip(",;:") for code in re.findall(r"`([^`\n]+)`", prose) for word in code.split()}
     found = {match[1].rstrip("/") for word in words if (match := NAMED.fullmatch(word))}
@@ -150,14 +150,14 @@ def named_paths(text: str) -> set[str]:
 
 
 def missing_paths(text: str, files: frozenset[str]) -> list[str]:
-    """Paths that a page names and that nothing has: a path may leave out its first folders (`rounds/race.py`)."""
+    """Paths that a page names and that do not exist; a path may leave out its first folders (`rounds/race.py`)."""
     return sorted(
         name for name in named_paths(text) if not any(file == name or file.endswith(f"/{name}") for file in files)
     )
 
 
 def missing_modules(text: str, modules: dict[str, str]) -> list[str]:
-    """Dotted names of ours (`jaxrl.text.TextEngine`) whose module, or whose name in it, is not there."""
+    """Dotted names of ours (`jaxrl.text.TextEngine`) without such a module, or without such a name in it."""
     missing = []
     for name in sorted(set(re.findall(r"`(jaxrl(?:\.\w+)+)`", text))):
         module = max((m for m in modules if f"{name}.".startswith(f"{m}.")), key=len)

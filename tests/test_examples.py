@@ -70,7 +70,7 @@ def test_the_loop_reads_questions_and_answers(tiny_model: Path, tmp_path: Path):
     assert re.search(r"rl_loop\.py: .*problems\.jsonl.*2: the answer must be a number, found 'many'\n$", refused)
 
 
-def test_what_cannot_be_is_one_sentence(tiny_model: Path, tmp_path: Path):
+def test_an_impossible_request_is_one_sentence(tiny_model: Path, tmp_path: Path):
     loop = EXAMPLES / "rl_loop.py"
     missing = run(loop, "--model", tmp_path / "nothing", status=2)
     assert missing.startswith("rl_loop.py: ")

@@ -1,4 +1,4 @@
-"""The house's rules about imports and sizes, checked from the source text. The table of layers stands here alone.
+"""The project's rules about imports and sizes, checked from the source text. Only this file has the table of layers.
 
 `ROWS` is the order: a row may import the rows above it in the list, and never a row below or another unit of its own. A
 unit is a package or a single file of `jaxrl`; files of one package may import each other, but never in a circle.
@@ -59,7 +59,7 @@ def read_sources() -> dict[str, str]:
         for file in sorted((ROOT / folder).rglob("*.py")):
             parts = file.relative_to(ROOT / folder).with_suffix("").parts
             if folder == "jaxrl" and parts[0] in ("sharding", "kernels"):
-                continue  # a Python whose rglob follows links
+                continue  # this version's rglob follows links
             sources[".".join((package, *parts)).removesuffix(".__init__")] = file.read_text(encoding="utf-8")
     return sources
 
@@ -116,7 +116,8 @@ def layer_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
-    """`jaxrl.scheduling` knows the standard library without clock, chance and log, numpy, and the house's words."""
+    """`jaxrl.scheduling` may import numpy, our types and plain options, and the standard library but clock, chance and
+    log."""
     allowed = (sys.stdlib_module_names | {"numpy"}) - IMPURE
 
     def fits(name: str) -> bool:
@@ -135,7 +136,7 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only the reward pool on ray knows ray."""
+    """Only the reward pool on ray imports ray."""
     return [
         f"{module} imports {name}"
         for module in sources
@@ -146,7 +147,7 @@ def ray_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def circles(sources: Mapping[str, str]) -> list[str]:
-    """Modules whose imports lead back to themselves, one sentence for each way back that is found."""
+    """Modules with imports that lead back to them; one sentence for each circle that is found."""
     imports = {m: sorted({n for n in imported(sources, m) if n in sources} - {m}) for m in sources}
     found: list[str] = []
     done: set[str] = set()

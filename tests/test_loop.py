@@ -1,4 +1,4 @@
-"""The loop over a backend and a trainer that only note what they are asked."""
+"""The loop over a backend and a trainer that only note their calls."""
 
 from __future__ import annotations
 

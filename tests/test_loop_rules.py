@@ -1,7 +1,7 @@
 """The loop with every batch rule on a simulated machine: killed, stopped and resumed anywhere, nothing is lost.
 
-The real backend carries out the same commands (tests/sim/test_backend.py shows that it tells the same), and whole runs
-of the real machine are killed in tests/test_run.py.
+The real backend carries out the same commands (tests/runtime/test_simulated_rounds.py shows that its events are the
+same), and tests/commands/test_train.py kills whole real runs.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class House:
         return load_state(self.saved[max(self.saved)], "test")
 
     def decided(self) -> Any:
-        """All that a run comes to but its seconds: scoring that nobody waits for keeps its worker, and a resumed run
-        has free ones."""
+        """All results of a run but its seconds: scoring that no round waits for keeps its worker, and a resumed run has
+        free workers."""
         metrics = {
             step: {k: v for k, v in values.items() if not k.startswith(("timing_s/", "perf/"))}
             for step, values in self.metrics.items()
@@ -149,7 +149,7 @@ def drawn(house: House) -> list[tuple[int, int]]:
 
 
 def check(house: House) -> None:
-    """What holds for every rule."""
+    """Checks what holds for every rule."""
     config, loop = house.config, house.loop
     batch, size = config.data.train_batch_size, config.rollout.n
     assert sorted(house.metrics) == list(range(1, config.trainer.total_training_steps + 1))

@@ -1,4 +1,4 @@
-"""What is published: the wheel made from the sdist holds the whole house, and trains in a clean environment."""
+"""The published package: the wheel made from the sdist is complete, and trains in a clean environment."""
 
 import json
 import os

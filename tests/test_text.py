@@ -54,7 +54,7 @@ def test_streaming_yields_the_same_samples(engine: TextEngine):
     assert streamed == {(i, j): ids(group)[j] for i, group in enumerate(groups) for j in range(2)}
 
 
-def test_who_stops_listening_leaves_an_idle_engine(engine: TextEngine):
+def test_a_stream_that_is_dropped_leaves_an_idle_engine(engine: TextEngine):
     for _ in engine.stream(["one", "two", "three"], DRAWN, n=4):
         break
     gc.collect()  # the generator is closed when it is dropped

@@ -1,1 +1,1 @@
-"""The commands behind `jaxrl`: the places where a run is put together and goes."""
+"""The commands behind `jaxrl`: each one puts a run together and carries it out."""

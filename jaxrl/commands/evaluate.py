@@ -1,5 +1,5 @@
-"""`jaxrl eval` and `jaxrl export`: a model or a run's last checkpoint, scored on held-out prompts or written for
-others.
+"""`jaxrl eval` and `jaxrl export`: a model or a run's last checkpoint, scored on held-out prompts or written as a
+folder for other programs.
 
 pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1) from n
 samples of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent extracted answer of
@@ -94,7 +94,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def _majority_right(samples: Sequence[Sample]) -> float:
-    """Whether the most frequent answer is right. Samples without an extracted answer vote for nothing."""
+    """Whether the most frequent answer is right. Samples without an extracted answer have no vote."""
     answers = [sample.reward_info.get("extracted") for sample in samples]
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

@@ -1,4 +1,4 @@
-"""What a configuration amounts to, before anything is allocated: counts, steps, and the memory of both phases.
+"""What follows from a configuration before anything is allocated: counts, steps, and the memory of both phases.
 
 Purpose: `jaxrl explain-config`.
 
@@ -23,7 +23,7 @@ from jaxrl.scheduling.rounds.batches import provisioned
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Sizes of a step, each in the unit that its name ends with; `max_` where it depends on the lengths drawn."""
+    """Sizes of a step. A name ends with its unit; `max_` stands where the size depends on the lengths drawn."""
 
     step_prompts: int
     step_samples: int
@@ -83,9 +83,9 @@ def explain(
     """Works a configuration out.
 
     Args:
-      device_bytes: memory of one device; None where it is not known (then nothing is compared with it).
+      device_bytes: memory of one device; None where it is not known (then no warning compares with it).
       num_prompts: prompts of the training set; default: `data.task_size` where the problems come from a task.
-      platform: of the devices; it decides how long rows must be for attention in tiles.
+      platform: of the devices; it decides from which row length on attention runs in tiles.
     """
     dp, tp = _layout(config, num_devices)
     memory = memory_plan(config, model_config, num_devices, device_bytes, platform)

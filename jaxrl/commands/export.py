@@ -1,4 +1,4 @@
-"""`jaxrl export`: a run's last checkpoint, or any model that loads, as a folder that others read."""
+"""`jaxrl export`: a run's last checkpoint, or any model that loads, as a folder that other programs read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxrl.train.checkpoint import restore_params_only
 def export(source: str, folder: str, dtype: str) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
-    The folder is written whole under another name first: an export that fails leaves nothing half done.
+    The folder is written under another name first and renamed at the end: a failed export leaves no partial folder.
     """
     target = Path(folder)
     if target.exists() and any(target.iterdir()):

@@ -1,7 +1,7 @@
 """`jaxrl profile`: measures a model's latencies on this machine and keeps them in a table that a run can use.
 
 The table (JSON, versioned, of one model, machine, jax version and dtype) is written after every measurement, so a run
-that was interrupted goes on where it stopped. A table of something else at that place is refused, with the reason.
+that was interrupted goes on where it stopped. A table there of anything else is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProfileOptions:
       max_batch: the most live rows of all dp groups together; 0: as many as the layouts have rows.
       token_budget: the most live tokens of all dp groups together; 0: as many as the smallest pools hold.
       max_context: tokens of a row; 0: the longest sequence of the configuration.
-      repeats: measurements of a fast point, of which the median counts.
+      repeats: how often a fast point is measured; the median counts.
     """
 
     max_batch: int = 0
@@ -52,7 +52,7 @@ class ProfileOptions:
 
 
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
-    """Measures what `out` lacks, and writes it there. Raises ValueError for a table of something else."""
+    """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
     config = replace(config, rollout=replace(config.rollout, num_devices=0))
@@ -87,7 +87,7 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
 
 
 def adaptive(config: Config) -> Config:
-    """With layouts to choose from, whether or not the configuration has them."""
+    """The configuration with layouts to choose from, whether or not it has them already."""
     layout = replace(config.rollout.layout, planner=True, switch=False)
     return replace(config, rollout=replace(config.rollout, layout=layout))
 
@@ -150,7 +150,7 @@ def _measure(
 
 
 def run(config: Config, out: str | Path, options: ProfileOptions) -> Profile:
-    """`profile` with a bar on the terminal, or a line now and then where there is none."""
+    """`profile` with a progress bar on a terminal, and elsewhere with a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -1,13 +1,13 @@
 """A simulated run from its configuration: the loop, engine, batcher and rules of a real run on modelled devices.
 
-Purpose: `jaxrl simulate`. The training YAML says what is run, its section `simulate` on what and with which lengths;
-`jaxrl.runtime.simulation.build` puts the pieces together, `simulate` runs them in a run directory of the same form as a
-real run's. Never imports jax.
+Purpose: `jaxrl simulate`. The training YAML says what is run; its section `simulate` names the machine and the lengths.
+`jaxrl.runtime.simulation.build` puts the pieces together, and `simulate` runs them in a run directory of the same form
+as a real run's. Never imports jax.
 
 Source: design §3 (two seams). Departures from a real run: prompts have lengths but no text, and their order is not
 grain's; losses and gradients do not exist; the state at a step boundary is one JSON file; evaluation draws prompts
-beside the training ones, `data.val_size` of them; weights that go to devices of the rollout's own are charged as if
-they had been there, split.
+beside the training ones, `data.val_size` of them; weights for devices of the rollout's own are charged as if they lay
+there already, split.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> Outcome:
 
 
 def _record_start(config: Config, run_dir: RunDir, step: int, sources: Mapping[str, Any]) -> None:
-    """As for a real run, and which models the numbers come from."""
+    """Records what a real run records, and which models the numbers come from."""
     name = config.trainer.experiment_name or run_dir.path.name
     if SIMULATED not in name:
         name += f" ({SIMULATED})"
@@ -89,7 +89,7 @@ def _run(
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
 ) -> Outcome:
-    # no total: what it would say of the time to go are simulated seconds
+    # no total: the time to go would be in simulated seconds
     opened = open_record(config, run_dir, -1 if state is None else state["step"], simulated=True)
     with rare_collections(), opened as record:
 

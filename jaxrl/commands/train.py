@@ -119,7 +119,7 @@ class _Run:
         }
         run_dir.record_start(config, described, self.step)
         resume_step = self.step if self.resuming else -1
-        with (  # whatever ends the run: each thing opened is closed, the last first
+        with (  # however the run ends, everything opened is closed, the last opened first
             closing(self.store),
             open_record(config, run_dir, resume_step, total_steps=self.total_steps) as record,
             closing(build_pool(config, build_scorer(config))) as pool,

@@ -1,4 +1,4 @@
-"""The configuration: every option once, with its bounds and its text, and files that hold options.
+"""The configuration: every option, declared once with its bounds and its text, and the files that hold options.
 
 `options`, `layout` and `simulation` declare them; `checks` says what must hold between them. `mapping` builds a
 `Config` from nested mappings, `files` from YAML, gin and overrides. `reference` lists all options.

@@ -1,4 +1,4 @@
-"""What must hold between options. What holds for one option alone stands on its field.
+"""Rules between several options. The bounds of a single option stand on its field.
 
 Each check raises `ConfigError` with one sentence: which options, what was found, what is allowed.
 """

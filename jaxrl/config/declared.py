@@ -1,6 +1,6 @@
-"""What a section of the configuration declares of its options, read from the annotations of its fields.
+"""What a section of the configuration declares about its options, read from the annotations of its fields.
 
-Purpose: `declared(section)` and `walk(section)`; nothing else reads annotations.
+Purpose: `declared(section)` and `walk(section)`; no other module reads the annotations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Declared:
     """One field of a section.
 
     Attributes:
-      type: without bounds and text; a section of its own, or what an option holds.
+      type: the field's type, without bounds and text: an option's type, or the class of a nested section.
       bounds: of an option's value; None: any value of the type.
       doc: an option's text; a section has a docstring instead.
     """

@@ -1,10 +1,10 @@
-"""What a number of devices can be made into: the factors of a mesh, and what rollout and training leave each other."""
+"""How a number of devices can be divided: the factors of a mesh, and the shares of rollout and training."""
 
 from __future__ import annotations
 
 
 def prime_factors(count: int) -> tuple[int, ...]:
-    """The primes whose product is `count`, ascending."""
+    """The prime factors of `count`, ascending."""
     factors: list[int] = []
     divisor = 2
     while count > 1:
@@ -16,10 +16,10 @@ def prime_factors(count: int) -> tuple[int, ...]:
 
 
 def devices_problem(own: int, total: int, tp: int, option: str) -> str | None:
-    """Why the rollout cannot have degree `tp` on `own` of `total` devices (0 of its own: on all), or None.
+    """Why the rollout cannot have degree `tp` on `own` of `total` devices (`own` 0: on all of them); None if it can.
 
-    `option` says where the devices are counted; `total` 0: not known yet. Weights pass from mesh to mesh with the same
-    spec on both sides, so the axes of one must begin those of the other.
+    `option` names the option that counts all devices; `total` 0: not known yet. Weights pass from mesh to mesh with the
+    same spec on both sides, so the axes of one mesh must be the first axes of the other.
     """
     if own and total:
         if own >= total:

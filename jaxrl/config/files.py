@@ -2,12 +2,12 @@
 
 Purpose: `load(path, overrides)`. Both formats become the same nested mapping and go through
 `jaxrl.config.from_mapping`, so equal options give equal configs. Every failure is a `ConfigError` of one sentence, with
-file and line where there is one.
+file and line where they are known.
 
 YAML: sections are mappings. A key that appears twice is refused (plain YAML would drop one in silence), and `1e-6` is a
 number (YAML 1.1 would read text). Anchors and merges work.
 
-gin (the extra `gin`): an option's path is its binding, so that what stands in the docs can be written as it stands::
+gin (the extra `gin`): an option's path is the name of its binding, so options are written as the docs name them::
 
     include 'base.gin'                 # beside the including file, or relative to the working directory
     learning_rate = 1e-5               # a macro
@@ -20,9 +20,9 @@ gin (the extra `gin`): an option's path is its binding, so that what stands in t
     data.task_config = {'min_terms': 2}
 
 As in gin, a later binding replaces an earlier one, also across includes, and a macro has the last value given to it,
-wherever it is used. Departures: gin's parser reads the file, but its registry is not used, so loading neither needs
-nor changes any global state; there is nothing to configure but options, so references (`@name`), scopes (`a/b.c`) and
-imports are refused.
+even where it is used earlier. Departures: gin's parser reads the file, but its registry is not used, so loading neither
+needs nor changes any global state; only options can be configured, so references (`@name`), scopes (`a/b.c`)
+and imports are refused.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _is_under(option: str, section: str) -> bool:
 
 
 def _place(message: str, places: dict[str, str]) -> str:
-    """` (file, line)` of the option that a message speaks about first; the longest name where several begin there."""
+    """` (file, line)` of the option that a message names first; where several begin there, of the longest."""
     found = [
         (match.start(), -len(option), place)
         for option, place in places.items()
@@ -283,7 +283,7 @@ class _GinFile:
 
 
 def _located(value: Any, place: str) -> Any:
-    """The value with its macros knowing where they stand; refuses references."""
+    """The value, with each macro's place noted; refuses references."""
     match value:
         case dict():
             return {_located(k, place): _located(v, place) for k, v in value.items()}

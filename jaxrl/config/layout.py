@@ -1,4 +1,4 @@
-"""The options `rollout.layout.*`: tensor parallelism that adapts, and which settings of it are impossible."""
+"""The options `rollout.layout.*`: tensor parallelism that adapts, and its impossible settings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class LayoutSection:
     allow_synthetic: Annotated[bool, "Accept a profile that was made up to try switches out."] = False
     bound: Annotated[
         Literal["max_length", "expected"],
-        "How long rows are taken to go on; max_length: to their limit, expected: as long as others did before.",
+        "How long rows are assumed to go on; max_length: to their limit, expected: as long as earlier ones did.",
     ] = "max_length"
     direction: Annotated[
         Literal["up", "both"], "Where tp may go within a generation; up: it only grows, both: it may fall again."
     ] = "up"
     min_gain: Annotated[float, Interval(ge=0, lt=1), "Share of the predicted time left that a switch must save."] = 0.05
     cooldown: Annotated[int, Ge(1), "The fewest plans from one switch to the next."] = 4
-    reversal_factor: Annotated[float, "By which factor, above 1, live rows must change before a switch back."] = 2.0
+    reversal_factor: Annotated[float, "Factor, above 1, by which live rows must change before a switch back."] = 2.0
     state: Annotated[
         Literal["cheaper", "migrate", "recompute"],
         "How KV is carried over a switch; cheaper: moved or computed again, whichever is predicted to be faster.",
@@ -58,7 +58,7 @@ class LayoutSection:
         return self.switch or self.planner
 
     def degrees_on(self, tp: int, num_devices: int) -> tuple[int, ...]:
-        """The degrees that rounds which start in `tp` use on so many devices. Raises ValueError for what cannot be."""
+        """The degrees that rounds which start in `tp` use on so many devices. Raises ValueError for impossible ones."""
         if not self.adapts:
             return (tp,)
         possible = tuple(accumulate((1, *prime_factors(num_devices)), operator.mul))
@@ -74,7 +74,7 @@ class LayoutSection:
         return degrees
 
     def problem(self, tp: int, num_devices: int) -> str | None:
-        """What cannot be, in a sentence, for rounds that start in `tp` on `num_devices` (0: not known yet); or None."""
+        """The first impossible setting, as a sentence, or None. `num_devices` 0: not known yet."""
         degrees = self.degrees
         if not self.adapts:
             return None

@@ -1,8 +1,8 @@
 """Between nested mappings and `Config`.
 
-A YAML file, command-line overrides (`a.b=c`) and a gin file all arrive here as one nested mapping, so that they give
-the identical resolved `Config`. An unknown key, a wrong type, a value outside its bounds, or options that do not go
-together raise `ConfigError` with one sentence: which option, what was found, what is allowed.
+A YAML file, command-line overrides (`a.b=c`) and a gin file all arrive here as one nested mapping, so all three resolve
+to the same `Config`. An unknown key, a wrong type, a value outside its bounds, or options that contradict each other
+raise `ConfigError` with one sentence: which option, what was found, what is allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """One line per option whose value differs: `a.b: old -> new`."""
+    """One line per option with different values: `a.b: old -> new`."""
     a, b = flatten(to_mapping(old)), flatten(to_mapping(new))
     return [f"{key}: {a[key]!r} -> {b[key]!r}" for key in a if a[key] != b.get(key)]
 

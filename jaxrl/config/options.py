@@ -122,7 +122,7 @@ class OverProvisioningSection:
 
 @dataclass(frozen=True)
 class FilterGroupsSection:
-    """DAPO's dynamic sampling: prompts whose rewards are all equal are left out and replaced by others."""
+    """DAPO's dynamic sampling: prompts with all rewards equal are left out and replaced by others."""
 
     enable: Annotated[bool, "Switch dynamic sampling on."] = False
     max_num_gen_batches: Annotated[
@@ -232,7 +232,7 @@ class ActorSection:
         "What the backward pass recomputes; none: nothing, dots: all but products with weights and attention, full: "
         "whole layers, auto: dots where the device's memory allows it, else full.",
     ] = "auto"
-    logprob_chunk_tokens: Annotated[int, Ge(1), "Tokens whose logits exist at once, per device."] = 1024
+    logprob_chunk_tokens: Annotated[int, Ge(1), "Tokens that have their logits at once, per device."] = 1024
     attention: Annotated[
         Literal["auto", "reference", "pallas"],
         "Implementation of attention in training; auto: tiles in jnp, on GPUs too, reference: plain jnp, whose scores "
@@ -306,7 +306,7 @@ class TrainerSection:
     seed: Annotated[int, Ge(0), "Seed of random weights and of sampling."] = 0
     num_devices: Annotated[int, Ge(0), "Devices of the run; 0: all that there are."] = 0
     one_step_off: Annotated[bool, "Roll out for step t + 1 with the weights before update t."] = False
-    init_from: Annotated[str, "A run directory or checkpoint folder whose parameters (only) to start from."] = ""
+    init_from: Annotated[str, "A run directory or checkpoint folder to take only the parameters from."] = ""
     logger: Annotated[list[Literal["console", "wandb", "tensorboard"]], "Where metrics go besides the run's files."] = (
         field(default_factory=lambda: ["console"])
     )

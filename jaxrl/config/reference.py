@@ -14,7 +14,7 @@ from jaxrl.config.options import Config
 
 @dataclass(frozen=True, slots=True)
 class OptionDoc:
-    """An option, as a reader looks it up.
+    """What the option reference says of one option.
 
     Attributes:
       path: `rollout.n`.

@@ -33,7 +33,7 @@ class SimulatedScoring:
     sigma: Annotated[float, Ge(0), "Standard deviation of the logarithm of those seconds."] = 0.0
     per_token_s: Annotated[float, Ge(0), "Seconds of scoring per response token, besides the drawn ones."] = 0.0
     hang_share: Annotated[
-        float, Interval(ge=0, le=1), "Share of the responses whose scoring ends at reward.timeout_s only."
+        float, Interval(ge=0, le=1), "Share of the responses with scoring that only reward.timeout_s ends."
     ] = 0.0
 
 
@@ -60,7 +60,7 @@ class SimulatedTask:
 
 @dataclass(frozen=True)
 class SimulateSection:
-    """A simulated run: the machine, what says how long things take, and where lengths and rewards come from."""
+    """A simulated run: the machine, the cost model, and where lengths and rewards come from."""
 
     run_dir: Annotated[str, "The folder to write; empty: trainer.run_dir with -simulated behind it."] = ""
     hardware: Annotated[str, "Accelerator: A40, A100, H100, H800, H200 or MI300X."] = "H100"
@@ -73,7 +73,7 @@ class SimulateSection:
         "With simulate.cost=table, the file that `jaxrl profile` wrote; what it does not hold comes from the roofline.",
     ] = ""
     calibration: Annotated[str, "A calibration file with efficiency factors of the roofline; empty: none."] = ""
-    calibration_of: Annotated[str, "The name in simulate.calibration whose efficiency factors are taken."] = ""
+    calibration_of: Annotated[str, "The name in simulate.calibration of the efficiency factors to take."] = ""
     efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over all others."] = field(
         default_factory=dict
     )
@@ -82,7 +82,7 @@ class SimulateSection:
         Literal["modelled", "recorded"],
         "Where lengths and rewards come from; modelled: simulate.task or simulate.tasks, recorded: an earlier run.",
     ] = "modelled"
-    recorded_run: Annotated[str, "With workload=recorded, the run directory whose samples.jsonl is drawn from."] = ""
+    recorded_run: Annotated[str, "With workload=recorded, the run directory with the samples.jsonl to draw from."] = ""
     recorded_rule: Annotated[
         Literal["by_prompt", "pooled"],
         "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together.",

@@ -1,20 +1,20 @@
 """Problems from files and procedural tasks -> `Prompt`, in an order that resumes.
 
 Three steps, each usable alone: read (`load_train`, `load_validation`: a list of `Problem`, nothing tokenised), render
-and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`, whose whole state is one integer).
+and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one integer).
 
 Files are JSONL, gzipped JSONL, or Parquet; columns are named by `data.*_key`, and a dotted name reaches into nested
 columns (`reward_model.ground_truth`, as verl's Parquet files have it). Procedural tasks come from reasoning-gym.
 
 Held-out problems. For files, a validation question that also stands in the training files is dropped (counted). For
 tasks, a different seed is no separation: reasoning-gym draws problem i from `Random(seed + i)`, so neighbouring seeds
-share nearly all problems, and a small task (one-digit sums) has few problems under any seed. So the text of a question
-decides, by its hash: one in ten is held out, whatever the seed and the sizes, and training never sees it. Both sets
-hold distinct questions. Where the task has fewer than were asked for, the sets are what there is, and a warning says
-so. Two wordings of the same sum are two questions.
+share nearly all problems, and a small task (one-digit sums) has few problems under any seed. So the hash of a
+question's text decides: one question in ten is held out, for every seed and every size, and training never sees it.
+Both sets hold distinct questions. Where the task has fewer questions than were asked for, the sets are smaller, and a
+warning says so. Two wordings of the same sum are two questions.
 
-Order: grain's deterministic shuffle, a new one per epoch from `data.seed`. grain pulls in jax (it initialises no
-device), so it is imported where the order is built and nowhere else.
+Order: grain's deterministic shuffle, a new one per epoch from `data.seed`. grain imports jax (without initialising a
+device), so it is imported only where the order is built.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def identity(self) -> str:
-        """What makes it this problem: the user's text, white space aside."""
+        """What tells problems apart: the user's text, white space aside."""
         return " ".join(" ".join(m["content"] for m in self.messages if m["role"] != "system").split())
 
 
@@ -89,7 +89,7 @@ def load_train(config: Config) -> Problems:
 
 
 def load_validation(config: Config, train: Problems | None = None) -> Problems:
-    """The held-out problems: of `data.val_files` if there are any, else of `data.task`; empty if neither has them.
+    """The held-out problems: from `data.val_files` if given, else from `data.task`; empty if neither is given.
 
     Args:
       config: the configuration.
@@ -138,7 +138,7 @@ class PromptSource:
         order = grain.MapDataset.range(len(self._rendered))
         self._order = (order.shuffle(seed=data.seed) if data.shuffle else order).repeat()
         self._position = 0
-        # hashed with the data: another grain version, or another seed, may put the same prompts in another order
+        # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
         first = [self._row(i) for i in range(min(1000, 2 * len(self._rendered)))]
         self._fingerprints = {
             "data": self._rendered.fingerprint(),
@@ -177,11 +177,11 @@ class PromptSource:
         return [self._rendered.prompt(self._row(p), epoch=p // self.num_prompts) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
-        """A prompt that was handed out before, by its key. Raises ValueError for one that the data does not hold."""
+        """A prompt that was handed out before, by its key. Raises ValueError if the data does not hold it."""
         return self._rendered.prompt(self._rendered.row_of(index), epoch)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON values. Prompts handed out and not yet consumed are the caller's to save."""
+        """The cursor, as JSON values. The caller saves the prompts that were handed out and not yet consumed."""
         return {
             "version": _STATE_VERSION,
             "position": self._position,
@@ -264,7 +264,7 @@ class _Rendered:
         )
 
     def fingerprint(self) -> str:
-        """Of what the model sees and what it is compared with: identities, tokens, sources, answers."""
+        """A hash of what the model sees and its answers are compared with: identities, tokens, sources, answers."""
         digest = hashlib.sha256()
         for row, problem in enumerate(self._problems):
             digest.update(json.dumps([problem.index, problem.source, problem.answer]).encode())
@@ -399,7 +399,7 @@ def _answer(value: Any, where: str, data: DataSection) -> str:
 
 
 def _draw_task(data: DataSection, held_out: bool, count: int) -> list[Problem]:
-    """The first `count` distinct problems of the wanted kind in the task's stream, or all that there seem to be."""
+    """The first `count` distinct problems of the wanted kind in the task's stream, or all that can be found."""
     found: dict[str, Problem] = {}
     misses = 0
     for number, entry in _task_entries(data):
@@ -418,7 +418,7 @@ def _draw_task(data: DataSection, held_out: bool, count: int) -> list[Problem]:
             misses = 0
         if len(found) == count:
             return list(found.values())
-        if misses > 2000 + 2 * len(found):  # by then, what is unseen is a small fraction of what is found
+        if misses > 2000 + 2 * len(found):  # by then few problems are still unseen
             break
     kind, option = ("held-out", "data.val_size") if held_out else ("training", "data.task_size")
     _log.warning("%s: only %d distinct %s problems (%s is %d)", data.task, len(found), kind, option, count)

@@ -22,7 +22,7 @@ class TokenizerStops(Protocol):
 
 
 class Asked(Protocol):
-    """A request, as far as its stop strings go (`jaxrl.scheduling.tokens.plan.Request`)."""
+    """What is read of a request (`jaxrl.scheduling.tokens.plan.Request`)."""
 
     @property
     def params(self) -> SamplingParams: ...
@@ -34,7 +34,7 @@ def stop_ids(tokenizer: TokenizerStops, eos_token_ids: Collection[int]) -> tuple
 
 
 def stop_string_check(tokenizer: TextDecoder) -> Callable[[Asked, Any], int | None]:
-    """The engine's `stop_check`: how many response tokens to keep once their text holds a stop string."""
+    """The engine's `stop_check`: the number of response tokens to keep once their text holds a stop string."""
 
     def check(request: Asked, token_ids: Any) -> int | None:
         ids = list(token_ids)

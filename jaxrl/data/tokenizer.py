@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat templates, on the `tokenizers` library and jinja2 (no transformers at run time).
 
 Reads Hugging Face folders (tokenizer.json, tokenizer_config.json, chat_template.jinja) and GGUF files with a byte-level
-BPE. A GGUF file names its pre-tokenizer and leaves its rules to the reader; the rules below are those of the models'
+BPE. A GGUF file names its pre-tokenizer but does not hold its rules; the rules below are those of the models'
 tokenizer.json (SmolLM, Qwen2, Llama 3, GPT-2) and, for `default`, llama.cpp's own (src/llama-vocab.cpp).
 """
 
@@ -87,7 +87,7 @@ class Tokenizer:
         raise ValueError(f"{path}: a tokenizer must be a Hugging Face folder or a .gguf file")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids; special tokens written in the text become their ids in either case."""
+        """Token ids; special tokens written in the text always become their ids."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -171,7 +171,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    """A chat template in the environment that templates on the Hub are written for."""
+    """A chat template, compiled in the jinja environment that templates on the Hub expect."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -24,7 +24,7 @@ ARCHITECTURES: dict[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What a family's config.json means where it says nothing.
+# Defaults for what a family's config.json leaves out.
 _DEFAULT_EPS = 1e-6
 _DEFAULT_THETA = 10_000.0
 _DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
@@ -161,7 +161,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or one sentence on why not."""
+    """A JSON object from a file; ValueError with one sentence otherwise."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads one config.json; holds the file's name for the sake of messages."""
+    """Reads one config.json; keeps the file's name for messages."""
 
     def __init__(self, raw: Mapping[str, Any], file: str) -> None:
         self.raw = raw

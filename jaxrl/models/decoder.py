@@ -1,6 +1,6 @@
 """The decoder behind Llama, Qwen2 and Qwen3: one forward pass over plain pytrees.
 
-Training and rollout share `layer`; what differs is the attention that it is handed and the form of the parameters:
+Training and rollout share `layer`; they differ in the attention that they pass in and in the form of the parameters:
 
 - *training form*: `{"embed": [V,E], "layers": {"q": [L,E,H,D], ...}, "final_norm": [E], "lm_head": [E,V]}`, layers
   stacked on a leading dim and scanned (fast compiles);
@@ -8,7 +8,7 @@ Training and rollout share `layer`; what differs is the attention that it is han
   scanned stack makes XLA copy each layer's weights before every product, which is what decoding spends its time on.
   With `features_first` its matrices are [out..., in...] and the residual stream is [E, ...] instead of [..., E]:
   XLA:CPU then multiplies weights from the left, two to three times as fast for a few dozen rows
-  (docs/performance.md). Attention is handed heads last in either order.
+  (docs/performance.md). Attention always gets its heads as [..., heads, D].
 
 Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
 head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
@@ -138,7 +138,7 @@ def layer(
       x: the residual stream; any other dims. With `features_first` it is [E, ...], and so is the result.
       cos, sin: [..., D / 2] from `rope_tables`.
       attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
-        key/value head h // (H // K). Scaling by 1/sqrt(D) is attend's.
+        key/value head h // (H // K). `attend` scales by 1/sqrt(D).
       config: only constants are taken from it (eps).
       features_first: matrices are [out..., in...].
       widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
@@ -156,7 +156,7 @@ def layer(
 
 
 class _LayerWeights(NamedTuple):
-    """A layer's weights, and how they are multiplied with activations of `dtype` (`layer` says what the rest means)."""
+    """A layer's weights, and how they are multiplied with activations of `dtype` (see `layer` for the other fields)."""
 
     lp: Params
     dtype: Any
@@ -198,7 +198,7 @@ def _queries_keys_values(
 def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.Array:
     """The residual stream with attention's output [..., H, D] projected into it."""
     if weights.features_first:
-        # one dim to sum over: with two, XLA:CPU transposes the weights in every call
+        # a product with two summed dims makes XLA:CPU transpose the weights in every call, so they are joined into one
         out = out.reshape(*out.shape[:-2], -1)
         return x + jnp.einsum("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
     w = weights.get("o")
@@ -219,7 +219,7 @@ def _dense(widen: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def _dense_forward(widen: bool, x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     wide_x, wide_matrix = operands(widen, (x, matrix))
-    # the name is for the remat policy: with `widen`, the product itself has twice the bytes of what is kept
+    # the remat policy finds what to keep by this name; with `widen` the product itself would be twice as large
     return checkpoint_name((wide_x @ wide_matrix).astype(x.dtype), _PRODUCT), (x, matrix)
 
 

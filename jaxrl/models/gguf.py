@@ -1,6 +1,6 @@
 """GGUF files: the weights and shapes of Llama, Qwen2 and Qwen3 models as llama.cpp stores them.
 
-Reading and dequantising are the `gguf` package's; what is ours is the way into the training form:
+The `gguf` package reads and dequantises; this module brings the weights into the training form:
 
 - the converter interleaves the rows of q and k of the llama family, so that rotary pairs are neighbours; here the first
   half of a head pairs with the second, as in Hugging Face files, so the rows go back;
@@ -35,13 +35,13 @@ _LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "hi
 
 
 def open_gguf(file: str | Path) -> GGUFReader:
-    """The `gguf` package's reader, or one sentence on why the file cannot be read."""
+    """The `gguf` package's reader; ValueError with one sentence if the file cannot be read."""
     try:
         return GGUFReader(str(file))
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file") from None
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        # The reader slices a memory map without looking at its length: what falls short surfaces as any of these.
+        # The reader slices a memory map without checking its length: a truncated file raises any of these.
         raise ValueError(f"{file}: truncated or not a GGUF file ({error})") from None
 
 

@@ -1,4 +1,4 @@
-"""One way in for weights: a Hugging Face folder, a GGUF file, or random ones of a folder's config."""
+"""Loads weights from a Hugging Face folder or a GGUF file, or makes random ones for a folder's config."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def resolve_path(path: str) -> str:
 def load_model(
     path: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32, *, random_init_seed: int | None = None
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """(config, params in training form), with the mesh's train shardings; on the first device without a mesh.
+    """(config, params in training form), with the mesh's train shardings, or on the first device if there is no mesh.
 
     Args:
       path: a Hugging Face folder, a .gguf file, or `random:<folder with config.json>` for random weights.
       dtype: of the parameters.
-      random_init_seed: random weights in place of the folder's, from this seed (`random:` alone means seed 0).
+      random_init_seed: use random weights from this seed instead of the folder's (`random:` alone means seed 0).
     """
     text = str(path)
     if text.startswith(RANDOM) or random_init_seed is not None:

@@ -2,7 +2,7 @@
 
 The file format is small (eight bytes of header length, a JSON header, raw little-endian tensors), so it is read and
 written here: tensors are memory-mapped, only the slices that a device needs are converted, an export holds one tensor
-in memory at a time, and a damaged file is described in the reader's terms. The layout follows the format's
+in memory at a time, and errors say what is wrong with a damaged file. The layout follows the format's
 specification (huggingface/safetensors, README, "Format").
 """
 

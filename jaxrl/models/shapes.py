@@ -4,7 +4,7 @@ Source: the config.json files that the models' authors publish on the Hugging Fa
 instruction-tuned ones, where the Hub has the base model under the plain name; Qwen3's plain names are the trained
 ones). Weights of a shape are random: speed and memory do not depend on them.
 
-`tiny` is no published model: two layers on which a benchmark's own machinery is tried out.
+`tiny` is no published model: its two layers serve to try out a benchmark's own machinery.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ SHAPES: MappingProxyType[str, ModelConfig] = MappingProxyType(
 
 
 def named_shape(name: str) -> ModelConfig:
-    """The config of a named shape; ValueError names the known ones (and the nearest)."""
+    """The config of a named shape; for an unknown name, a ValueError lists the known ones (and the nearest)."""
     if name in SHAPES:
         return SHAPES[name]
     near = difflib.get_close_matches(name, SHAPES, n=1)

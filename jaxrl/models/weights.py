@@ -16,7 +16,7 @@ Init = Literal["normal", "ones", "zeros"]
 
 
 class Sizes(Protocol):
-    """What the table reads of a model config, which is a frozen dataclass (`jaxrl.models.config.ModelConfig`)."""
+    """The fields that the table reads of a model config (`jaxrl.models.config.ModelConfig`, a frozen dataclass)."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -78,7 +78,7 @@ class Weight:
 
     @property
     def num_inputs(self) -> int:
-        """How many leading dims of a layer's matrix a product sums over; 0 for norms, biases and the embedding."""
+        """The number of leading dims of a layer's matrix that a product sums over; else 0 (norms, embedding)."""
         if not self.transpose:
             return 0
         sizes = self.layer_shape
@@ -91,7 +91,7 @@ class Weight:
         return order[self.num_inputs :] + order[: self.num_inputs]
 
     def names(self, kind: Literal["hf", "gguf"] = "hf") -> list[str]:
-        """Its tensors' names in a file, one per layer where it is stacked."""
+        """The names of its tensors in a file: one per layer if it is stacked."""
         name = self.hf_name if kind == "hf" else self.gguf_name
         return [name.format(layer=i) for i in range(self.shape[0])] if self.stacked else [name]
 

@@ -3,7 +3,7 @@
 Purpose: `JsonLines` is the writer behind metrics, samples, layouts and the journal; `read_lines` reads back what it
 wrote; `write_whole` writes a file that is never seen half written.
 
-A line is complete when it ends in a newline. What follows the last newline was cut off by a crash: it counts as not
+A line is complete when it ends in a newline. Text after the last newline was cut off by a crash: it counts as not
 written, readers skip it, and the next writer removes it.
 """
 
@@ -23,9 +23,9 @@ class JsonLines:
     """Appends JSON objects to a file, one on a line. The file is made by `make`, or with its first line.
 
     Args:
-      stays: whether the lines of a step stay that the file has already; a line without a step always does.
+      stays: whether lines of a given step that are already in the file are kept; a line without a step always is.
       compact: no spaces between names and values.
-      sync: lines are on the disk, and not only on their way to it, when `append` and `keep` return.
+      sync: `append` and `keep` return only when the lines are on the disk.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class JsonLines:
             os.fsync(file.fileno())
 
     def keep(self, stays: Callable[[int], bool]) -> None:
-        """Drops the lines of all other steps, and what follows the last newline."""
+        """Drops the lines of all other steps, and an unfinished last line."""
 
         def kept(line: bytes) -> bytes:
             step = json.loads(line).get("step")
@@ -82,7 +82,7 @@ def read_lines(path: Path, parse: Callable[[bytes], T] = json.loads) -> list[T]:
 
 
 def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Writes a draft beside the file and moves it there, so that a reader finds the old content or the new one.
+    """Writes a draft beside the file and renames it, so a reader finds either the old content or the new.
 
     Args:
       sync: the content is on the disk before it takes the old one's place.

@@ -1,8 +1,8 @@
-"""The event journal: what a clock decided since the last checkpoint, so that a run that resumes decides the same.
+"""The event journal: the decisions of a clock since the last checkpoint, so that a resumed run decides the same.
 
-Purpose: everything in a run follows from its config and seeds but a few decisions that a clock or the machine took (a
-scorer that timed out or crashed; a layout switch from measured latencies). Each is one line here before it takes
-effect. A step that runs again after a crash finds its line and does not ask the clock again. Design §3.
+Purpose: everything in a run follows from its config and seeds, except for a few decisions that a clock or the machine
+took (a scorer that timed out or crashed; a layout switch from measured latencies). Each is written here as one line
+before it takes effect. A step that runs again after a crash finds its line and does not ask the clock again. Design §3.
 
 The file is append-only JSONL: a header `{"journal": 1}`, then `{"step": .., "kind": .., "key": [..], ...}` per
 decision. Lines of steps that a checkpoint holds are dropped when the journal is opened and when a checkpoint commits
@@ -66,7 +66,7 @@ def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The header and the decisions behind it; nothing where not even the header was written."""
+    """The header and the decisions after it; empty if not even the header was written."""
     try:
         lines = read_lines(path)
     except ValueError as error:

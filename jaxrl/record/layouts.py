@@ -30,5 +30,5 @@ class LayoutLog:
 
 
 def read_layouts(folder: str | Path) -> list[dict[str, Any]]:
-    """The rounds of a run, in order; none where nothing was written."""
+    """The rounds of a run, in order; empty if nothing was written."""
     return read_lines(Path(folder) / FILE_NAME)

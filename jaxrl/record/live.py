@@ -1,11 +1,11 @@
 """The live view of a run: what happens now, and one line per finished step.
 
 Purpose: on a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
-per second, reward, time to go. Where the output is no terminal (a file, a pipe, TERM=dumb): the same lines and nothing
-else, in plain characters, so that logs stay readable.
+per second, reward, time to go. Where the output is no terminal (a file, a pipe, TERM=dumb), it prints the same lines
+only, in plain characters, so that logs stay readable.
 
-The view only shows: a metric that is missing is left out, and an output that has gone away (a closed pipe) silences the
-view instead of ending the run, whose numbers are in `metrics.jsonl`.
+The view never stops a run: a missing metric is left out, and a closed output (a broken pipe) only silences the view.
+The run's numbers are in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-_RECENT_STEPS = 10  # that the time to go is estimated from
-# terminal sequences whole (colours, cursor, window titles), then what control characters are left
+_RECENT_STEPS = 10  # steps from which the time to go is estimated
+# whole terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
 
@@ -67,7 +67,7 @@ class LiveView:
                 console=self._console,
                 refresh_per_second=4,
                 transient=True,
-                # what others print goes above the panel, but only what would have reached this terminal anyway
+                # other output goes above the panel, but only output that would have reached this terminal anyway
                 redirect_stdout=stream is sys.stdout,
                 redirect_stderr=_is_terminal(sys.stderr),
             )
@@ -79,7 +79,7 @@ class LiveView:
             self._phase_name, self._phase_since, self._rollout = name, time.monotonic(), None
 
     def rollout(self, rows_busy: int, rows_total: int, tokens_per_s: float, finished: int, total: int) -> None:
-        """How generation stands: rows that decode, tokens per second, samples finished of all."""
+        """The state of generation: rows that decode, tokens per second, finished samples and all samples."""
         with self._lock:
             self._rollout = (rows_busy, rows_total, tokens_per_s, finished, total)
 

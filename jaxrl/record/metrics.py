@@ -1,11 +1,11 @@
 """Numbers of a run: one JSON line per step in `metrics.jsonl`, and optional sinks.
 
 Purpose: `MetricsWriter` appends `{"step": .., "time": .., "<metric>": ..}` per step; `read_metrics` reads them back;
-helpers give the figures that verl's users know (`response_length/mean` ...). No jax, and no clock but the wall time of
-a line.
+helpers compute the figures that verl's users know (`response_length/mean` ...). It uses no jax, and a clock only for a
+line's wall time.
 
-Source: metric names follow verl (design §4). Departures: `response_length/{p50,p95}` are added, because means hide the
-tail that this project is about.
+Source: metric names follow verl (design §4). Departures: `response_length/{p50,p95}` are added, because a mean hides
+the long tail.
 
 Non-finite numbers are written as the strings "nan", "inf" and "-inf" (JSON has no others) and read back as floats.
 
@@ -37,7 +37,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Sink(Protocol):
-    """Somewhere else that a step's metrics go."""
+    """Another place to which a step's metrics go."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -49,7 +49,7 @@ class MetricsWriter:
 
     Args:
       run_dir: the run's folder; made if it is missing.
-      sinks: names from `trainer.logger`: "tensorboard" and "wandb" open those; "console" is the live view's business.
+      sinks: names from `trainer.logger`: "tensorboard" and "wandb" open sinks; "console" is left to the live view.
       resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
         runs again does not appear twice. -1 removes all; None keeps all.
       project, experiment, config: what wandb shows.
@@ -67,7 +67,7 @@ class MetricsWriter:
     ) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        # before the file is touched: a missing extra must not cost anything
+        # before the file is touched, so that a missing extra changes nothing
         self._sinks = [
             _open_sink(name, folder, resume_step, project, experiment or folder.name, config)
             for name in sinks

@@ -1,4 +1,4 @@
-"""A run's directory: where its files are, who may write them, and what the run was.
+"""A run's directory: where its files are, which process may write them, and what the run was.
 
     config.yaml      the resolved configuration; `jaxrl train --config` takes it as it is
     run.json         config, versions, commit, devices, seeds, command; one entry per start
@@ -51,7 +51,7 @@ class RunDir:
             ) from None
 
     def refuse_other_kind(self, *, simulated: bool, option: str) -> None:
-        """Raises ValueError if what was run here before was simulated and this is not, or the other way round."""
+        """Raises ValueError if the earlier run here was simulated and this one is not, or the other way round."""
         file = self.file("run.json")
         if not file.exists():
             return
@@ -74,7 +74,7 @@ class RunDir:
         return differences(from_mapping(yaml.safe_load(file.read_text())), config)
 
     def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
-        """What a run that goes on says first; `changes` are those of the method, `total_steps` 0 where none is told."""
+        """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""
         of = f" of {total_steps}" if total_steps else ""
         return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
 
@@ -96,7 +96,7 @@ class RunDir:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that decide the numbers."""
+    """The versions of Python and of the packages that decide the numbers."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,11 +1,11 @@
 """What a run writes and shows while it goes, real or simulated: opened and closed as one thing.
 
 Purpose: `open_record` opens the files of a run directory at the step from which the run goes on, and the live view; the
-methods of `RunRecord` are the hooks of the loop and the backend. Whatever ends the run, each file is closed, the last
+methods of `RunRecord` are the hooks of the loop and the backend. However the run ends, each file is closed, the last
 opened first.
 
-A simulated run differs: its metrics say so, its clock draws the timeline itself and decides the same again without a
-journal, and it neither tells of evaluations nor hangs.
+A simulated run differs: its metrics say that it is one. It has no journal, because its clock decides the same again; no
+timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RunRecord:
         self.view.step(step, measured)
 
     def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """An evaluation's numbers stand in the line of its step; step 0, which is no training step, has its own."""
+        """An evaluation's numbers stand in the line of its training step; those of step 0 have a line of their own."""
         if step == 0:
             self.metrics.write(0, {**measured, **self._kind()})
         else:
@@ -73,7 +73,7 @@ class RunRecord:
             self.view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
 
     def beat(self) -> None:
-        """Something has moved."""
+        """Tells the watchdog that the run has made progress."""
         if self.watchdog is not None:
             self.watchdog.beat()
 
@@ -83,7 +83,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: the last step, whether that was all of them, the summary shown, and the report."""
+    """How a run ended: the last step, whether all steps are done, the summary shown, and the report."""
 
     step: int
     finished: bool

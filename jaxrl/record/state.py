@@ -1,4 +1,4 @@
-"""A run's host state as text and as arrays: nested values of JSON with numpy arrays among them.
+"""A run's host state (nested JSON values with numpy arrays among them) as text and as arrays.
 
 A checkpoint of a real run keeps the two apart (`split_arrays`); a simulated run keeps all in one JSON file
 (`dump_state`).

@@ -1,16 +1,16 @@
-"""What a run did when: a Chrome/Perfetto trace of the run, and the seconds of its phases from the same spans.
+"""The timeline of a run: a Chrome/Perfetto trace, and the seconds of its phases from the same spans.
 
 Purpose: `Timeline` writes trace events (open the file in https://ui.perfetto.dev or chrome://tracing) and adds up the
-phases, so that `timing_s/gen` and the picture can never disagree.
+phases, so `timing_s/gen` and the picture always agree.
 
 Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
-with a comma, lines are written whole, so the file opens at any moment, also after a crash. A resumed run appends as a
-process of its own; its clock goes on where the file ended, so the pause takes no room on the screen.
+with a comma, and lines are written whole, so the file opens at any moment, also after a crash. A resumed run appends to
+the file as another process of the trace. Its clock goes on where the file ended, so the pause takes no room.
 
 Kept small, in four ways: a track's adjacent short spans of one name are merged into one (its `count` says how many),
-counters are sampled, a step draws at most `max_tracks` tracks and `max_events_per_step` events, and every `max_bytes`
-written halve the share of the steps that are drawn. Phases are added up always. What a step left out is counted in an
-event. Within one track, spans must nest: threads that work at the same time take tracks of their own.
+counters are sampled, a step draws at most `max_tracks` tracks and `max_events_per_step` events, and the share of steps
+that are drawn halves after each `max_bytes` written. Phases are always added up. An event counts what a step left out.
+Within one track, spans must nest: threads that work at the same time use different tracks.
 """
 
 from __future__ import annotations
@@ -123,25 +123,25 @@ class Timeline:
             return phases
 
     def open_spans(self) -> list[tuple[str, str, float]]:
-        """(track, name, seconds so far) of what runs now, the longest first: what a watchdog reports."""
+        """(track, name, seconds so far) of the spans that are open now, the longest first: what a watchdog reports."""
         now = self._clock()
         with self._lock:
             spans = [(span.track, span.name, now - span.start_s) for span in self._open.values()]
         return sorted(spans, key=lambda item: -item[2])
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """A span that is over; times are those of the clock."""
+        """Draws a span that is over; times are those of the clock."""
         with self._lock:
             self._add(_Span(track, name, start_s, end_s, args))
 
     def instant(self, track: str, name: str, **args: Any) -> None:
-        """A mark at this moment."""
+        """Draws a mark at this moment."""
         with self._lock:
             if (tid := self._tid(track)) is not None:
                 self._event({"name": name, "ph": "i", "s": "t", "tid": tid, "ts": self._now_us(), "args": args})
 
     def counter(self, track: str, **values: float) -> None:
-        """Values at this moment, drawn as curves under `track`."""
+        """Draws values at this moment, as curves under `track`."""
         now = self._clock()
         with self._lock:
             if now - self._counters.get(track, float("-inf")) < _COUNTER_EVERY_S:
@@ -151,7 +151,7 @@ class Timeline:
                 self._event({"name": track, "ph": "C", "tid": 0, "ts": self._now_us(), "args": values})
 
     def flush(self) -> None:
-        """Writes everything that is over."""
+        """Writes all spans that have ended."""
         with self._lock:
             self._settle()
             self._flush()
@@ -183,7 +183,7 @@ class Timeline:
             self._add(span)
 
     def begin_step(self) -> None:
-        """What is drawn from here on is another step's; for whoever does not use the phase "step"."""
+        """Begins a step: later events belong to it. For callers that do not use the phase "step"."""
         with self._lock:
             self._end_step()
             self._num_steps += 1
@@ -285,7 +285,7 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def _repair(path: Path) -> tuple[int, float]:
-    """Drops a half-written last line; returns the number of the process that begins and where its clock starts."""
+    """Drops a half-written last line; returns this run's process number in the trace and where its clock starts."""
     if not path.exists() or not path.stat().st_size:
         return 1, 0.0
     size = path.stat().st_size

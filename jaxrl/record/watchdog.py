@@ -1,7 +1,7 @@
 """A watchdog that names the phase that hangs.
 
-It reports; it does not end the run: a slow step and a dead one look alike from here. The report goes to a callable with
-the open spans of the timeline, and the stacks of all threads go to stderr.
+It only reports and never ends the run, because it cannot tell a slow step from a dead one. The report goes to a
+callable with the open spans of the timeline, and the stacks of all threads go to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Watchdog:
             self._thread.start()
 
     def beat(self) -> None:
-        """Something has moved."""
+        """The run has made progress."""
         self._beat.set()
 
     def close(self) -> None:

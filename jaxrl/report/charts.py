@@ -16,7 +16,7 @@ from statistics import fmean
 
 _POINTS = 160
 _BARS = 60
-# of the drawing, in the units of its viewBox: about one CSS pixel on a phone and in a column of the wide page
+# size of the drawing in units of its viewBox: about one CSS pixel each on a phone, and in a column of the wide page
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 12, 10, 26
 
 Point = tuple[float, float]
@@ -37,7 +37,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A titled drawing; `missing` says what would have to be recorded."""
+    """A titled drawing. `missing` is shown in its place if nothing was recorded: it names what would have to be."""
 
     title: str
     unit: str
@@ -163,7 +163,8 @@ def step_labels(first: float, last: float) -> list[float]:
 
 
 def thin(points: Sequence[Point], most: int, how: Callable[[list[float]], float] = fmean) -> list[Point]:
-    """At most so many points, each of an equal stretch of the series; a stretch without a finite number gives a gap."""
+    """At most `most` points, each by `how` from an equal stretch of the series; one without a finite number is a
+    gap."""
     count = min(most, len(points))
     pieces = [points[i * len(points) // count : (i + 1) * len(points) // count] for i in range(count)]
     values = [[y for _, y in finite(piece)] for piece in pieces]
@@ -175,12 +176,12 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 
 def breakable(text: str) -> str:
-    """Escaped, with places to break long names at."""
+    """HTML-escaped text, with places at which long names may break."""
     return escape(text).replace("/", "/<wbr>").replace("_", "_<wbr>")
 
 
 def number(value: float) -> str:
-    """At most three digits that count: `12.3k`, `0.0123`, `1.2e-5`."""
+    """At most three significant digits: `12.3k`, `0.0123`, `1.2e-5`."""
     size = abs(value)
     if not math.isfinite(value) or size == 0:
         return f"{value:g}"

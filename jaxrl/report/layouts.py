@@ -31,7 +31,7 @@ COLUMNS = (
 
 
 def layouts_section(folder: str | Path) -> str:
-    """HTML of a run's folder; empty for a run whose layout does not adapt."""
+    """HTML for a run's folder; empty if the run's layout does not adapt."""
     rounds = read_layouts(folder)
     if not rounds:
         return ""

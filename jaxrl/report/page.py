@@ -1,7 +1,7 @@
 """A run as one self-contained HTML page: no network, no script, light and dark, wide and narrow screens.
 
-Purpose: `write_report(run_dir)` reads what a run writes and puts it on a page: headline numbers, curves (inline SVG,
-`jaxrl.report.charts`), what was configured, and samples to read.
+Purpose: `write_report(run_dir)` reads a run's files and shows on one page: headline numbers, curves (inline SVG,
+`jaxrl.report.charts`), the configuration, and samples to read.
 
 Each input may be missing, and the page then says so:
 
@@ -67,7 +67,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Reads a run's folder; ValueError where it is none."""
+    """Reads a run's folder; ValueError if it is not one."""
     folder = Path(run_dir)
     if not any((folder / name).is_file() for name in (FILE_NAME, SAMPLES_FILE, RUN_FILE)):
         raise ValueError(f"{folder} is not a run: it has none of {FILE_NAME}, {SAMPLES_FILE}, {RUN_FILE}")
@@ -203,7 +203,7 @@ def _charts(run: Run) -> list[Chart]:
 
 
 def _by_round(run: Run) -> list[Chart]:
-    """Step time and longest response of short and long rounds, and the queue between them; none without long rounds."""
+    """Charts of step time and longest response by kind of round, and of the queue; none without long rounds."""
     is_long = dict(run.series("rollout/long_round"))
     if not any(is_long.values()):
         return []
@@ -225,7 +225,7 @@ def _by_round(run: Run) -> list[Chart]:
 
 
 def _phases(run: Run) -> list[Curve]:
-    """Phases as layers; what the step took beyond them is "other"."""
+    """Phases as layers; the rest of the step's time is "other"."""
     whole = dict(finite(run.series("timing_s/step")))
     found = [(name, dict(finite(run.series(f"timing_s/{name}")))) for name in PHASES]
     found = [(name, seconds) for name, seconds in found if seconds]

@@ -1,11 +1,11 @@
 r"""Answers to mathematical problems: find the final one in a response, compare it with the reference.
 
-Extraction takes the last marked answer, in the order of how deliberate the mark is: `\boxed{...}`, `#### ...` (GSM8K's
-own), `<answer>...</answer>`, and for a response without any of them its last number, which is what small chatty models
-end with ("... so the answer is 12.").
+Extraction takes the last marked answer, the most deliberate kind of mark first: `\boxed{...}`, `#### ...` (GSM8K's
+own), `<answer>...</answer>`, and in a response without any mark its last number, with which small chatty models end
+("... so the answer is 12.").
 
-Comparison first tries what is exact and cheap (the same text, the same number), and leaves the rest to `math-verify`.
-Most rewards of grade-school problems never reach sympy.
+Comparison first tries cheap exact tests (the same text, the same number), and leaves the rest to `math-verify`. Most
+rewards of grade-school problems never reach sympy.
 
 Departures: math-verify's own timeouts are switched off. They are SIGALRM handlers, which raise outside the main thread
 and replace whatever alarm the process had; a comparison that never ends (`9^{9^{9^9}}`) is ended by the reward pool,
@@ -46,7 +46,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z '\-]*")
 
 
 def score(response: str, reference: str, extract: Extract = "auto") -> tuple[float, dict[str, Any]]:
-    """1.0 if the response's final answer equals the reference, else 0.0; with what was extracted, and how compared."""
+    """1.0 if the response's final answer equals the reference, else 0.0; with the answer, and how it was compared."""
     answer, mark = extract_answer(response, extract)
     if answer is None:
         return 0.0, {"extracted": None, "extracted_by": mark}
@@ -55,7 +55,7 @@ def score(response: str, reference: str, extract: Extract = "auto") -> tuple[flo
 
 
 def extract_answer(response: str, how: Extract = "auto") -> tuple[str | None, str]:
-    """(the final answer or None, which mark it was found by)."""
+    """(the final answer or None, the kind of mark that it was found by)."""
     text = response.replace("\N{MINUS SIGN}", "-")
     match how:
         case "none":
@@ -145,8 +145,8 @@ def to_number(text: str) -> Fraction | None:
 
 
 def _normalised(text: str) -> str:
-    r"""Without what does not change an answer: math delimiters, spacing commands, `\text`, thousands commas, units of
-    currency, and a final period."""
+    r"""The text without the parts that do not change an answer: math delimiters, spacing commands, `\text`, thousands
+    commas, units of currency, and a final period."""
     text = text.replace("\N{MINUS SIGN}", "-").strip()
     text = re.sub(r"\\[()\[\]]|\\[,;!]|\\(?:left|right)(?![A-Za-z])|\\?\$", "", text)
     text = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", text)
@@ -157,7 +157,7 @@ def _normalised(text: str) -> str:
 
 
 def load() -> None:
-    """Imports math-verify, and silences its warning that its timeouts are off (see above: they are meant to be)."""
+    """Imports math-verify, and silences its warning that its timeouts are off (on purpose, see above)."""
     import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,10 +1,10 @@
 """Rewards beside the rollout: samples go to worker processes while others still decode (RollPacker, section 4.3).
 
-A scorer is other people's code on the model's text: it may raise, answer nonsense, hang, or take its process down. Each
-of these costs its own sample (reward 0, a status, a counted warning) and nothing else.
+A scorer is foreign code that runs on the model's text: it may raise, return nonsense, hang, or end its process. Each of
+these costs only the sample at hand (reward 0, a status, a counted warning).
 
-What is timed. The scoring itself: a worker loads the scorer before it takes its first task, and the clock starts when
-it takes one. `duration_s` is measured in the worker; a sample that timed out has the limit, a crashed one 0.
+Only the scoring itself is timed: a worker loads the scorer before its first task, and the clock starts when it takes a
+task. `duration_s` is measured in the worker; for a sample that timed out it is the limit, for a crashed one 0.
 
 Verdicts come in the order in which scoring ended; a round wants them in the order in which samples completed (design
 section 3), and sorts them itself.
@@ -36,8 +36,8 @@ class RewardPool(Protocol):
         ...
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        """No verdict follows on these samples, as far as they were submitted before. Their scoring may go on unheard:
-        its worker is free when it ends or times out."""
+        """No verdict follows on those of these samples that were submitted before. Their scoring may go on without
+        being read: the worker is free again when it ends or times out."""
         ...
 
     def completed(self) -> list[Verdict]:
@@ -50,7 +50,7 @@ class RewardPool(Protocol):
 
     @property
     def num_pending(self) -> int:
-        """Samples submitted whose verdict has not been handed out."""
+        """Samples that were submitted and have not had their verdict handed out."""
         ...
 
     def take_metrics(self) -> dict[str, float]:

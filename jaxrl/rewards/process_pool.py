@@ -1,19 +1,18 @@
 """The reward pool of this machine: worker processes, each in a pebble pool of its own.
 
-What the processes are. Never forks of the trainer: its jax threads do not survive one. On Linux they are forked off a
-fork server, a clean process that has imported the scorer's libraries once, so that a replacement for a killed worker is
-there in milliseconds; elsewhere they are spawned. They do not import jax (`jaxrl.rewards.worker` and what it imports do
-not; with either start method Python runs the main module's top level in them, so a main module must not either: `warm`
-warns).
+The processes are never forks of the trainer: its jax threads do not survive a fork. On Linux a fork server forks them:
+a clean process that has imported the scorer's libraries once, so a killed worker is replaced in milliseconds. Elsewhere
+they are spawned. They do not import jax: `jaxrl.rewards.worker` and its imports do not, and as Python runs the main
+module's top level in them, that must not either (`warm` warns).
 
-On pebble, which does the killing and replacing, five things are kept out of harm's way. Everything crosses the pipes as
-bytes or plain values, because an object that cannot be unpickled there loses its task, or breaks the pool. The worker's
-own handler of SIGTERM is taken back: in native code it would never run, and the whole pool would wait three seconds for
-the kill. pebble's own workers outlive a trainer that was killed while they hang: each watches its parent. A pool
-holds one worker and one task at a time, because pebble blames a death on the first task that it believes to be with the
-dead worker: with several in the pipe and a result not read yet, that is one that had ended well, and the one that is to
-blame waits for its timeout. And no worker seems to end with exit code 0, which pebble takes for a farewell: its sample
-would wait for its timeout, or for ever.
+pebble kills and replaces workers. Five precautions are taken with it. (1) Only bytes and plain values cross the pipes:
+an object that cannot be unpickled loses its task, or breaks the pool. (2) The worker's handler of SIGTERM is reset: it
+would never run inside native code, and the whole pool would wait three seconds for the kill. (3) Each worker watches
+its parent: pebble's workers outlive a trainer that was killed while they hang. (4) A pool holds one worker and one task
+at a time: pebble blames a death on the first task that it believes to be with the dead worker. With several tasks in
+the pipe and a result not read yet, that may be a task that ended well, and the guilty one would wait for its timeout.
+(5) No worker reports exit code 0, which pebble takes for an orderly end: its sample would wait for its timeout, or for
+ever.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Handed(NamedTuple):
-    """A task in the hands of a worker."""
+    """A task that a worker has."""
 
     worker: int
     pool: pebble.ProcessPool  # the worker's at that time
@@ -58,8 +57,8 @@ class _Handed(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether the future will never end: the pool broke between taking the task and knowing of it, or the worker
-        hangs while it starts."""
+        """Whether the future will never end: the pool broke before it had noted the task, or the worker hangs while it
+        starts."""
         if self.future is None or self.future.done():
             return False
         hangs = not self.future.running() and time.monotonic() - self.since_s > WORKER_START_S
@@ -85,10 +84,10 @@ class ProcessRewardPool:
         self._context = worker_context(scorer.preload)
         self._pools = [self._new_pool() for _ in range(num_workers)]
         self._ended: queue.SimpleQueue[tuple[_Handed, float]] = queue.SimpleQueue()
-        # Tasks are handed on in the threads of pebble that end the one before, so these four are under the lock.
+        # The pebble thread that ends a task hands on the next one, so these four are under the lock.
         self._lock = threading.Lock()
         self._pending: dict[int, Task] = {}
-        self._queue: deque[int] = deque()  # of the pending ones, those that no worker has
+        self._queue: deque[int] = deque()  # pending tasks that no worker has
         self._idle = list(range(num_workers))
         self._handed: dict[int, _Handed] = {}  # by worker
 
@@ -123,7 +122,7 @@ class ProcessRewardPool:
             self._feed(worker)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        # not pebble's: it would kill the worker for it, and start another
+        # not pebble's own cancel, which would kill the worker and start another
         with self._lock:
             self._pending = {task_id: task for task_id, task in self._pending.items() if task.key not in keys}
 
@@ -134,7 +133,7 @@ class ProcessRewardPool:
                 verdicts += self._settle(*self._ended.get_nowait())
         with self._lock:
             lost = [handed for handed in self._handed.values() if handed.lost]
-            for handed in lost:  # from here on, nobody else feeds these workers
+            for handed in lost:  # from here on, no other thread feeds these workers
                 del self._handed[handed.worker]
         for handed in lost:
             verdicts += self._replace(handed, self._clock())
@@ -144,7 +143,7 @@ class ProcessRewardPool:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         verdicts = self.completed()
         while self._pending and not verdicts and (left := deadline - time.monotonic()) > 0:
-            # in slices: nobody says that a task was lost
+            # in slices: a lost task gives no signal
             with contextlib.suppress(queue.Empty):
                 verdicts = self._settle(*self._ended.get(timeout=min(left, 1.0)))
             verdicts += self.completed()
@@ -194,13 +193,13 @@ class ProcessRewardPool:
             return
         with self._lock:
             if self._handed.get(handed.worker) is not handed:
-                return  # held for lost, and yet it ended: `completed` has the worker
+                return  # taken for lost, and yet it ended: `completed` has the worker
         self._feed(handed.worker)
 
     # -- verdicts, in the trainer's thread ---------------------------------------------------------------------------
 
     def _settle(self, handed: _Handed, time_s: float) -> list[Verdict]:
-        """The verdict of one task: none if nobody wants it, or it is to be tried again."""
+        """The verdict of one task; none if it was cancelled, or is to be tried again."""
         if handed.broken:
             return self._replace(handed, time_s)
         if handed.task_id not in self._pending:
@@ -225,9 +224,9 @@ class ProcessRewardPool:
         return self._counts.add(Verdict(time_s, task.key, reward, status, info, duration_s))
 
     def _replace(self, handed: _Handed, time_s: float) -> list[Verdict]:
-        """A new pool for a broken one. A sample that was there each time is held to be what breaks them."""
+        """A new pool for a broken one. A sample that was there each time is taken to be the cause."""
         if self._pools[handed.worker] is not handed.pool:
-            return []  # replaced as lost; and the pool said later that it had broken
+            return []  # replaced already, when its task was taken for lost
         handed.pool.stop()
         handed.pool.join()
         self._counts.restarted("a worker ended before it could say what it was doing; started again")

@@ -32,9 +32,9 @@ class _RayWorker:
 class RayRewardPool:
     """Worker processes anywhere in a ray cluster (`pip install jaxrl[ray]`), one CPU each.
 
-    One sample at a time is with an actor, so that the clock never counts a queue. It starts at hand-over and so holds
-    the transfer; samples are handed over, and timeouts seen, inside `submit`, `completed` and `wait`, which a round
-    calls all the time.
+    An actor has one sample at a time, so the clock never counts time in a queue. The clock starts at hand-over and so
+    includes the transfer. Samples are handed over, and timeouts noticed, inside `submit`, `completed` and `wait`, which
+    a round calls all the time.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class RayRewardPool:
         return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
 
     def _verdict(self, task: Task, scored: Scored) -> list[Verdict]:
-        """One, or none if nobody wants it any more."""
+        """The verdict of a task; none if it was cancelled."""
         status, reward, info, duration_s = scored
         if task.cancelled:
             return []

@@ -1,15 +1,15 @@
-"""From the configuration to a scorer: a small picklable object that names what to do, resolved where it runs.
+"""From the configuration to a scorer: a small picklable object that names what to import, and imports it where it runs.
 
-A scorer is built, and everything the user can get wrong is refused, in the process that trains; it travels to the
-reward pool's worker processes as a few strings, and imports what it needs there (`load`). Nothing here imports jax.
+The training process builds the scorer and refuses everything that the user can get wrong. The scorer travels to the
+reward pool's worker processes as a few strings, and imports there what it needs (`load`). Nothing here imports jax.
 
 Kinds (`reward.kind`):
 
 - `math`: the final answer, compared with the reference (`jaxrl.rewards.math`).
-- `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers pay in part for a long text
-  that contains the right answer, which a policy learns to exploit; a marked answer is judged alone. Without a mark, a
-  task whose answers are numbers takes the response's last number, any other task the whole response.
-- `custom`: the user's function, with the signature that verl users have written theirs for.
+- `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers give part of the reward to
+  a long text that contains the right answer, which a policy learns to exploit; so a marked answer is judged alone.
+  Without a mark, a task with numbers as answers takes the response's last number, any other task the whole response.
+- `custom`: the user's function, with the signature that verl uses.
 - `auto`: `task` for a prompt that comes from a task, `math` for one from a file.
 """
 
@@ -42,14 +42,14 @@ _CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info"
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """What a scorer gets to see of a sample: the same few values for every kind, cheap to send to a process.
+    """What a scorer sees of a sample: the same few values for every kind of scorer, cheap to send to another process.
 
     Attributes:
       source: the prompt's data set or task.
       response: the decoded response.
       answer: the reference answer, if there is one.
-      extra: the prompt's own columns, and of ours `prompt`, `epoch`, `index`, `finish_reason` and `response_length`
-        (tokens), where the data has no columns of these names.
+      extra: the prompt's own columns; and `prompt`, `epoch`, `index`, `finish_reason` and `response_length` (tokens),
+        unless the data has columns of these names.
     """
 
     source: str
@@ -70,7 +70,7 @@ class ScoreRequest:
 
 
 class Scorer(Protocol):
-    """Maps a request to (reward, what to record beside it). Must survive pickling; may raise."""
+    """Maps a request to (reward, values to record with it). Must survive pickling; may raise."""
 
     @property
     def preload(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class Scorer(Protocol):
         ...
 
     def load(self) -> None:
-        """Imports whatever scoring needs, so that the first score pays for scoring only."""
+        """Imports whatever scoring needs, so that the first score is not charged for imports."""
         ...
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]: ...
@@ -136,7 +136,7 @@ class TaskScorer:
 
 @dataclass(frozen=True, slots=True)
 class AutoScorer:
-    """Each prompt by where it comes from: training on a task, say, and evaluating on a file."""
+    """Chooses by where a prompt comes from, as when training uses a task and evaluation a file."""
 
     task: TaskScorer
     math: MathScorer
@@ -180,7 +180,7 @@ class CustomScorer:
 
 
 def build_scorer(config: Config) -> Scorer:
-    """The scorer that `reward.*` asks for; raises ValueError for whatever would make every sample fail."""
+    """The scorer that `reward.*` asks for; raises ValueError for settings that would make every sample fail."""
     reward, data = config.reward, config.data
     if reward.kind == "custom":
         scorer = CustomScorer(str(Path(reward.path).expanduser().resolve()), reward.name)
@@ -204,9 +204,9 @@ def build_scorer(config: Config) -> Scorer:
 
 
 def score_safely(scorer: Callable[[], Scorer], request: bytes) -> Scored:
-    """Scores one pickled request; returns plain values only, whatever the scorer does (but end the process).
+    """Scores one pickled request; returns plain values only, whatever the scorer does (unless it ends the process).
 
-    Plain, because the result crosses to a process that may not have the types of the user's file.
+    Plain values, because the result goes to a process that may not have the types of the user's file.
     """
     start = time.perf_counter()
     try:
@@ -229,7 +229,7 @@ def _as_reward(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """The same in types that every process can unpickle; what has no such form becomes its text."""
+    """The value in types that every process can unpickle; a value without such a form becomes its text."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if value is None or type(value) in (bool, int, float, str):
@@ -255,7 +255,7 @@ def _task_dataset(task: str, task_config: str) -> Any:
 
 @functools.cache
 def _custom_function(path: str, name: str) -> Callable[..., Any]:
-    """Imports the user's file and checks the function in it; ValueError says what is wrong with either."""
+    """Imports the user's file and checks the function in it; raises ValueError if either is wrong."""
     if not Path(path).is_file():
         raise ValueError(f"reward.path: no such file: {path}")
     # by a name of its own: the file may be called math.py, and two runs' files may be called the same

@@ -1,4 +1,4 @@
-"""What the reward pools share on the trainer's side: a task, its bad ends, and the counts of a step."""
+"""What the reward pools share on the trainer's side: a task, the ways in which it fails, and a step's counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def crashed(why: str) -> Scored:
 
 
 class VerdictCounts:
-    """Counts verdicts, and warns of the bad ones: the 1st, 2nd, 4th, 8th, ... of each status."""
+    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status."""
 
     def __init__(self) -> None:
         self._since_last = Counter[str]()

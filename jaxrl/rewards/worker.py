@@ -1,4 +1,4 @@
-"""What runs in a worker process of a reward pool, whichever pool it is. Free of jax, as all it imports."""
+"""What runs in a worker process of either reward pool. Neither this module nor what it imports uses jax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl.rewards.scorers import Scored, Scorer, describe, score_safely
 
 EXIT_ZERO = 256
-"""What a worker that ended with exit code 0 reports to its pool: no worker ends by itself, and 0 would go unheard."""
+"""What a worker that ended with exit code 0 reports instead: no worker should end, and its pool would ignore a 0."""
 
 
 class _NeverZero:
@@ -58,8 +58,8 @@ def _scorer(pickled: bytes) -> Scorer:
 
 
 def start_worker(pickled: bytes) -> None:
-    """Runs in a new worker, before its first task. Never raises: that would take the pool down, while a scorer that
-    cannot be loaded is said by `warm`, and by every score."""
+    """Runs in a new worker, before its first task. Never raises, which would break the pool; that a scorer cannot be
+    loaded is reported by `warm`, and by every score."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     look_around(pickled)

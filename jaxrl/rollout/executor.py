@@ -2,12 +2,12 @@
 
 `submit` turns a plan into program calls over padded shape buckets and returns at once; `collect` waits for the values
 of a plan. Weights, KV pool and row state stay on the devices between plans. Every shape is compiled ahead (`warm_up`)
-and kept in jax's persistent compilation cache when one is configured; a shape met later is compiled then and counted
-(`recompiles`).
+and kept in jax's persistent compilation cache when one is configured; a shape that is first needed later is compiled
+then and counted (`recompiles`).
 
 Prefill chunks of one plan run in ascending order of their start, in one call per run of equal length buckets. A chunk
 that reads blocks written by another chunk of the plan (a prompt's shared blocks) starts later in its sequence than that
-one, and inside a call all chunks write a layer's keys and values before any reads them: so both orders are safe.
+chunk, and inside a call all chunks write a layer's keys and values before any reads them. So both orders are safe.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class MeshExecutor:
     Args:
       model, layout: what to run, and the layout to begin with.
       config: sizes, and the layouts that it can change to (`switch`).
-      weights: gives the trainer's weights of the version last synchronised, if a switch that failed halfway shall find
-        its way back.
+      weights: returns the trainer's weights of the version last synchronised; needed to go back after a switch that
+        failed halfway.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class MeshExecutor:
         self._use(self._programs_at(layout.tp))
 
     def _use(self, programs: LayoutPrograms) -> None:
-        """From now on plans are of this layout."""
+        """Makes this the layout of all further plans."""
         self._now = programs
         self.layout = programs.layout
         capacity = programs.capacity
@@ -180,24 +180,24 @@ class MeshExecutor:
         return self.layout.tp
 
     def capacity(self, tp: int) -> Capacity:
-        """What the layout of a degree offers. Raises ValueError for one that this mesh or these weights cannot have."""
+        """What the layout of a degree offers. Raises ValueError if this mesh or these weights cannot have it."""
         return self._programs_at(tp).capacity
 
     def row_sizes(self, tp: int) -> tuple[int, ...]:
-        """The numbers of rows, ascending, that a dp group's decode programs of a degree take; batches are padded."""
+        """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
         return self._programs_at(tp).row_buckets
 
     def compile_ahead(self, degrees: Iterable[int]) -> CompileAhead:
-        """Begins to compile these layouts' programs in the background; `switch` needs not wait for all of them."""
+        """Begins to compile these layouts' programs in the background; `switch` waits only for those that it needs."""
         self._ahead = CompileAhead([self._programs_at(tp) for tp in degrees])
         return self._ahead
 
     def switch(self, move: Relayout) -> TimeTaken:
         """Goes over to another layout (`Engine.switch`); nothing may be in flight.
 
-        Weights are resharded in place. KV migrates, or a new pool is allocated where everything is recomputed. Where
-        tp grows weights go first, for they shrink while the pool grows; where it falls KV does. Everything is checked
-        and compiled before anything moves.
+        Weights are resharded in place. KV migrates, or a new pool is allocated if everything is recomputed. If tp
+        grows, weights go first, because they shrink while the pool grows; if tp falls, KV goes first. Everything is
+        checked and compiled before anything moves.
 
         Raises:
           SwitchFailed: something failed after the move had begun.
@@ -255,7 +255,7 @@ class MeshExecutor:
         self.put_rows(rows)
 
     def _prepare_switch(self, target: LayoutPrograms, lane_blocks: int) -> None:
-        """Compiles what a switch will run, and raises what can be known to be wrong."""
+        """Compiles what a switch will run, and raises for everything that can be checked beforehand."""
         reshard.precompile(self._params, self._shardings(target))
         if lane_blocks:
             assert self._pool is not None
@@ -287,7 +287,8 @@ class MeshExecutor:
         return self._pool
 
     def _back_to(self, programs: LayoutPrograms, error: Exception) -> SwitchFailed:
-        """After a failure halfway: weights anew in the old layout and an empty pool, or nothing at all."""
+        """After a failure halfway: takes the weights anew in the old layout, with an empty pool, or has nothing
+        left."""
         self._params = self._pool = self._state = None  # of weights, never a mixture
         self._use(programs)
         what = f"the switch from tp {programs.layout.tp} failed halfway ({type(error).__name__}: {error})"
@@ -304,7 +305,7 @@ class MeshExecutor:
     # -- the seam ----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Refuses what the programs of this executor were not built for."""
+        """Refuses requests that this executor's programs were not built for."""
         params, name = request.params, f"request {request.request_id} ({request.key})"
         if len(params.stop_token_ids) > MAX_STOP_IDS:
             raise ValueError(
@@ -340,7 +341,7 @@ class MeshExecutor:
         return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:
-        """Waits for the plan's values and sorts them by request."""
+        """Waits for the plan's values and groups them by request."""
         assert isinstance(ticket, MeshTicket), "a ticket of another executor"
         pieces: dict[int, list[RowResult]] = {}
         for call in ticket.calls:
@@ -365,7 +366,7 @@ class MeshExecutor:
     # -- prefill -----------------------------------------------------------------------------------------------------
 
     def _prefill_calls(self, chunks: Iterable[PrefillChunk]) -> list[tuple[list[PrefillChunk], int]]:
-        """Runs of chunks with one length bucket, cut where a call's rows would pass the prefill budget."""
+        """Runs of chunks with the same length bucket, cut where a call's rows would exceed the prefill budget."""
         ordered = sorted(chunks, key=lambda c: (c.start, -len(c.tokens)))
         calls: list[tuple[list[PrefillChunk], int]] = []
         for length, run in itertools.groupby(ordered, key=lambda c: bucket(len(c.tokens), self._now.chunk_buckets)):

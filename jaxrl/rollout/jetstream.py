@@ -2,12 +2,12 @@
 
 Purpose: to serve a jaxrl model from JetStream's orchestrator, or from anything else that drives its `Engine`. Nothing
 else in jaxrl imports this module. `pip install 'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on
-PyPI of an archived project, and with it seqio and TensorFlow, which its `engine_api` imports. Run with Python 3.11, jax
-0.10.2 and Python 3.12, jax 0.11.2 (seqio 0.0.20, TensorFlow 2.21, protobuf 7.36 beside both).
+PyPI of an archived project, and with it seqio and TensorFlow, which its `engine_api` imports. It was run with Python
+3.11, jax 0.10.2 and with Python 3.12, jax 0.11.2 (both with seqio 0.0.20, TensorFlow 2.21, protobuf 7.36).
 
-Source: google-jetstream 0.2.2, `engine/engine_api.py` and the way `core/orchestrator.py` drives it. There prefill
-returns a prefix only, and every token of a response comes out of `generate`. (The later sources on GitHub return the
-first token from prefill; they are another interface, which the extra's requirement keeps out.)
+Source: google-jetstream 0.2.2, `engine/engine_api.py` and the way `core/orchestrator.py` drives it. There, prefill
+returns a prefix only, and `generate` returns every token of a response. (Later sources on GitHub return the first token
+from prefill: another interface, which the extra's version requirement excludes.)
 
 Departures:
 
@@ -18,13 +18,13 @@ Departures:
   would.
 * A slot owns its blocks for good, so attention spans `max_length` in each step and `free_resource` has nothing to do.
   One step per call is what the interface asks for; the executor's chunks of steps are faster.
-* When a response is over is the driver's decision (`Tokenizer.stop_tokens` and its own limit on tokens); `valid` is 0
-  where a slot has nothing more to say: a stop token of `JetStreamConfig.sampling`, its `max_tokens`, or `max_length`.
+* The driver decides when a response is over (`Tokenizer.stop_tokens` and its own limit on tokens). `valid` is 0 where a
+  slot has no more tokens: after a stop token of `JetStreamConfig.sampling`, its `max_tokens`, or `max_length`.
 * JetStream decodes text token by token: a character that spans several tokens comes out as replacement characters. The
-  token ids are exact. Token ids from a client get a BOS token in front, from JetStream, whatever the model's habits.
+  token ids are exact. JetStream puts a BOS token in front of a client's token ids, even for models without one.
 
-`orchestrator.Driver` calls `jax.tree_map` when it throws away an inserted prefix, which jax no longer has, and dies of
-it (SIGKILL). Before a Driver is built::
+`orchestrator.Driver` throws away an inserted prefix by `jax.tree_map`, which jax no longer has; the process then dies
+(SIGKILL). To prevent that, before a Driver is built::
 
     orchestrator.delete_pytree = lambda prefix: None  # the prefix goes when its last reference goes
 
@@ -85,7 +85,7 @@ class JetStreamConfig:
       max_prefill_length: tokens of the longest prompt, 16, 32, 64 ...; longer ones lose their beginning (JetStream).
       dtype: of weights, KV and activations.
       seed: folded into every token's key.
-      sampling: of every request.
+      sampling: the sampling parameters of every request.
       max_tp: the largest TP degree that the weights are padded for. Engines that hand each other prefixes must agree on
         it and on `block_size`.
     """
@@ -126,8 +126,8 @@ class JetStreamConfig:
 class Prefix(NamedTuple):
     """A request that was prefilled and has no slot yet: the same in every layout of equal `block_size` and `max_tp`.
 
-    kv: per layer keys and values [K, N, P, D], their first block holding nothing; rows: a `RowState` [n, ...] with the
-    first tokens; length: tokens with their KV in `kv`.
+    kv: per layer keys and values [K, N, P, D], the first block unused; rows: a `RowState` [n, ...] with the first
+    tokens; length: the number of tokens that have their KV in `kv`.
     """
 
     kv: Any
@@ -136,8 +136,8 @@ class Prefix(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """All slots: the KV pool, row state [G, R, ...], and per row [G, R] whether its token was not yet returned, and
-    how many were."""
+    """All slots: the KV pool, row state [G, R, ...], and per row [G, R] whether its last token is still to be returned,
+    and how many were returned."""
 
     pool: kv_cache.Pool
     rows: RowState
@@ -200,7 +200,7 @@ class JetStreamEngine(engine_api.Engine):
 
         Args:
           padded_tokens: [C]; each C is compiled once.
-          true_length: how many of them count; more than there are means all (a prompt that JetStream cut).
+          true_length: how many of them count; a number above C means all of them (JetStream cut the prompt).
         """
         start = 0 if existing_prefix is None else int(existing_prefix.length)
         length = min(int(true_length), padded_tokens.shape[0])
@@ -247,7 +247,7 @@ class JetStreamEngine(engine_api.Engine):
         return Prefix(*(NamedSharding(self.mesh, spec) for spec in (heads, everywhere, everywhere)))
 
     def get_tokenizer(self) -> Any:
-        """Where the tokenizer is, as JetStream's message."""
+        """The tokenizer's path, as JetStream's message type."""
         path = self.path.removeprefix(RANDOM)
         return tokenizer_pb2.TokenizerParameters(path=path, extra_ids=0)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -305,14 +305,14 @@ class JetStreamEngine(engine_api.Engine):
         fill: RowState,
         existing: kv_cache.Pool,
     ) -> tuple[kv_cache.Pool, RowState]:
-        """Every dp group computes the same prefix, so that it is at hand wherever its slot will be: a group that did
-        not would wait for the one that did."""
+        """Every dp group computes the same prefix, because its slot may be in any of them, and an idle group would only
+        wait."""
         groups, samples = self.layout.dp, self.config.samples_per_slot
         new_blocks = -(-tokens.shape[0] // self.config.block_size)
         pool = self._widen(existing, new_blocks)
 
         def rows(values: Any, count: int) -> jax.Array:
-            """The same in every row [G, count, ...]."""
+            """The same values in every row [G, count, ...]."""
             values = jnp.asarray(values, jnp.int32)
             return jnp.broadcast_to(values, (groups, count, *values.shape))
 
@@ -386,7 +386,7 @@ class JetStreamEngine(engine_api.Engine):
         mine = (jnp.arange(self.layout.dp)[:, None] == group) & (row // samples == first // samples)
 
         def fill(old: jax.Array, values: jax.Array) -> jax.Array:
-            # Elementwise, so that the dp groups need no word from each other.
+            # Elementwise, so that the dp groups need not communicate.
             tiled = jnp.tile(values, (config.num_slots, *[1] * (values.ndim - 1)))
             return jnp.where(mine.reshape(*mine.shape, *[1] * (old.ndim - 2)), tiled, old)
 
@@ -416,9 +416,9 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Our tokenizer in JetStream's clothes.
+    """Our tokenizer behind JetStream's tokenizer interface.
 
-    Text is taken as it is: no chat template, and special tokens in front as the tokenizer itself puts them there.
+    Text is encoded as it is: no chat template; special tokens in front only if the tokenizer itself adds them.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The paged KV cache of a layout: one pool per dp group, per layer a pair of arrays.
+"""The paged KV cache of a layout: one pool per dp group, with a pair of arrays per layer.
 
 A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim), dp split over the
 layout's dp axes and K over the axes that `Layout.kv_axes` gives. Heads come before blocks because a gather of blocks
@@ -149,7 +149,7 @@ class GatheredCache:
 
         Args:
           q: [dp, R, H, D]; k, v: [dp, R, K, D].
-          window, fresh: this layer's; tiles: what the window was made of.
+          window, fresh: those of this layer; tiles: the tiles that the window was gathered from.
           start: int32 [dp, R], the position of step 0 in each row; step: int32 scalar.
 
         Returns:

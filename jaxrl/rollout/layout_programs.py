@@ -1,8 +1,8 @@
-"""The compiled programs of one layout, by shape bucket, and what they are compiled for.
+"""The compiled programs of one layout, by shape bucket, and the shapes and shardings that they are compiled for.
 
-Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Everything follows from the model,
-the layout and the sizes, so programs can be compiled before a layout is ever in use: no weights or pools are needed.
-`compile_ahead` does it in the background; a thread that needs a program meanwhile waits for that one alone.
+Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Programs follow from the model, the
+layout and the sizes alone, so they can be compiled before a layout is in use, without weights or pools. `compile_ahead`
+does so in the background; a thread that needs a program meanwhile waits for that program only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Shape = tuple[str, int, int, int]
 """(program, rows, positions per row, table width); of a decode program over windows, tiles instead of positions."""
 
 _TILE = 128
-"""The most positions of a window's tile, or a block if that is more: fewer are many products, more are padding."""
+"""The most positions of a window's tile (or one block, if that is more): fewer are more products, more are padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ExecutorConfig:
       max_tp: the largest TP degree that the weights are padded for.
       attention: what reads the paged cache (`jaxrl.kernels.attention`).
       features_first, gathered: how programs are built (`programs.Programs`); None: as the platform runs them fastest.
-      layouts: degrees that the executor can change to, with sizes of their own; others that divide `max_tp` have
+      layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
         `num_slots` and `num_blocks`.
     """
 
@@ -80,7 +80,7 @@ class ExecutorConfig:
     layouts: tuple[LayoutSizes, ...] = ()
 
     def sizes(self, tp: int) -> LayoutSizes:
-        """What the layout of a degree has room for. Raises ValueError where the weights are not padded for it."""
+        """What the layout of a degree has room for. Raises ValueError if the weights are not padded for that degree."""
         if tp < 1 or self.max_tp % tp:
             raise ValueError(
                 f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
@@ -91,7 +91,7 @@ class ExecutorConfig:
 
 
 def buckets(most: int, factor: int, least: int = 1) -> tuple[int, ...]:
-    """Ascending sizes ending at exactly `most`, each a `factor`-th of the next, none below `least`."""
+    """Ascending sizes that end at exactly `most`, each the next one divided by `factor`, none below `least`."""
     sizes = [most]
     while (size := -(-sizes[-1] // factor)) >= least and size < sizes[-1]:
         sizes.append(size)
@@ -107,7 +107,7 @@ class LayoutPrograms:
     """Programs of one model on one layout, each compiled once.
 
     Attributes:
-      capacity: what the layout offers; layout, config, model: what it was made of.
+      capacity: what the layout offers; layout, config, model: what the programs were made for.
       cache_shape: of the KV pool. programs: their functions.
       is_warm: all shapes are compiled; what is compiled later counts in `recompiles`.
     """
@@ -144,11 +144,11 @@ class LayoutPrograms:
         widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
         # The longest row in equal tiles: rows that reach the limit, as they often do, are padded by next to nothing.
         self.tile_width = -(-widest // -(-widest * config.block_size // _TILE))
-        # On CPUs (where windows are gathered) a step takes nearly as long as its rows, and a batch that drains has few.
+        # On CPUs (where windows are gathered) a step's time nearly follows its rows, and a draining batch has few.
         self.row_buckets = buckets(sizes.num_slots, *((2, 4) if self.programs.gathered else (4, 8)))
         self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))
         self.prefill_widths = buckets(widest, 4, least=max(least, widest // 16))
-        # Except for chunk lengths: their padding runs through all layers. 32 chunks of 64 tokens took twice their time.
+        # Chunk lengths need more: their padding runs through all layers. 32 chunks of 64 tokens took twice their time.
         self.chunk_buckets = buckets(config.max_prefill_tokens, 2, least=2 * config.block_size)
 
     def prefill_rows(self, length: int) -> tuple[int, ...]:
@@ -252,7 +252,7 @@ class LayoutPrograms:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     def abstract_pool(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """The KV pool's."""
+        """The same of the KV pool."""
         shape = self.cache_shape
         sharding = kv_cache.pool_sharding(self.layout, shape)
         one = jax.ShapeDtypeStruct(shape.dims(self.layout), shape.dtype, sharding=sharding)
@@ -270,7 +270,7 @@ class CompileAhead:
     """Compiles layouts' programs in a thread of its own; `close` drops what has not begun."""
 
     def __init__(self, layouts: Sequence[LayoutPrograms]) -> None:
-        wide = bool(jax.config.read("jax_enable_x64"))  # as the caller has it: jax keeps it per thread
+        wide = bool(jax.config.read("jax_enable_x64"))  # the caller's setting, because jax keeps it per thread
 
         def compile_all(layout: LayoutPrograms) -> None:
             with jax.enable_x64(wide):

@@ -5,9 +5,9 @@ them. `jaxrl profile` (`jaxrl.commands.profile`) decides what is measured and ke
 
 Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
 
-Departures: KV is whatever lies in the pool, for its values cost nothing; rows are placed at their positions without a
-prefill. A change of layout is really carried out, with and without live tokens, and what the tokens add is the cost of
-a token. Slow points are measured once.
+Departures: KV is whatever lies in the pool, because its values do not change the time; rows are placed at their
+positions without a prefill. A change of layout is really carried out, with live tokens and without; the difference
+gives the cost per token. Slow points are measured once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Profiler:
 
     Args:
       executor: `jaxrl.rollout.executor.MeshExecutor`.
-      repeats: measurements of which the median counts, where a point is fast.
+      repeats: how often a fast point is measured; the median counts.
     """
 
     def __init__(self, executor: MeshExecutor, repeats: int = 3) -> None:
@@ -61,7 +61,7 @@ class Profiler:
         """Seconds per decode step with rows of these contexts, in tokens, in every dp group."""
         self.use(tp)
         self._decode_plan(contexts, 1)  # compiles, if anything is to be compiled
-        # plans as long as the engine's: each gathers windows and writes them back once, for all of its steps
+        # plans are as long as the engine's: each gathers windows and writes them back once for all of its steps
         steps = [self._decode_plan(contexts, self._steps)]
         while len(steps) < self.repeats and sum(steps) * self._steps < POINT_S:
             steps.append(self._decode_plan(contexts, self._steps))

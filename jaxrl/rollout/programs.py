@@ -1,8 +1,8 @@
 """The device programs behind the engine: prefill (with insert) and generate, after JetStream's cut.
 
 Both are pure functions of (weights, pool, row state, what the plan says); `rollout.executor` compiles them per shape
-bucket. Row state lives on the device, in slots: the host plans one plan ahead and need not know yet which token a row
-drew last, or whether it has stopped.
+bucket. Row state lives on the device, in slots: the host makes a plan ahead of the device and need not know which token
+a row drew last, or whether it has stopped.
 
 Dims: G dp groups (sharded), S slots per group, R rows of a program, C positions per row, W blocks per table,
 V vocabulary.
@@ -31,7 +31,7 @@ MAX_STOP_IDS = 8
 
 
 class RowState(NamedTuple):
-    """What the device knows of a row; every field [G, S, ...] (or [G, R, ...] inside a program).
+    """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
     token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
     active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
@@ -99,8 +99,8 @@ class Programs:
 
     Attributes:
       features_first: the order of activations and matrices (`models.decoder`): features first on CPU.
-      gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`), which pays
-        where no kernel reads a block table in place: on CPU.
+      gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
+        CPU, where no kernel reads a block table in place.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Programs:
         return blank, windowed, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
 
     def _pin(self, tree: Any) -> Any:
-        """Keeps per-row values where they are, so that programs chain without a reshard between them."""
+        """Fixes the sharding of per-row values, so that programs follow each other without a reshard between them."""
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: self.rows_sharding, tree))
 
 

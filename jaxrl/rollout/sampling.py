@@ -1,12 +1,12 @@
-"""Drawing tokens so that they depend on what is drawn and never on how it is scheduled (design §7).
+"""Drawing tokens so that they depend on the sample's identity and never on the schedule (design §7).
 
 A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample
 index, attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race
 (the Gumbel-max trick without its second logarithm): competitor i with weight w_i arrives at E_i / w_i, with E_i an
 exponential variate from a counter hash of (key, i), and the earliest wins, with probability w_i / Σw exactly. It is
 run twice, among blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: the product is
-the same distribution, and V / BLOCK + BLOCK variates serve instead of V, which were most of its cost. Races shard
-over a tensor-parallel vocabulary, and rounding noise in the logits can flip only near-ties, which an inverse CDF
+the same distribution, and V / BLOCK + BLOCK variates are drawn instead of V, which would be most of the cost. Races
+shard over a tensor-parallel vocabulary, and rounding noise in the logits can flip only near-ties, which an inverse CDF
 cannot offer.
 
 The hash is two rounds of a 32-bit integer finaliser (the "lowbias32" constants of Wellons' hash prospector). It is a
@@ -41,7 +41,7 @@ def _mix64(x: int) -> int:
 
 
 def request_key(seed: int, key: SampleKey) -> np.ndarray:
-    """uint32 [2]: everything of a token's key but its position."""
+    """uint32 [2]: a token's key without its position."""
     state = _mix64((seed + _GOLDEN64) & _MASK64)
     for part in (key.epoch, key.prompt_index, key.sample_index, key.attempt):
         state = _mix64((state + _GOLDEN64 + part * 0xD1342543DE82EF95) & _MASK64)
@@ -116,7 +116,7 @@ def _race(weights: jax.Array, positions: jax.Array, keys: jax.Array) -> jax.Arra
     num_blocks = -(-vocab // BLOCK)
     padding = [(0, 0)] * (weights.ndim - 1) + [(0, num_blocks * BLOCK - vocab)]
     blocks = jnp.pad(weights, padding).reshape(*weights.shape[:-1], num_blocks, BLOCK)
-    # Counters of blocks count down from the top, so that no token ever shares one.
+    # Counters of blocks count down from the top, so that no token has the same counter as a block.
     block_ids = jnp.uint32(0xFFFFFFFF) - jnp.arange(num_blocks, dtype=jnp.uint32)
     block_noise = exponential_noise(keys, positions, block_ids, weights.dtype)
     block = jnp.argmin(block_noise / jnp.sum(blocks, axis=-1), axis=-1).astype(jnp.int32)

@@ -1,18 +1,18 @@
-"""The machine behind the loop, real or simulated: an engine over workers, a scoring, and the clock that both live by.
+"""The machine behind the loop, real or simulated: an engine over a worker, a scoring, and the clock of both.
 
 Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). While
 samples are still decoding, finished ones are being scored; their verdicts are handed to the round in the order in which
-the samples completed, however late they arrive.
+the samples completed, even when one arrives late.
 
 Source: design §3 (two seams, logical time). Rewards beside the rollout: RollPacker §4.3.
 
-Real and simulated runs differ in what is given to the backend: a mesh, a pool of processes, a tokenizer, a journal and
+Real and simulated runs differ in what they give to the backend: a mesh, a pool of processes, a tokenizer, a journal and
 the machine's clock; or modelled devices and scoring, both on one simulated clock, and no journal. The host waits for a
-plan's end, so it learns of verdicts when it looks again: the responses that ended in the plan are told first, then the
+plan's end before it looks for verdicts: the round first hears of the responses that ended in the plan, then of the
 verdicts that came in meanwhile.
 
-What a clock decides here is a scorer's time-out or crash: it is journalled before the round hears of it, and a step
-that runs again after a crash hears the same. A simulated clock decides the same again without a journal.
+A clock decides only one thing here: that a scorer timed out or crashed. That is journalled before the round hears of
+it, so a step that runs again after a crash gets the same verdict. A simulated clock needs no journal.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 _log = logging.getLogger(__name__)
-POLL_S = 0.5  # how long to wait for a verdict before looking round again
+POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 
 class Worker(Protocol):
-    """What the backend asks of an executor beyond running plans: `jaxrl.rollout.executor.MeshExecutor` has it, and
-    `jaxrl.sim.executor.SimulatedExecutor`."""
+    """What the backend needs of an executor besides running plans; `jaxrl.rollout.executor.MeshExecutor` and
+    `jaxrl.sim.executor.SimulatedExecutor` have it."""
 
     num_groups: int
     num_slots: int
@@ -109,11 +109,11 @@ class RolloutBackend:
       rewards: scores finished samples beside the rollout.
       text_of: makes a response's text, for scorers and people.
       weights: gives the trainer's current weights, on the devices.
-      clock: seconds from any origin; stamps events, as `rewards` does with the same clock.
-      journal: where decisions of the clock go; None: they are not kept, and none was made before.
+      clock: seconds from any origin, for the times of events; `rewards` uses the same clock.
+      journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
       timeline: where plans and busy rows are drawn; None: nowhere.
       on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
-      interrupted: whether a stop was asked for; looked at after every plan, for a response may be long.
+      interrupted: whether a stop was asked for; asked after every plan, because a response may be long.
       layouts: changes the layout between rounds and inside them; None: it stays.
     """
 
@@ -149,7 +149,7 @@ class RolloutBackend:
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
         self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
-        self._awaited: set[SampleKey] = set()  # verdicts without which no plan is made
+        self._awaited: set[SampleKey] = set()  # no plan is made before these verdicts are there
         self._arrived: dict[SampleKey, Verdict] = {}
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
@@ -159,7 +159,7 @@ class RolloutBackend:
     # -- memory phases -----------------------------------------------------------------------------------------------
 
     def enter_rollout(self, policy_version: int) -> None:
-        """Weights from the trainer to the rollout layout, on the devices; then the KV pool in what is left."""
+        """Brings the trainer's weights into the rollout layout, on the devices; then allocates the KV pool."""
         if self._layouts is not None and not self._ready:
             self._layouts.enter()
         self.worker.sync_weights(self._weights(), policy_version)
@@ -179,7 +179,7 @@ class RolloutBackend:
         """A round of training step `step` starts; its responses are drawn with `params`. `kind`: for the layout."""
         assert self.engine.is_idle, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
-        # a step may have two rounds, training and evaluation, and a prompt of each may have the same key
+        # a step may have two rounds, training and evaluation, with prompts of the same key
         self._round = self._round + 1 if step == self._step else 0
         self._step, self._params = step, params
         self._events.append(RoundStarted(self._clock()))
@@ -191,9 +191,9 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are still being drawn, or their ends have not been told yet.
+        """Whether samples are still being drawn, or the round has not yet been told that they ended.
 
-        Over when the last response has been told, though a plan of rows that have all stopped may still be in flight.
+        It ends when the last response has been told; a plan of rows that have all stopped may then still be in flight.
         """
         return bool(self._requests) or any(not isinstance(event, Verdict) for event in self._events)
 
@@ -205,7 +205,7 @@ class RolloutBackend:
         while not self._events:
             if self._interrupted():
                 raise Interrupted
-            self._take(self._rewards.completed())  # also where none came: a turn may have come by a cancellation
+            self._take(self._rewards.completed())  # even if none came: after a cancellation one may be due
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
@@ -235,7 +235,7 @@ class RolloutBackend:
                 self._awaited.add(key)
 
     def cancel(self) -> None:
-        """Drops the round: nothing of it will be heard again."""
+        """Drops the round: no event of it will follow."""
         self.engine.abort(self.engine.unfinished())
         self.engine.drain()
         if self._layouts is not None:
@@ -247,7 +247,7 @@ class RolloutBackend:
     def end(self) -> dict[str, float]:
         """The round is over; its metrics."""
         assert not self.engine.unfinished(), "a round ends while something of it is running"
-        self.engine.drain()  # the device may be one plan ahead, of rows that have all stopped
+        self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
         done = self.engine.counters.since(self._before)
@@ -265,7 +265,7 @@ class RolloutBackend:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _launch(self, command: Launch) -> None:
-        """Starts responses, or goes on with them from their token ids. Those that are finished need nothing."""
+        """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
         prompt, begun = command.prompt, {sample.key: sample for sample in command.resumed}
         for key in command.keys:
             request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
@@ -276,7 +276,7 @@ class RolloutBackend:
             self.engine.add(request)
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
-        """Ends requests; of those that have ended already, untold, the round hears as `Abort` says."""
+        """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
         if keep:
             self._tell_finished(self.engine.drain())
         else:
@@ -324,7 +324,7 @@ class RolloutBackend:
         busy, rows = self.engine.batcher.num_running, self.worker.num_groups * self.worker.num_slots
         if timeline is not None:
             timeline.counter("rows", busy=busy)
-        if self.generating:  # else the plan was of rows that had all stopped: nothing is new
+        if self.generating:  # else all rows of the plan had stopped before: nothing is new
             tokens = self.engine.counters.since(self._before).busy_row_steps
             self._on_progress(busy, rows, tokens, self._num_finished, self._num_launched)
 
@@ -339,9 +339,9 @@ class RolloutBackend:
             self._arrived[key] = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
 
     def _take(self, verdicts: list[Verdict]) -> None:
-        """Notes verdicts as they arrive, and hands over those that are here and whose turn it is.
+        """Notes verdicts as they arrive, and hands over those that are due and have arrived.
 
-        Those of the clock are on the disk before the round hears of them.
+        Verdicts that a clock decided are on the disk before the round hears of them.
         """
         for verdict in verdicts:
             if self._journal is not None and verdict.status in ("timeout", "crash"):
@@ -361,5 +361,5 @@ class RolloutBackend:
         self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in gone))
 
     def _place(self, key: SampleKey) -> tuple[int, ...]:
-        """Which verdict of the step it is, as the journal names it."""
+        """The key of a verdict in the journal."""
         return (self._round, key.epoch, key.prompt_index, key.sample_index, key.attempt)

@@ -49,7 +49,7 @@ def prepare_jax(config: Config) -> list[Any]:
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
-    """Memory of one device; None where the backend does not say (a CPU's memory is the host's)."""
+    """Memory of one device; None if the backend does not report it (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
@@ -61,7 +61,7 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
 
 
 def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
-    """What `model.path` names, the weights placed as training has them."""
+    """The tokenizer, config and weights that `model.path` names, with training's shardings."""
     path = resolve_path(config.model.path)
     seed = config.trainer.seed if config.model.random_init else None
     model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
@@ -71,7 +71,7 @@ def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, Mod
 def build_executor(
     config: Config, model: ModelConfig, layout: Layout, weights: Callable[[], Any] | None = None
 ) -> MeshExecutor:
-    """The executor of `config.rollout`, its pools sized by `layout_sizes`; `weights` as `MeshExecutor` takes them."""
+    """The executor of `config.rollout`, its pools sized by `layout_sizes`; `weights`: as in `MeshExecutor`."""
     rollout, val = config.rollout, config.rollout.val_kwargs
     memory = device_bytes(layout.mesh.devices.ravel().tolist())
     sizes = layout_sizes(config, model, layout.mesh.size, memory)

@@ -1,7 +1,7 @@
-"""What a backend calls around its rounds and plans where the layout adapts: real runs and simulations alike.
+"""The hooks that a backend, real or simulated, calls around its rounds and plans if the layout adapts.
 
-Purpose: `LayoutSession` implements `jaxrl.scheduling.layouts.control.Layouts` for one worker. It joins `LayoutControl`
-with whatever tells the time, the journal, the timeline and the run's log. Never imports jax.
+Purpose: `LayoutSession` implements `jaxrl.scheduling.layouts.control.Layouts` for one worker. It connects
+`LayoutControl` with the clock, the journal, the timeline and the run's log. Never imports jax.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LayoutSession:
       control: the rules over an engine.
       clock: seconds from any origin, the same as `drawing` has.
       drawing, log: where switches are shown; None: nowhere.
-      journal: where decisions go; None where the clock is a simulated one, which decides the same again.
+      journal: where decisions go; None for a simulated clock, which decides the same again.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class LayoutSession:
         self.control = control
         self._clock, self._drawing, self._log, self._journal = clock, drawing, log, journal
         self._at = (0, 0, "")  # step, round, kind
-        self._spans: list[tuple[float, float]] = []  # of the round's switches, in the timeline's clock
+        self._spans: list[tuple[float, float]] = []  # start times of the round's switches, in the timeline's clock
 
     def enter(self) -> None:
-        """A rollout phase begins, with neither weights nor pool: the layout of the next round, free of charge."""
+        """A rollout phase begins, with neither weights nor pool: takes the layout of the next round at no cost."""
         self.control.enter()
 
     def begin(self, step: int, round_index: int, kind: str) -> None:

@@ -1,16 +1,16 @@
-"""The memory of a run, per device, before anything is allocated: what lives when, and what follows from it.
+"""The memory of a run, per device, before anything is allocated: what lives when, and how large the KV pool is.
 
-Purpose: `plan_num_blocks` and `layout_sizes`, the one place where the size of the KV pool is decided; `plan_remat`,
-where it is decided what the update recomputes; `memory_plan` for `jaxrl explain-config`.
+Purpose: `plan_num_blocks` and `layout_sizes` alone decide the size of the KV pool; `plan_remat` decides what the update
+recomputes; `memory_plan` serves `jaxrl explain-config`.
 
 Source: design §5 (which weight is split how) and §6 (memory has phases). The bytes of weights, optimizer, gradients and
 KV follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the backward pass
-keeps of each layer, and one layer's working set. Against the temporaries that XLA reports for the gradient of
+keeps of each layer, and one layer's working set. Compared with the temporaries that XLA reports for the gradient of
 SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
 
   full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
 
-What lives when, per device. All the time: master weights, the optimizer's moments (unless `actor.offload_optimizer`),
+What lives when, per device. Always: master weights, the optimizer's moments (unless `actor.offload_optimizer`),
 and the frozen reference (where there is a KL term). In rollout also: the rollout weights and the KV pool. In the update
 also: gradients and activations; the KV pool and the rollout weights are released. `rollout.memory_fraction` bounds the
 rollout phase as a whole.
@@ -40,7 +40,7 @@ _SCORE_COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes per device: what is there all the time, and what each phase adds; and the KV pool that results."""
+    """Bytes per device: those that are always there, and those that each phase adds; and the resulting KV pool."""
 
     resident: dict[str, int]
     rollout: dict[str, int]
@@ -63,9 +63,9 @@ class MemoryPlan:
 def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, memory_bytes: int | None) -> int:
     """KV blocks per dp group, the reserved one included.
 
-    `rollout.num_blocks` where it is set. Otherwise what `rollout.memory_fraction` of a device leaves, at most what
-    `max_num_seqs` requests of the longest length can use; that most where the memory is not known (`memory_bytes`
-    None).
+    `rollout.num_blocks` if it is set. Otherwise as many as `rollout.memory_fraction` of a device leaves room for, but
+    no more than `max_num_seqs` requests of the longest length can use; exactly that many if the memory is not known
+    (`memory_bytes` None).
 
     Raises:
       ValueError: not even one request of the longest length fits.
@@ -101,7 +101,7 @@ def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
 def layout_sizes(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None
 ) -> dict[int, tuple[int, int]]:
-    """By tp degree: rows and KV blocks per dp group, as `rollout.layout.scale_rows` has them and the memory allows."""
+    """By tp degree: rows and KV blocks per dp group, by `rollout.layout.scale_rows` and as far as memory allows."""
     rollout, tp = config.rollout, config.rollout.tensor_model_parallel_size
     degrees = layout_degrees(config, num_devices)
     sizes: dict[int, tuple[int, int]] = {}
@@ -129,7 +129,7 @@ def row_tokens(config: Config) -> int:
 
 
 def _splits(size: int, degree: int) -> int:
-    """Into how many shards a dim of `size` goes on the mesh of so many devices."""
+    """The number of shards into which a dim of `size` is split on a mesh of so many devices."""
     return math.prod(dividing_factors(prime_factors(degree), size))
 
 
@@ -171,15 +171,15 @@ def _resident(config: Config, model_config: ModelConfig, num_devices: int) -> di
 def plan_remat(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str
 ) -> Literal["none", "dots", "full"]:
-    """`actor.remat`; in place of `auto`, `dots` where the update fits into a device's memory with it, else `full`.
+    """`actor.remat`, with `auto` resolved: `dots` if the update then fits into a device's memory, else `full`.
 
-    Where the memory is not known (`memory_bytes` None), `dots`.
+    `dots` also if the memory is not known (`memory_bytes` None).
     """
     chosen = config.actor.remat
     if chosen != "auto":
         return chosen
     parts = _resident(config, model_config, num_devices) | _update(config, model_config, num_devices, platform, "dots")
-    # what XLA allocates beside the plan, and fragments: as far as the estimate has been off, and some more
+    # for fragments and what XLA allocates beside the plan: a little more than the estimate's largest error so far
     return "dots" if memory_bytes is None or sum(parts.values()) <= 0.8 * memory_bytes else "full"
 
 

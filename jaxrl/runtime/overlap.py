@@ -1,9 +1,9 @@
 """Rollout and update at the same time, each on devices of its own (`rollout.num_devices`; RollPacker §6.7).
 
-Purpose: `Overlap` is `jaxrl.loop.Together` on a real machine. The rollout keeps the calling thread, whose host loop
-feeds its devices plan by plan; the update has another, which mostly waits for its own. Neither reads what the other
-writes: weights pass from the trainer to the rollout only between the two. On CPU, programs of several devices run one
-after another whatever their threads (design §5), so only submeshes of one device overlap there.
+Purpose: `Overlap` is `jaxrl.loop.Together` on a real machine. The rollout stays in the calling thread, where the host
+loop feeds its devices plan by plan; the update has a second thread, which mostly waits for its own devices. Neither
+reads what the other writes: weights pass from the trainer to the rollout only between the two. On CPU, programs over
+several devices run one after another in any case (design §5), so only submeshes of one device overlap there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Overlap:
     """Implements `jaxrl.loop.Together`.
 
     Attributes:
-      busy: whether two things are being done. A stop that is asked for then has to wait: the update cannot be taken
-        back, and its step ends with both.
+      busy: whether two things are running. A stop that is asked for meanwhile has to wait: the update cannot be undone,
+        and its step ends only when both have ended.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Overlap:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="update")
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """`first` in this thread, `second` in another. What either raises is raised once both have ended: of two
-        errors that of `second`, from the other."""
+        """Runs `first` in this thread and `second` in another. An exception of either is raised once both have ended;
+        if both fail, that of `second`, from that of `first`."""
         self.busy = True
         try:
             other = self._threads.submit(second)

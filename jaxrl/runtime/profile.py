@@ -1,4 +1,4 @@
-"""Adaptive layouts of a real run: the profile, checked to be of this machine, and the session that rests on it."""
+"""Adaptive layouts of a real run: the latency profile, checked against this machine, and the session that uses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 
 
 def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
-    """What a profile of this run's rollout is a profile of."""
+    """The model, machine and versions for which a profile of this run's rollout holds."""
     shapes = {name: (weight.shape, weight.dims) for name, weight in _named(model.weights())}
     device = mesh.devices.ravel()[0]
     cores = f" ({os.cpu_count()} cores)" if device.platform == "cpu" else ""
@@ -49,7 +49,7 @@ def _named(weights: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Reads a table. Raises ConfigError for a file that is none, or of another version."""
+    """Reads a table. Raises ConfigError for a file that is not a table, or of another version."""
     try:
         return Profile.from_json(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
-    """`rollout.layout.profile`, refused with the reason where it is of another model or machine, or made up."""
+    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up."""
     path = config.rollout.layout.profile
     profile = load_profile(path)
     if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:
@@ -84,7 +84,7 @@ def build_layouts(
     timeline: Timeline,
     log: LayoutLog,
 ) -> LayoutSession:
-    """The session of a run whose `rollout.layout` adapts. Raises ConfigError for a profile that cannot be used."""
+    """The session of a run with an adaptive `rollout.layout`. Raises ConfigError for a profile that cannot be used."""
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
     predictor = None
     if options.switch:

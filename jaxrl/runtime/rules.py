@@ -1,8 +1,8 @@
-"""The rules that a configuration asks for, or why its settings do not go together.
+"""The batch rule that a configuration asks for, or why its settings exclude each other.
 
 Purpose: the switches `rollout.tail_batching`, `rollout.partial_rollout`, `rollout.over_provisioning`,
-`algorithm.filter_groups` and `trainer.one_step_off` as one `BatchRule`, for real and simulated runs alike. What each
-does and what composes with what: docs/rollout-rules.md.
+`algorithm.filter_groups` and `trainer.one_step_off` as one `BatchRule`, for real and simulated runs alike.
+docs/rollout-rules.md says what each does and which of them combine.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def batch_rule(config: Config) -> BatchRule:
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:
-    """What the summary of a run says of prompts that were begun and not trained on; nothing where there are none."""
+    """The summary's entry about prompts that were begun and not trained on; empty if there are none."""
     return {"prompts begun and not trained on": f"{num_prompts} ({name})"} if num_prompts else {}

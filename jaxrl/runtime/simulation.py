@@ -4,7 +4,7 @@ Purpose: `build` makes a simulated run of a configuration, a cost model and a wo
 
 Source: design §3 (two seams). Departures from a real run: prompts have lengths but no text, and their order is not
 grain's; losses and gradients do not exist; evaluation draws prompts beside the training ones, `data.val_size` of them;
-weights that go to devices of the rollout's own are charged as if they had been there, split.
+weights for devices of the rollout's own are charged as if they lay there already, split.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import Workload
 
-STOP_TOKEN = 1  # what a response that is shorter than the limit ends with
+STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def build(
 
     Args:
       cost, workload: the models.
-      sizes: of the machine; by default those of the configuration, with nothing but weights beside the KV pool.
-      layouts: sizes by TP degree, where `rollout.layout` adapts; by default in the same way.
+      sizes: of the machine; by default those of the configuration, with only weights beside the KV pool.
+      layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
@@ -149,8 +149,8 @@ def _loop(
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Lets Python look for garbage in cycles less often: a simulation holds many small objects for long, and looking
-    through them takes a tenth of its time (2026-11-22, 128 devices, 1,600 requests a step)."""
+    """Makes Python collect cyclic garbage less often: a simulation holds many small objects for long, and each
+    collection looks through them, which takes a tenth of its time (2026-11-22, 128 devices, 1,600 requests a step)."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 20, 20)
     try:

@@ -1,4 +1,4 @@
-"""A calibration file: constants of the simulator, found by fitting them to what is known of a machine or a workload.
+"""A calibration file: constants of the simulator that were fitted to known facts about a machine or a workload.
 
 Purpose: `simulate.calibration` names such a file and `simulate.calibration_of` one problem in it. The file that comes
 with jaxrl is `docs/reproductions/calibration.json`; `scripts/papers` makes it from facts that papers published.
@@ -18,7 +18,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Constants by the problem that they solved, and name: `values[problem][constant]`."""
+    """Constants by the problem that they were fitted to, and by name: `values[problem][constant]`."""
 
     values: Mapping[str, Mapping[str, float]]
 
@@ -29,7 +29,7 @@ class Calibration:
         return self.values[problem]
 
     def efficiency(self, problem: str) -> Efficiency:
-        """The efficiency factors of a problem's machine; those that it does not determine keep their defaults."""
+        """The efficiency factors of a problem's machine; undetermined factors keep their defaults."""
         return efficiency_of(self.of(problem))
 
     @classmethod

@@ -1,7 +1,7 @@
-"""The clock of a simulation, and the phases and the picture that follow it.
+"""The clock of a simulation, and the phases and the timeline that follow it.
 
-Purpose: `SimulatedClock` is the only time there is; `SimulatedPhases` (a `jaxrl.loop.Phases`) adds up `timing_s/*` from
-it and can draw them, and whatever else is told to it, into a trace file of the same form as a real run's.
+Purpose: `SimulatedClock` is the only source of time; `SimulatedPhases` (a `jaxrl.loop.Phases`) adds up `timing_s/*`
+from it and can draw phases, spans and counters into a trace file of the same form as a real run's.
 
 Departures: time is a whole number of nanoseconds. A step's seconds are then differences that do not depend on when the
 step began, so a run that resumes from a checkpoint reports the same seconds as one that was never stopped.
@@ -36,11 +36,11 @@ class SimulatedClock:
         self.now_ns += nanoseconds(seconds)
 
     def reach(self, at_ns: int) -> None:
-        """Waits until `at_ns`; nothing if that is over."""
+        """Waits until `at_ns`; does nothing if that is past."""
         self.now_ns = max(self.now_ns, at_ns)
 
     def together(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Two things that do not meet, both from now on: the second goes back to where the first began."""
+        """Runs two things that both start now: for the second, the clock goes back to where the first began."""
         began_ns = self.now_ns
         one = first()
         ended_ns, self.now_ns = self.now_ns, began_ns
@@ -50,7 +50,7 @@ class SimulatedClock:
 
 
 def nanoseconds(seconds: float) -> int:
-    """The nearest whole number of them. Raises ValueError for what cannot be a duration."""
+    """The nearest whole number of them. Raises ValueError if it cannot be a duration."""
     if not 0 <= seconds < float("inf"):
         raise ValueError(f"a cost model or workload answered {seconds!r} seconds: durations must be >= 0 and finite")
     return round(seconds * _NS)
@@ -86,7 +86,7 @@ class SimulatedPhases:
             self._picture.complete(track, name, start_s, end_s, **args)
 
     def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Draws nothing: it is the host that waits here, and the devices' plans are drawn by `complete`."""
+        """Draws nothing: only the host waits here, and `complete` draws the devices' plans."""
         return nullcontext()
 
     def counter(self, track: str, **values: float) -> None:

@@ -1,7 +1,7 @@
-"""What a configuration says of a simulation: the machine, its cost model, and the workload.
+"""The parts of a simulation that a configuration describes: the machine, its cost model, and the workload.
 
-Purpose: section `simulate` of the configuration, together with the sections that a real run reads, turned into the
-objects of `jaxrl.sim`. Every model comes with a sentence that says where its numbers are from. Errors name options.
+Purpose: turns section `simulate`, together with the sections that a real run reads, into the objects of `jaxrl.sim`.
+Every model comes with a sentence about the source of its numbers. Errors name options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
 
-_NODE = 8  # devices, where no option says how many
+_NODE = 8  # devices, if no option says how many
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -39,7 +39,7 @@ def num_devices_of(config: Config) -> int:
 
 
 def rollout_devices_of(config: Config) -> int:
-    """How many of them roll out: all, in turns with training, or those of the rollout's own."""
+    """How many devices roll out: all, in turns with training, or only the rollout's own."""
     total, own = num_devices_of(config), config.rollout.num_devices
     problem = devices_problem(own, total, config.rollout.tensor_model_parallel_size, "simulate.num_devices")
     if problem is not None:
@@ -153,7 +153,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     """The simulated executor's sizes; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
 
     Args:
-      model: for the training state that lies beside the pool; None: `cost` counts what else there is.
+      model: for the training state that lies beside the pool; None: only what `cost` counts.
     """
     rollout, num_devices = config.rollout, rollout_devices_of(config)
     sizes = MachineSizes(
@@ -210,14 +210,14 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
 
 
 def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor | None:
-    """What the switch rule predicts from, where `rollout.layout.switch` is on: the table that step times come from, or
-    a profile of the modelled devices. `rollout.layout.profile` is not read: it is of the real machine."""
+    """The predictor of the switch rule, if `rollout.layout.switch` is on: over the table that step times come from, or
+    over a profile of the modelled devices. `rollout.layout.profile` belongs to the real machine and is not read."""
     options = config.rollout.layout
     if not options.switch:
         return None
     num_devices = rollout_devices_of(config)
     if config.simulate.cost == "table":
-        table = _profiled(config).profile  # of a dp group, whatever the number of them
+        table = _profiled(config).profile  # of one dp group, for any number of groups
         missing = sorted(set(degrees) - set(table.degrees))
         if missing:
             raise ConfigError(

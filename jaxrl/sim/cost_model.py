@@ -1,13 +1,13 @@
-"""Seconds and bytes of what a simulated machine does: the protocol, and an analytic roofline.
+"""Seconds and bytes of a simulated machine's work: the protocol, and an analytic roofline.
 
-Purpose: the simulated executor asks what a plan takes (`decode_step_s`, `prefill_s`); the simulated trainer asks what
-training, a weight sync and a layout switch take, and how many KV blocks a device holds. `CostModel` below is all that
-either may ask. Every answer is for one dp group (one model copy on `tp` devices): groups of a layout run in lockstep,
-so a plan takes as long as its slowest group.
+Purpose: the simulated executor asks how long a plan takes (`decode_step_s`, `prefill_s`); others ask how long training,
+a weight sync and a layout switch take, and how many KV blocks a device holds. `CostModel` below is all that any of them
+may ask. Every answer is for one dp group (one model copy on `tp` devices): groups of a layout run in lockstep, so a
+plan takes as long as its slowest group.
 
 Source: the roofline of Williams et al. (2009) over the bytes and FLOPs of a dense decoder; decode as a function of
-(batch, total context) is PAT §4.2 (Fig. 6); the move of KV is PAT §4.3 (equations 1-2); a mechanism for each term is
-named in its method.
+(batch, total context) is PAT §4.2 (Fig. 6); the move of KV is PAT §4.3 (equations 1-2); each method names the mechanism
+behind its terms.
 
 Departures: weights are resharded as design §5 nests them (a higher TP degree slices what is there, a lower one
 gathers), where PAT gathers and slices either way. Norms, biases and rope count as parameters and are taken as split.
@@ -38,8 +38,8 @@ _LOGIT_BYTES = 4  # float32
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """A model's parameters, counted once: of all layers together; that a forward pass multiplies by (all but the input
-    embedding, of which it takes single rows); and all, tied embeddings once."""
+    """Counts of a model's parameters: of all layers together; of those that a forward pass multiplies by (all but the
+    input embedding, from which it takes single rows); and of all, tied embeddings counted once."""
 
     layers: int
     read: int
@@ -54,8 +54,8 @@ class ParameterCounts:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What software reaches of the peaks, and what it costs whatever the size; `jaxrl.sim.calibration` reads factors
-    that were fitted.
+    """The share of each peak that software reaches, and costs that do not depend on size; `jaxrl.sim.calibration` reads
+    fitted factors.
 
     Attributes:
       memory: share of the memory bandwidth, reading weights and activations.
@@ -63,7 +63,7 @@ class Efficiency:
       compute: share of the FLOP/s in inference.
       link: share of the bandwidth between devices.
       mfu: share of the FLOP/s in training, over everything between its first and last kernel.
-      launch_s: seconds per layer and pass that no amount of work hides: launches, small kernels.
+      launch_s: seconds per layer and pass whatever the amount of work: launches, small kernels.
       step_s: seconds per decode step or prefill, once: host, sampling.
       collective_s: latency of one collective step between devices.
       train_fixed_s: seconds of a training step whatever its size: phases, loading of optimizer states, imbalance.
@@ -102,7 +102,7 @@ class TrainLoad:
       pairs: (query, key) pairs of its attention; see `causal_pairs`.
       updates: optimizer updates that the batch is cut into.
       epochs: passes over the batch (each forward and backward).
-      extra_forwards: forward passes besides: old log-probabilities, the reference model.
+      extra_forwards: further forward passes: old log-probabilities, the reference model.
     """
 
     tokens: float
@@ -123,7 +123,7 @@ class CostModel(Protocol):
         ...
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
-        """`decode_step_s` of many steps of some rows at once, to the last bit: [S], [S] -> [S]."""
+        """`decode_step_s` of many steps at once, equal to the last bit: [S], [S] -> [S]."""
         ...
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
@@ -143,7 +143,7 @@ class CostModel(Protocol):
         ...
 
     def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
-        """What changing the TP degree to another one costs. KV that is computed again costs a prefill instead."""
+        """The cost of changing the TP degree. KV that is computed again costs a prefill instead."""
         ...
 
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
@@ -165,9 +165,9 @@ def causal_pairs(tokens: float, start: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """`CostModel` from sizes and peaks: time = max(bytes / bandwidth, FLOPs / peak) + what no size hides.
+    """`CostModel` from sizes and peaks: time = max(bytes / bandwidth, FLOPs / peak) + fixed costs.
 
-    `number_bytes` are those of one number of the rollout's weights and KV (2: bfloat16).
+    `number_bytes`: bytes of one number of the rollout's weights and KV (2: bfloat16).
     """
 
     model: ModelConfig
@@ -207,7 +207,7 @@ class RooflineCost:
         return pass_s
 
     def _decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
-        """Seconds of reading the weights; of memory, per row and context token; of computing, per row and token."""
+        """Seconds to read the weights; of memory traffic per row and context token; of computing per row and token."""
         terms = self._decode.get(tp)
         if terms is None:
             terms = self._decode[tp] = self._new_decode_terms(tp)
@@ -252,7 +252,7 @@ class RooflineCost:
         return min(ring, doubling)
 
     def _pass_s(self, tp: int, tokens: float) -> float:
-        """What a pass costs beside the roofline: launches, and two all-reduces of [tokens, hidden] per layer."""
+        """The cost of a pass beside the roofline: launches, and two all-reduces of [tokens, hidden] per layer."""
         model, eff = self.model, self.efficiency
         reduce = self.all_reduce_s(tp, tokens * model.hidden_size * self.number_bytes)
         return eff.step_s + model.num_layers * (eff.launch_s + 2 * reduce)
@@ -298,7 +298,7 @@ class RooflineCost:
         return max(gathered, 0.0) + written + eff.sync_fixed_s
 
     def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
-        """Groups that merge send each other what they hold; see PAT's equations 1-2.
+        """Groups that merge send each other their KV; see PAT's equations 1-2.
 
         A higher TP degree merges `new_tp / tp` groups: each device keeps `tp / new_tp` of the KV it has and sends the
         rest. A lower one splits a group, and takes in as much.
@@ -325,7 +325,7 @@ class RooflineCost:
         return 2 * model.num_layers * heads * model.head_dim * self.number_bytes
 
     def device_params(self, tp: int, params: int) -> float:
-        """Of `params` parameters, those on one of `tp` devices: copied key/value heads count in full."""
+        """How many of `params` parameters lie on one of `tp` devices; copied key/value heads count in full."""
         model = self.model
         kv = 2 * model.num_layers * model.hidden_size * model.num_kv_heads * model.head_dim
         return (params - kv) / tp + kv / self._kv_split(tp)

@@ -1,18 +1,18 @@
 """The simulated devices under the engine: plans in, lengths replayed, time charged by a cost model.
 
-Purpose: `SimulatedExecutor` is what `rollout.executor` is on a real mesh, for a machine of any size: dp groups of `tp`
-devices each, a KV pool and rows per group. It jumps from stop to stop instead of going token by token.
+Purpose: `SimulatedExecutor` stands for `rollout.executor` on a modelled machine of any size: dp groups of `tp` devices,
+each with a KV pool and rows. It jumps from stop to stop instead of going token by token.
 
 Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; the depth (one plan ahead) and the rule for
-leaving a plan early are design §3 and §6. `jaxrl.sim.replay.ReplayExecutor` does the same step by step and is what
-this one is tested against: rows, tokens, steps and stops are equal.
+leaving a plan early are design §3 and §6. `jaxrl.sim.replay.ReplayExecutor` does the same step by step; tests compare
+the two: rows, tokens, steps and stops are equal.
 
-Time. A plan starts when it has been submitted and the plan before it is over, so the host's work on the next plan
-overlaps with the device's on this one; `collect` waits for a plan's end. In each dp group a plan costs its prefill
-chunks in one pass, then each decode step with the rows still active; it takes as long as its slowest group.
+Time: a plan starts when it has been submitted and the previous plan is over, so the host works on the next plan while
+the device runs this one; `collect` waits for a plan's end. In each dp group a plan costs its prefill chunks in one
+pass, then each decode step with the rows still active; it takes as long as its slowest group.
 
-Departures: between two stops in a group the context grows linearly, and one evaluation in the middle stands for the
-steps between: exact wherever the cost is linear in the context there. A plan that prefills nothing and finds no row
+Departures: between two stops in a group the context grows linearly, and one evaluation in the middle stands for all
+steps between them. That is exact where the cost is linear in the context. A plan that prefills nothing and finds no row
 active takes no time.
 """
 
@@ -39,7 +39,7 @@ _ZEROS.flags.writeable = False
 
 @dataclass(frozen=True, slots=True)
 class MachineSizes:
-    """What the machine is made of; see `jaxrl.scheduling.tokens.plan.Executor`."""
+    """The sizes of the machine; see `jaxrl.scheduling.tokens.plan.Executor`."""
 
     num_devices: int
     tp: int
@@ -80,7 +80,7 @@ class SimulatedTicket:
 
 @dataclass(frozen=True, slots=True)
 class LanePlan(Plan):
-    """A plan whose maker has the rows of `decode` in arrays too, each [rows] and int64, by ascending seat.
+    """A plan that also has the rows of `decode` as arrays, each [rows] and int64, by ascending seat.
 
     Attributes:
       ids: request ids.
@@ -92,20 +92,20 @@ class LanePlan(Plan):
 
 
 class Gains(Mapping[int, RowResult]):
-    """What the rows of a plan gained, by request id: counts, and tokens once somebody asks for them.
+    """What the rows of a plan gained, by request id: counts, and tokens when they are asked for.
 
     Args, each [rows that gained something] and in the order of seats:
       ids: request ids, int64.
       responses: each row's whole response, int32 [tokens].
       first, last: the positions that the plan brought, `last` excluded.
-      stopped: who stopped, bool.
+      stopped: bool, whether the row stopped.
     """
 
     def __init__(
         self, ids: np.ndarray, responses: np.ndarray, first: np.ndarray, last: np.ndarray, stopped: np.ndarray
     ) -> None:
         self._ids, self._responses, self._first, self._last, self._stopped = ids, responses, first, last, stopped
-        self._places: dict[int, int] | None = None  # made for who asks for all rows
+        self._places: dict[int, int] | None = None  # made when all rows are asked for
 
     def __getitem__(self, request_id: int) -> RowResult:
         if self._places is None:
@@ -120,7 +120,7 @@ class Gains(Mapping[int, RowResult]):
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows together."""
+        """Tokens of all rows together."""
         return int((self._last - self._first).sum())
 
     def count(self, request_id: int) -> int:
@@ -132,7 +132,7 @@ class Gains(Mapping[int, RowResult]):
         return [(int(self._ids[place]), self._row(place)) for place in np.flatnonzero(self._stopped).tolist()]
 
     def tokens(self, request_id: int, first: int, last: int) -> RowResult:
-        """Positions [first, last) of the response of a row, whichever plans brought them."""
+        """Positions [first, last) of a row's response, also those that other plans brought."""
         return _row_result(self._responses[np.flatnonzero(self._ids == request_id)[0]][first:last], False)
 
     def _row(self, place: int) -> RowResult:
@@ -151,7 +151,7 @@ class _Rows:
         self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
 
     def take(self, seat: int, other: _Rows, other_seat: int) -> None:
-        """Gives a seat the row of another machine's."""
+        """Copies a row from a seat of `other`."""
         for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
             mine[seat] = theirs[other_seat]
 
@@ -165,7 +165,7 @@ class _Rows:
             self.left[seats] -= count
 
     def gains(self, filled: np.ndarray, seats: np.ndarray, steps: np.ndarray) -> Gains:
-        """What the plan just run brought: a token to each of `filled`, and `steps` to `seats`."""
+        """The gains of the plan just run: one token for each of `filled`, and `steps` tokens for `seats`."""
         if len(filled):
             gained = np.zeros(len(self.ids), np.int64)
             gained[filled] = 1
@@ -178,7 +178,7 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Prefill:
-    """What a plan's chunks ask of one dp group."""
+    """The load of a plan's chunks on one dp group."""
 
     tokens: int = 0
     pairs: float = 0.0
@@ -189,9 +189,9 @@ class SimulatedExecutor:
     (`jaxrl.runtime.backend.Worker`), and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
 
     Args:
-      length_of: (a response, the step whose rollout the weights of its first token are for) -> its tokens, kept ones
-        included; cut at its request's max_tokens. So a response that is resumed later keeps its length. Asked when its
-        prefill ends: a response that is aborted before it runs needs none.
+      length_of: (a response, its step: 1 + the version of its first token) -> its tokens, kept ones included;
+        cut at its request's max_tokens. So a response that is resumed later keeps its length. Asked when its prefill
+        ends: a response that is aborted before it runs needs no length.
       on_plan: called with (plan, its result, start, end in nanoseconds) when a plan is submitted.
       host_s: seconds that the host works on each plan before it submits it.
       layouts: sizes by TP degree, of the layouts that it can change to.
@@ -200,7 +200,7 @@ class SimulatedExecutor:
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
       policy_version: of the weights.
-      recompiles: 0, for there are no programs.
+      recompiles: 0, because there are no programs.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class SimulatedExecutor:
     def switch(self, move: Relayout) -> TimeTaken:
         """Takes the rows to their new seats, in the time that the cost model gives.
 
-        KV that is computed again costs nothing here: the plans that prefill it are charged.
+        KV that is computed again costs nothing here, because the plans that prefill it are charged.
         """
         assert not self._tickets, "a layout changes while plans are in flight"
         old, groups = self._rows, dict[int, list[int]]()
@@ -321,7 +321,7 @@ class SimulatedExecutor:
     # Inside
 
     def _prefill(self, plan: Plan) -> tuple[dict[int, _Prefill], np.ndarray]:
-        """Counts the chunks of each dp group, and activates the rows whose prefill ends: their seats."""
+        """Counts the chunks of each dp group and activates rows at the end of their prefill; returns their seats."""
         work: dict[int, _Prefill] = {}
         filled: list[int] = []
         for chunk in plan.prefill:
@@ -341,7 +341,7 @@ class SimulatedExecutor:
         if length <= kept:
             raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
-        rows.ids[rows.ids == request.request_id] = -1  # where it was preempted: a switch looks rows up by id
+        rows.ids[rows.ids == request.request_id] = -1  # its old row, if it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
         rows.context[seat] = len(request.prompt_ids) + kept
         rows.generated[seat], rows.left[seat] = kept, length - kept
@@ -360,14 +360,14 @@ class SimulatedExecutor:
         return seats[self._rows.left[seats] > 0]
 
     def _seconds(self, prefill: dict[int, _Prefill], seats: np.ndarray, left: np.ndarray, num_steps: int) -> float:
-        """Seconds of a plan: of its slowest dp group."""
+        """Seconds of a plan, set by its slowest dp group."""
         seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
         for group, work in prefill.items():
             seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
         return float(seconds_G.max())
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
-        """Seconds of the decode steps, [dp groups]. Where nobody stops on the way, one evaluation says it all."""
+        """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""
         tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.context[seats]
         batch_G = np.bincount(of_group, minlength=self.num_groups)
         context_G = np.bincount(of_group, context, minlength=self.num_groups)
@@ -421,7 +421,7 @@ def fillers(request: Request, length: int) -> np.ndarray:
     """The tokens of a response, int32 [length]: `jaxrl.sim.replay.filler` of every position at once."""
     key, stops = request.key, request.params.stop_token_ids
     first = key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31
-    entry = first * pow(17, -1, VOCABULARY) % VOCABULARY  # where the sequence 0, 17, 34, ... is at `first`
+    entry = first * pow(17, -1, VOCABULARY) % VOCABULARY  # the value of the sequence 0, 17, 34, ... at `first`
     tokens = np.tile(_SEQUENCE, -(-(entry + length) // VOCABULARY))[entry : entry + length].copy()
     for stop in sorted(stops):
         tokens[tokens == stop] += 1

@@ -4,9 +4,9 @@ Purpose: the constants of `jaxrl.sim.cost_model`. They are peaks; how much of a 
 factor of the cost model, never mixed in here.
 
 Source: each entry's docstring names the data sheet of each number. FLOP/s are dense bfloat16 (data sheets print twice
-that "with sparsity"). Bandwidths are bytes per second in one direction; data sheets print links in both directions
-added up, so half of what they say stands here. 1 GB is 1e9 bytes, as on the data sheets; memory that a data sheet
-gives as GB is taken as 2**30 bytes each, which is how it is built.
+that "with sparsity"). Bandwidths are bytes per second in one direction; data sheets add up both directions of a link,
+so half of their figures stand here. 1 GB is 1e9 bytes, as on the data sheets; but a data sheet's GB of device memory
+are taken as 2**30 bytes each, which is how memory is built.
 
 Departures: bandwidth between nodes belongs to a cluster, not to a device; the entries hold that of the vendor's usual
 eight-device server (one network card per device), and `dataclasses.replace` sets another.
@@ -29,7 +29,7 @@ class Hardware:
       flops_per_s: dense bfloat16 FLOP/s of one device.
       memory_bytes_per_s: device memory bandwidth.
       memory_bytes: device memory.
-      link_bytes_per_s: what one device sends to the others of its node, in one direction.
+      link_bytes_per_s: bandwidth from one device to the others of its node, in one direction.
       inter_node_bytes_per_s: one device's share of its node's network, in one direction.
       node_size: devices of a node.
     """
@@ -126,7 +126,7 @@ HARDWARE: dict[str, Hardware] = {entry.name: entry for entry in (A40, A100, H100
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of a name, whatever its case. Raises ValueError for one that is not there."""
+    """The entry of a name in any case. Raises ValueError for an unknown name."""
     for known, entry in HARDWARE.items():
         if known.lower() == name.lower():
             return entry

@@ -1,17 +1,17 @@
-"""The batcher of a simulation: where nothing is to be decided, a plan costs what changes in it, not what runs in it.
+"""The batcher of a simulation: with nothing to decide, a plan costs work for rows that change, not for all rows.
 
-Purpose: a simulated step of thousands of responses of thousands of tokens is millions of (plan, row) pairs, in nearly
-all of which a row is named once more and gains as many tokens as every other. `LockstepBatcher` decides what `Batcher`
-decides: the same plans, block by block, trace and counters. tests/sim/test_lockstep.py compares the two.
+Purpose: a simulated step with thousands of responses of thousands of tokens has millions of (plan, row) pairs. In
+nearly all, a row is named again and gains as many tokens as every other. `LockstepBatcher` makes the same decisions as
+`Batcher`: the same plans, block by block, the same trace and counters. tests/sim/test_lockstep.py compares the two.
 
 While no request waits and every running row decodes, the rows form a *lane*. The lane counts the steps that its plans
-promised and took, once for all rows. A row is looked at when it needs a block, reaches its limit, stops or is aborted:
-the first two are known beforehand, and wait for their plan. Anything else that could matter (a new request, a pool that
-runs dry, another layout, a look at a row's state) dissolves the lane: what it counted is written into each `Progress`,
+promised and took, once for all rows. It handles a single row only when that row needs a block, reaches its limit, stops
+or is aborted; the plans of the first two are known beforehand. Anything else that could matter (a new request, a pool
+that runs dry, another layout, a look at a row's state) dissolves the lane: its counts are written into each `Progress`,
 and `Batcher` goes on from there.
 
-Departures: needs an executor that returns `Gains`. There every row that does not stop gains a token in each step,
-and its tokens can be had later, so that they are copied once, when it leaves the lane.
+Departures: needs an executor that returns `Gains`. With `Gains`, every row that does not stop gains a token in each
+step, and its tokens can be read later; so they are copied once, when the row leaves the lane.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from jaxrl.sim.executor import Gains, LanePlan
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan of the lane in flight: the rows that it names, and those of them that have left the lane since."""
+    """A plan of the lane in flight: the rows that it names, and which of them have left the lane since."""
 
     rows: tuple[DecodeRow, ...]
     gone: dict[int, Progress] = field(default_factory=dict)
 
 
 _Due = tuple[int, Progress, int]
-"""A row to look at: its arrival, which no two rows share; the row; its `num_written` when the lane was formed."""
+"""A row to look at: its arrival (unique); the row; its `num_written` when the lane was formed."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Lane:
     flights: dict[int, _Flight] = field(default_factory=dict)  # by the plan's index
 
     def leave(self, progress: Progress, num_more: int = 0) -> None:
-        """Takes a row out, its tokens complete as far as plans have been counted, and `num_more` besides."""
+        """Takes a row out, with its tokens of all plans counted so far and `num_more` more."""
         request_id = progress.request.request_id
         self.copy_tokens(progress, num_more)
         del self.members[request_id]
@@ -80,7 +80,7 @@ class _Lane:
             progress.append(self.gains.tokens(progress.request.request_id, first, first + count), self.version)
 
     def collect(self, gains: Gains, version: int) -> None:
-        """Takes a plan's tokens from `gains` from now on; those of other weights are copied before."""
+        """Reads tokens from this plan's `gains` from now on; tokens of earlier weights are copied first."""
         if version != self.version and self.taken:
             for progress in self.members.values():
                 self.copy_tokens(progress)
@@ -89,7 +89,7 @@ class _Lane:
 
 
 class LockstepBatcher(Batcher):
-    """Decides what `Batcher` decides, over an executor that returns `Gains`."""
+    """Makes the decisions of `Batcher`, over an executor that returns `Gains`."""
 
     def __init__(
         self, config: BatcherConfig, capacity: Capacity, trace: Callable[[TraceEvent], None] | None = None
@@ -169,7 +169,7 @@ class LockstepBatcher(Batcher):
     # The lane
 
     def _is_steady(self) -> bool:
-        """Whether every plan from now on, until something happens, names the same rows for the same steps."""
+        """Whether all plans from now on name the same rows for the same steps, until something happens."""
         return (
             bool(self._running)
             and not self.num_waiting
@@ -198,8 +198,8 @@ class LockstepBatcher(Batcher):
         lane.due[plan].append((progress.arrival, progress, written))
 
     def _look_at_due(self, lane: _Lane) -> bool:
-        """Gives the rows that need them their blocks, oldest first, and leaves out the rows that the plans in flight
-        take to their last token. False if a pool runs dry: `Batcher` goes on from the row that got none."""
+        """Gives blocks to the rows that need them, oldest first, and leaves out rows that the plans in flight bring to
+        their last token. False if a pool runs dry: `Batcher` then goes on from the row that got no block."""
         promised = lane.num_plans * self.config.decode_steps
         for _, progress, written in sorted(lane.due.pop(lane.num_plans, ()), key=_arrival):
             request_id, now = progress.request.request_id, written + promised
@@ -216,7 +216,7 @@ class LockstepBatcher(Batcher):
         return True
 
     def _repeat(self, lane: _Lane) -> Plan | None:
-        """The next plan: the rows of the one before, as far as they are still there."""
+        """The next plan: the rows of the previous plan that are still there."""
         if not lane.named:
             assert self._flights or not self._requests, "requests run, and no plan names one"
             return None
@@ -235,7 +235,7 @@ class LockstepBatcher(Batcher):
         return plan
 
     def _dissolve(self) -> None:
-        """Writes down for each row what the lane counted for all."""
+        """Writes the lane's counts into each row."""
         lane, self._lane = self._lane, None
         if lane is None:
             return

@@ -1,10 +1,10 @@
 """The latency profile of modelled devices: what `jaxrl profile` would measure on them.
 
-Purpose: `modelled_profile`, so that a simulated run decides about its layouts from a table of points, as a real one
-does, and not from the cost model that charges it.
+Purpose: `modelled_profile` lets a simulated run choose its layouts from a table of points, as a real run does, and not
+from the cost model that charges its time.
 
 Source: PAT §4.2 (offline profiler); points as `jaxrl.scheduling.layouts.latency_profile` chooses them. Departure:
-nothing is noisy, so a point is asked for once.
+without noise, each point is asked for once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Purpose: `jaxrl.loop.Prompts` without files, tokenizer or grain (which brings jax along). A prompt's index decides its
 length, kind and, through the workload, the lengths of its responses; epochs come in a new order each, as in training.
 
-Departures: the order is numpy's for (seed, epoch), not grain's: it is as random, not the same.
+Departures: the order is numpy's for (seed, epoch), not grain's: equally random, but not the same.
 """
 
 from __future__ import annotations

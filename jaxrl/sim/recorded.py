@@ -1,12 +1,12 @@
-"""Lengths of a real run, played again: `samples.jsonl` of a run directory as a `Workload`.
+"""Lengths of a real run, replayed: `samples.jsonl` of a run directory as a `Workload`.
 
 Purpose: a simulation in which lengths come from a run instead of a formula.
 
 Source: bootstrap resampling (Efron 1979), by prompt so that a long prompt is long again (RollPacker §3, RhymeRL §6.1).
 
 Departures: `samples.jsonl` (`jaxrl.record.samples`) holds a few samples of each step and no prompt index, so a recorded
-prompt is known by its text. Responses that reached the run's own token limit would have been longer: they are played as
-recorded, and `num_truncated` says how many there are.
+prompt is identified by its text. Responses that reached the run's own token limit would have been longer; they are
+replayed as recorded, and `num_truncated` counts them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxrl.sim.workload import normal, scoring_s, uniform
 from jaxrl.types import SampleKey
 
 Rule = Literal["by_prompt", "pooled"]
-# What a random number is for: apart from those of `jaxrl.sim.workload`.
+# What a random number is for; different from those of `jaxrl.sim.workload`.
 _PROMPT, _RESPONSE, _TIME, _HANGS = range(16, 20)
 
 _NO_SCORING = SimulatedScoring()
@@ -53,14 +53,13 @@ class RecordedWorkload:
 
     Args:
       seed: of the draws.
-      prompts: what was recorded. Prompt index i is one of them, drawn by (seed, i): the same whenever it is asked for.
+      prompts: the recorded prompts. Prompt index i is one of them, drawn by (seed, i), so always the same one.
       rule: `by_prompt`: a response is one of its prompt's recorded ones; `pooled`: one of any prompt's, so that prompts
         have no length of their own.
       scoring, timeout_s: seconds of scoring, which the file does not hold, and when it is cut off.
       num_truncated: recorded responses that ended at the run's token limit.
 
-    A response is drawn among those of the recorded step nearest to the step asked for, so that growth over training is
-    played too.
+    A response is drawn from the recorded step nearest to the step asked for, so growth over training is replayed too.
 
     Raises ValueError without prompts, or for a prompt without responses.
     """
@@ -158,7 +157,7 @@ def _by_step(responses: Sequence[Response]) -> dict[int, list[Response]]:
 
 
 def _nearest(steps: Sequence[int], step: int) -> int:
-    """Of ascending steps the one nearest to `step`, the earlier of two."""
+    """The one of ascending `steps` that is nearest to `step`; the earlier of two equally near."""
     i = bisect_left(steps, step)
     return min(steps[max(i - 1, 0) : i + 1], key=lambda known: abs(known - step))
 

@@ -1,13 +1,13 @@
-"""An executor that runs no model: it replays how long each response was, and charges time for it.
+"""An executor without a model: it replays the length of each response, and charges time for it.
 
 Purpose: `jaxrl simulate`, and tests of everything above the executor. Engine, batcher and block accounting are the real
-ones; so is the depth (one plan ahead) and the decode loop's rule for leaving early, step by step.
+ones. So are the depth (one plan ahead) and, step by step, the decode loop's rule for leaving early.
 
 Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; design §3.
 
 Departures: lengths go by the sample's identity, not by order of arrival, so a schedule may change without changing what
 is generated. Tokens are fillers that depend on identity and position alone. A response that a stop string ended is
-replayed as one that the device ends, so a plan in which it ends may be left earlier than it was.
+replayed as if the device had ended it, so the plan in which it ends may be left earlier than in the recorded run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReplayExecutor:
       lengths: tokens of each response, kept ones included; cut at its request's max_tokens.
       num_groups, num_slots, num_blocks, block_size, max_prefill_tokens: see `plan.Executor`.
       cost: seconds that a plan takes; nothing by default.
-      layouts: by degree, what the layouts offer that it can change to; `tp`: the one in use.
+      layouts: by degree, what each layout that it can change to offers; `tp`: the one in use.
       switch_cost: seconds that a change of layout takes; nothing by default.
 
     `policy_version` may be set between plans, as a weight sync would.

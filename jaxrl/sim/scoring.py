@@ -1,13 +1,13 @@
-"""Simulated scoring: workers that take as long as the workload says, and verdicts that come when the clock gets there.
+"""Simulated scoring: workers that take as long as the workload says, and verdicts that come at their simulated time.
 
-Purpose: for `jaxrl simulate`, what a reward pool is in a real run (`jaxrl.runtime.backend.Scoring`). Each of
-`num_workers` processes scores one response at a time, in the order of submission; what is still to come lies in a heap
-of (time, sequence, verdict). A verdict bears the time at which it came in, whenever it is asked for.
+Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime.backend.Scoring`). Each of
+`num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in a heap
+of (time, sequence, verdict). A verdict carries the time at which it came in, even if it is asked for later.
 
 Source: rewards beside the rollout, RollPacker §4.3.
 
-Departures: a response whose scoring reaches the time limit gets a time-out with reward 0, as in the reward pool;
-crashes and errors of scorers are not modelled. A scoring that is cancelled keeps its worker until its end, and counts.
+Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool;
+crashes and errors of scorers are not modelled. A cancelled scoring keeps its worker until its end, and is counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScoringWorkers:
     """Implements `jaxrl.runtime.backend.Scoring`.
 
     Args:
-      workload: says of each response what its reward is, and how long scoring it takes.
+      workload: gives each response its reward and its seconds of scoring.
       clock: shared with the devices and the backend.
       phases: where scoring is drawn.
       num_workers: processes.
@@ -57,7 +57,7 @@ class ScoringWorkers:
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Queues a finished sample; its verdict is known now, and comes when it is scored."""
-        # the step whose rollout the weights of its first token were for, as the executor asks for its length
+        # 1 + the version of its first token, as for its length in the executor
         key, step = sample.key, int(sample.versions[0]) + 1
         duration_ns = nanoseconds(self._workload.reward_s(key, step))
         timed_out = 0 < self._timeout_ns <= duration_ns
@@ -94,7 +94,7 @@ class ScoringWorkers:
         return found
 
     def wait(self, timeout_s: float) -> list[Verdict]:
-        """The clock goes on to the next verdict, however far that is: whoever waits here waits for nothing else."""
+        """Moves the clock to the next verdict, however far: a caller that waits here has nothing else to wait for."""
         found = self.completed()
         while self._pending and not found:
             self._clock.reach(self._coming[0][0])
@@ -103,7 +103,7 @@ class ScoringWorkers:
 
     @property
     def num_pending(self) -> int:
-        """Samples whose verdict is to come."""
+        """Samples with a verdict still to come."""
         return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A cost model with measured inference: a latency profile, and another model for what it does not hold.
+"""A cost model with measured inference: a latency profile, and another model for everything else.
 
 Purpose: `jaxrl.sim.cost_model.CostModel` from a table of `jaxrl profile`, to simulate the machine it was measured on.
 
@@ -18,9 +18,9 @@ from jaxrl.sim.cost_model import CostModel, TrainLoad
 
 @dataclass(frozen=True, slots=True)
 class TableCost:
-    """`CostModel` of the measured table in `predictor`: decode, prefill and layout switches; `rest` says all else.
+    """`CostModel` of the measured table in `predictor`: decode, prefill and layout switches; `rest` answers the rest.
 
-    Measured values stand for the devices they were measured on: they are not scaled to another number of them.
+    Measured values hold for the devices that they were measured on and are not scaled to another number of devices.
     """
 
     predictor: LatencyPredictor
@@ -33,8 +33,8 @@ class TableCost:
         return self.predictor.decode_steps_s(tp, batch_S, context_S)
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
-        """By the equal rows that have as many tokens and pairs (PAT equation 3): 2 pairs / tokens long. The tokens of a
-        later chunk attend more than any such rows do; it counts as one row of its own length."""
+        """The time of equal rows with the same tokens and pairs (PAT equation 3); each is 2 pairs / tokens long. Tokens
+        of a later chunk attend to more than such rows can; the chunk counts as one row of its own length."""
         if tokens <= 0:
             return 0.0
         context = min(max(2.0 * pairs / tokens - 1.0, 1.0), tokens) if pairs > 0 else float(tokens)

@@ -3,7 +3,7 @@
 Purpose: `jaxrl.loop.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do not exist, so
 their metrics are left out rather than made up.
 
-Departures: a batch's tokens count a prompt once per sample, also where `actor.share_prompts` would compute it less
+Departures: a batch's tokens count a prompt once per sample, even where `actor.share_prompts` would compute it less
 often; padding of microbatches is part of the cost model's `mfu`.
 """
 
@@ -21,8 +21,8 @@ from jaxrl.types import TrainBatch
 class SimulatedTrainer:
     """Charges forward passes and updates to the clock.
 
-    A step's cost is asked for as a whole: each update is charged what it adds to the step so far, so that what a step
-    costs whatever its size is charged once. `synced` ends the step.
+    The cost model is asked for a step as a whole, and each update is charged what it adds to the step so far; so the
+    fixed cost of a step is charged once. `synced` ends the step.
     """
 
     def __init__(self, cost: CostModel, num_devices: int, clock: SimulatedClock) -> None:
@@ -39,7 +39,7 @@ class SimulatedTrainer:
         return [np.zeros(len(sample), np.float32) for sample in batch.samples]
 
     def accumulate(self, batch: TrainBatch) -> None:
-        """Adds to the gradient: to what the next update costs."""
+        """Adds to the gradient, and so to the cost of the next update."""
         tokens, pairs = load_of(batch)
         self._tokens += tokens
         self._pairs += pairs

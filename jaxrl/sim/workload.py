@@ -1,19 +1,19 @@
-"""What a simulated run generates: response and prompt lengths, seconds of scoring, rewards, each by identity.
+"""The data of a simulated run: response and prompt lengths, seconds of scoring and rewards, each by identity.
 
-Purpose: the lengths and times of `jaxrl simulate`. Every number is a pure function of (seed, identity): a schedule may
-change without changing what is generated, and nothing is kept.
+Purpose: the lengths and times of `jaxrl simulate`. Every number is a pure function of (seed, identity): a change of
+schedule does not change what is generated, and no state is kept.
 
 Source: RollPacker §2.2 and Fig. 2 (long-tailed lengths; math, code and judge tasks), §4.3 and Fig. 8 (time-outs of the
 sandbox); RhymeRL §3.1 (lengths grow over training) and §6.1 (a prompt's rank by length is stable over epochs); APRIL
 §3.2.3 (lengths vary less within a prompt than between prompts).
 
-Model. A response has a standard normal *score* z = sqrt(c) a + sqrt(1 - c) b: a belongs to the prompt, in every epoch
-and attempt, b to the response. Its length is the quantile of Phi(z) in the distribution that `SimulatedLengths`
-describes, so the lengths of all responses have exactly that distribution, and `correlation` c says how much of it the
-prompt decides.
+Model: a response has a standard normal *score* z = sqrt(c) a + sqrt(1 - c) b, in which a belongs to the prompt (in
+every epoch and attempt) and b to the response. Its length is the quantile of Phi(z) in the distribution that
+`SimulatedLengths` describes, so the lengths of all responses have exactly that distribution, and `correlation` c says
+how much of the length the prompt decides.
 
 Departures: the papers' traces are not public, so shapes come from their published quantiles (`scripts/papers`). Scores
-come from a 64-bit counter hash (the finaliser of splitmix64, Steele et al. 2014), not from a generator that has state.
+come from a 64-bit counter hash (the finaliser of splitmix64, Steele et al. 2014), not from a generator with state.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def normal(*identity: int) -> float:
 
 
 def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
-    """Tokens of the response with score `z`, before limit and rounding; infinite where the tail is too far out for
-    a float."""
+    """Tokens of the response with score `z`, before limit and rounding; infinite if the tail is too far out for a
+    float."""
     return _body_or_tail(lengths, z) * _growth(lengths, step)
 
 
@@ -104,7 +104,7 @@ def scoring_s(scoring: SimulatedScoring, timeout_s: float, z: float, u: float, l
 
 
 def check_task(task: SimulatedTask, max_response_length: int, timeout_s: float) -> None:
-    """Raises ValueError for a task that a run's limits exclude; the message begins with the option in the task."""
+    """Raises ValueError for a task that a run's limits exclude; the message begins with the task's option."""
     if task.response.shortest > max_response_length:
         raise ValueError(
             f"response.shortest ({task.response.shortest}) must be at most data.max_response_length "
@@ -114,7 +114,7 @@ def check_task(task: SimulatedTask, max_response_length: int, timeout_s: float) 
 
 
 def check_scoring(scoring: SimulatedScoring, timeout_s: float) -> None:
-    """Raises ValueError for scoring that would never end; the message begins with the option in a task."""
+    """Raises ValueError for scoring that would never end; the message begins with the option's name in a task."""
     if scoring.hang_share and timeout_s == math.inf:
         raise ValueError(
             f"scoring.hang_share ({scoring.hang_share}) needs reward.timeout_s: that scoring would never end"
@@ -125,8 +125,8 @@ def check_scoring(scoring: SimulatedScoring, timeout_s: float) -> None:
 
 
 class Workload(Protocol):
-    """What the simulator asks. `step` is the training step in which a response was first launched: one that is resumed
-    later keeps it, and with it its length."""
+    """What the simulator asks. `step` is the training step in which a response was first launched; a resumed response
+    keeps that step, and so its length."""
 
     def length(self, key: SampleKey, step: int = 0) -> int:
         """Response tokens."""

@@ -41,7 +41,7 @@ def compute(
     logprobs: Sequence[np.ndarray] | None = None,
     ref_logprobs: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """Advantages of all samples, group by group, in the order in which the groups hold them.
+    """Advantages of all samples, in the order of the groups and of the samples in them.
 
     Args:
       groups: scored groups; with an estimator of `NEEDS_WHOLE_BATCH`, all groups of the batch.

@@ -1,9 +1,9 @@
 """Checkpoints: the training state on any mesh, and the host's queues, in one atomic Orbax step.
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
-(named numpy arrays: long-prompt queue, partial-rollout buffer and the like, as flat integers with offsets). The last
-are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays as they are. Saving is
-asynchronous; Orbax renames a step's folder when everything is written, so one that was cut off is never chosen.
+(named numpy arrays: long-prompt queue, partial-rollout buffer and the like, as flat integers with offsets). The named
+arrays are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays. Saving is
+asynchronous; Orbax renames a step's folder when everything is written, so an incomplete step is never chosen.
 
 Source: Orbax `CheckpointManager`; DESIGN §7. Departure from its defaults: nothing is restored without a target, which
 would bring arrays back onto the devices that wrote them.
@@ -24,14 +24,14 @@ import orbax.checkpoint as ocp
 Tree = Any
 
 SCHEMA_VERSION = 1
-"""Of what lies around the items. A reader refuses versions above its own."""
+"""Version of everything around the items. A reader refuses versions above its own."""
 
 _STATE, _HOST, _ARRAYS = "state", "host", "arrays"
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What the host must remember besides arrays on devices.
+    """The host's part of a checkpoint, beside the arrays on devices.
 
     Attributes:
       values: JSON-able (strings, finite numbers, lists, dicts with string keys).
@@ -134,7 +134,7 @@ class Checkpointer:
         return sorted(self._steps.all_steps())
 
     def wait(self) -> None:
-        """Blocks until everything saved is on disk; raises what went wrong there."""
+        """Blocks until everything saved is on disk; raises the error if writing failed."""
         self._steps.wait_until_finished()
 
     def close(self) -> None:

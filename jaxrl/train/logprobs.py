@@ -1,8 +1,8 @@
 """Log-probabilities and entropies without `[tokens, vocabulary]` logits.
 
 Logits exist for one chunk of tokens at a time, forward and backward; the backward pass computes them again. Tokens with
-mask 0 (prompts, padding) are skipped altogether: the others are visited in order, in as many chunks as they fill, and
-what is left in chunks of an eighth, so that less than an eighth of a chunk is computed in vain.
+mask 0 (prompts, padding) are skipped altogether. The others are visited in order, in as many whole chunks as they fill,
+and the rest in chunks of an eighth of that size; so less than an eighth of a chunk is computed in vain.
 
 Source: the derivatives of log-softmax, d lp / d logits = onehot - p, and entropy, dH / d logits = -p (log p + H).
 Written by hand (`jax.custom_vjp`) because the number of chunks depends on the mask, and JAX has no reverse mode through
@@ -30,7 +30,7 @@ Project = Callable[[Head, jax.Array], jax.Array]
 
 
 class HeadOptions(NamedTuple):
-    """How logits are made and used. Hashable.
+    """How logits are computed and used. Hashable.
 
     Attributes:
       project: (head parameters, x [C, E]) -> logits [C, V], before the temperature.
@@ -53,15 +53,15 @@ def token_logprobs(
     """Log-probability of each masked token, and the entropy of the distribution it was drawn from.
 
     Args:
-      options: see there.
-      head: parameters of `options.project`, in the dtype in which their gradient shall accumulate; replicated.
+      options: see `HeadOptions`.
+      head: parameters of `options.project`, in the dtype in which their gradient accumulates; replicated.
       hidden: [R, T, E], final-normed; rows split over all axes of the mesh.
       tokens: int32 [R, T].
       mask: [R, T], nonzero where the result is wanted; never at t = 0.
       mesh: each device handles its own rows, in its own number of chunks.
 
     Returns:
-      ([R, T], [R, T]) in at least float32: entry t speaks about token t, computed from hidden[t-1]; 0 where masked out.
+      ([R, T], [R, T]) in at least float32: entry t is about token t, and computed from hidden[t-1]; 0 where masked out.
     """
     rows = PartitionSpec(mesh.axis_names)
 
@@ -84,7 +84,7 @@ def token_logprobs(
 
 
 def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Indices of the wanted tokens, in order, then N (out of range), for any slice `_loop` takes; and their number."""
+    """Indices of the wanted tokens, in order, then N (out of range) for slices that reach beyond; and their number."""
     size = wanted.shape[0]
     padded = size + _last_chunk(chunk)
     return jnp.flatnonzero(wanted, size=padded, fill_value=size).astype(jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
@@ -113,7 +113,7 @@ def _forward(
         total = jnp.sum(weights, axis=-1)
         lse = top[:, 0] + jnp.log(total)
         chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        # padded vocabulary has logits of -inf: there p is 0, and so is its share of the entropy
+        # padded vocabulary has logits of -inf, so p and its share of the entropy are 0
         entropy = lse - jnp.sum(weights * jnp.maximum(logits, _MIN_LOGIT), axis=-1) / total
         values = (chosen - lse, entropy, lse)
         return tuple(c.at[index].set(v, mode="drop") for c, v in zip(carry, values, strict=True))
@@ -145,7 +145,7 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax
         d_logits = pick(d_logprobs) * (onehot - p)
         if options.entropy_gradient:
             d_logits -= pick(d_entropy) * p * (jnp.maximum(log_p, _MIN_LOGIT) + pick(entropy))
-        # the rows that fill up the last chunk have cotangent 0, but their made-up logits may be anything
+        # the rows that fill up the last chunk have cotangent 0, but their logits may have any value
         d_logits = jnp.where((index < hidden.shape[0])[:, None], d_logits / options.temperature, 0.0)
         d_head_chunk, d_x = pull(d_logits.astype(raw.dtype))
         d_head = jax.tree.map(lambda total, part: total + part.astype(total.dtype), d_head, d_head_chunk)

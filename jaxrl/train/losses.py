@@ -2,13 +2,13 @@
 
 Each returns an unnormalised sum and its denominator; so do the metrics. Microbatches of a minibatch are added up and
 the division happens once, which makes the result independent of how the minibatch was cut. `METHODS` at the bottom
-names the published methods and the settings that make them.
+lists published methods and the settings that give them.
 
 Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the dual clip acts on negative advantages
 only. Departures: `seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at
 `clip_ratio_c = 0`.
 
-Dims: R rows, T tokens. All per-token arrays are indexed by the token they speak about (see `packing`).
+Dims: R rows, T tokens. All per-token arrays are indexed by the token that they are about (see `packing`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl.train.packing import Array, TokenBatch
 
 
 class Fraction(NamedTuple):
-    """A mean in the making: add both up over microbatches, divide once. Scalars."""
+    """A mean in two parts: add up both over microbatches, divide once. Scalars."""
 
     total: jax.Array
     denominator: jax.Array
@@ -38,7 +38,7 @@ class LossTerms(NamedTuple):
       total: the objective's unnormalised sum; its gradient is what accumulates.
       denominator: divides the minibatch's sum (tokens or sequences, by `loss_agg_mode`).
       means: metrics as sums and denominators, under their public names.
-      maxima: metrics of which the largest counts.
+      maxima: metrics for which the largest value counts.
     """
 
     total: jax.Array
@@ -162,7 +162,7 @@ def _num_tokens(batch: TokenBatch) -> jax.Array:
 
 
 class Method(NamedTuple):
-    """A published method: where it comes from, what it maximises, and the options that make it here."""
+    """A published method: its source, its objective, and the options that give it here."""
 
     reference: str
     equation: str

@@ -1,4 +1,4 @@
-"""The optimizer: clip by global norm, AdamW, a learning-rate schedule, and updates that a non-finite gradient skips.
+"""The optimizer: clip by global norm, AdamW, a learning-rate schedule; an update with a non-finite gradient is skipped.
 
 Built from optax (Loshchilov & Hutter 2019 for AdamW; Pascanu et al. 2013 for clipping). Departures: a warm-up of n
 updates starts at lr/n, not at 0, so that no rollout is spent on an update that changes nothing. Skipping is ours rather

@@ -1,26 +1,26 @@
 """TrainBatch -> microbatches of packed rows, and per-token results back to samples.
 
-Several samples share a row and keep apart by segment id, and the samples of a prompt share its tokens. Source: sequence
-packing as in Krell et al. 2021 (arXiv:2107.02027), by best-fit decreasing. Departures: what is packed are not samples
-but groups of them; and after best-fit has said how many rows are needed, they are dealt again, longest first, to the
+Several samples share a row, told apart by segment ids, and the samples of a prompt share its tokens. Source: sequence
+packing as in Krell et al. 2021 (arXiv:2107.02027), by best-fit decreasing. Departures: groups of samples are packed,
+not single samples. Best-fit only finds the number of rows; the groups are then dealt again, longest first, to the
 emptiest row, so that all rows (hence all devices) hold similar numbers of tokens.
 
-**Shared prompts.** Samples of a prompt that lie in the same row follow one copy of it: a segment with the prompt but
+**Shared prompts.** Samples of a prompt that lie in the same row follow one copy of it: a segment with the prompt except
 for its last token (the shared prefix), then per sample a segment with the prompt's last token and the response. The
 last token is repeated because each sample's first log-probability is read from its hidden state. A token sees its own
 segment and, by `prefix_ids`, the prefix: the same tokens as if the prompt stood before each sample, so the same
-numbers. A group that does not fit is split over rows, each with a copy of the prefix; a sample alone is one segment,
+numbers. A group that does not fit is split over rows, each with a copy of the prefix; a single sample is one segment,
 prompt included.
 
-**Alignment.** Every array of a `TokenBatch` is indexed by the token it speaks about: `logprobs[r, t]` is the
+**Alignment.** Every array of a `TokenBatch` is indexed by the token that it is about: `logprobs[r, t]` is the
 log-probability of `tokens[r, t]`, which the model computes at column t-1. `loss_mask` is 1 at response tokens only;
 each has a predecessor in its segment, because a prompt has at least one token.
 
-**Shapes.** A row's length and the number of rows come from small sets, so the programs that are compiled do not follow
-the lengths of responses. The shortest allowed row is the bucket W of the longest sample (`bucket_length`; in a run with
-some responses near the limit, always the same); others are 2W, 4W, ... up to the token budget of a microbatch, of which
-`_plan` takes the cheapest. With numbers of rows from `row_buckets`, a budget of b·W tokens has at most
-(log2 b + 2)² / 2 shapes. Nothing here looks at a clock or draws at random.
+**Shapes.** A row's length and the number of rows come from small sets, so the compiled programs do not depend on the
+lengths of single responses. The shortest allowed row is the bucket W of the longest sample (`bucket_length`; always the
+same in a run with some responses near the limit). Others are 2W, 4W, ... up to the token budget of a microbatch;
+`_plan` takes the cheapest. With numbers of rows from `row_buckets`, a budget of b·W tokens has at most (log2 b + 2)² /
+2 shapes. Nothing here looks at a clock or draws at random.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenBatch:
     Attributes:
       tokens: int32; padding is 0.
       segment_ids: int32, 1, 2, ... within a row; 0 at padding.
-      prefix_ids: int32, the segment that this token sees besides its own; where there is none, its own.
+      prefix_ids: int32, the segment that this token sees besides its own; its own if there is none.
       positions: int32 within the sample (prompt included); 0 at padding.
       loss_mask: float32, 1 at tokens to learn from (several spans per sample are possible), else 0.
       advantages: float32.
@@ -71,7 +71,7 @@ class TokenBatch:
 
     @classmethod
     def zeros(cls, rows: int, length: int) -> TokenBatch:
-        """Padding only, as numpy arrays."""
+        """Arrays of padding only, as numpy arrays."""
 
         def integers() -> np.ndarray:
             return np.zeros((rows, length), np.int32)
@@ -173,7 +173,7 @@ def pack(
       max_tokens_per_device: tokens of a microbatch on one device, padding included (at least one row is used).
       num_devices: device d gets rows d*n to (d+1)*n of a microbatch with n rows per device.
       share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
-      row_cost: what a row of so many tokens costs, in units of a token that attends to nothing; decides between few
+      row_cost: the cost of a row of so many tokens, in units of a token that attends to nothing; it decides between few
         long rows, which share more, and many short ones.
 
     Raises:
@@ -216,12 +216,12 @@ class _RowWriter:
         self._column, self._segment, self._prefix = 0, 0, 0
 
     def prefix(self, token_ids: tuple[int, ...]) -> None:
-        """The tokens that the following samples share."""
+        """Writes the tokens that the following samples share."""
         self._begin(np.asarray(token_ids, np.int32), first_position=0)
         self._prefix = self._segment
 
     def sample(self, i: int, shared: int, mask: np.ndarray) -> int:
-        """What `shared` tokens of prefix leave of the prompt, and the response; returns the response's column."""
+        """Writes the prompt after its `shared` prefix tokens, and the response; returns the response's column."""
         batch, out = self._batch, self._out
         old_logprobs = batch.samples[i].rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i]
         prompt, sample = batch.prompts[i].token_ids[shared:], batch.samples[i]
@@ -262,7 +262,7 @@ def _put(array: Array, where: tuple[int, slice], values: object) -> None:
 # ---------------------------------------------------------------- what goes where
 
 
-# What a microbatch costs beside its rows, in tokens: gathering the weights and adding up their gradients.
+# The cost of a microbatch beside its rows, in tokens: gathering the weights and adding up their gradients.
 _MICROBATCH_TOKENS = 64
 
 
@@ -295,7 +295,7 @@ class _Plan:
 def _plan(
     families: list[_Family], shortest: int, max_tokens: int, num_devices: int, row_cost: Callable[[int], float]
 ) -> _Plan:
-    """The cheapest of the allowed widths, and of the largest numbers of samples that share a row."""
+    """The cheapest plan over all allowed widths and all limits on the samples that share a row."""
     best: tuple[float, _Plan, list[_Piece]] | None = None
     for width in _widths(shortest, max_tokens):
         for most in _halvings(max(len(family.responses) for family in families)):
@@ -364,7 +364,7 @@ def _best_fit_decreasing(pieces: list[_Piece], width: int) -> list[list[_Piece]]
 
 
 def _level(pieces: list[_Piece], width: int, num_rows: int) -> list[list[_Piece]] | None:
-    """All `num_rows` rows evenly loaded: longest piece to the emptiest row. None if that does not fit."""
+    """All `num_rows` rows evenly loaded: each piece, longest first, to the emptiest row. None if that does not fit."""
     rows: list[list[_Piece]] = [[] for _ in range(num_rows)]
     loads = [(0, row) for row in range(num_rows)]
     for piece in _longest_first(pieces):

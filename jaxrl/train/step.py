@@ -8,10 +8,10 @@ and is divided once, so a minibatch may be cut into microbatches and parts of an
 
 Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`, and beside
 it, while a microbatch runs, that microbatch's gradients; logits of `actor.logprob_chunk_tokens` tokens per device;
-activations as `actor.remat` says. Of attention (`actor.attention`, `kernels.attention.PackedAttention`) the backward
-pass keeps q, k, v, the output and one number per query and head; scores exist for a few tiles at a time, except with
-`reference`, and in rows so short (`kernels.packed.Tiling.longest_plain`) that they are small. Prompts count once per
-row, not once per sample (`actor.share_prompts`).
+activations as `actor.remat` says. For the backward pass, attention (`actor.attention`,
+`kernels.attention.PackedAttention`) keeps q, k, v, the output and one number per query and head. Scores exist for a few
+tiles at a time, except with `reference` and in short rows (`kernels.packed.Tiling.longest_plain`). Prompts count once
+per row, not once per sample (`actor.share_prompts`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Tree = Any
 
 @struct.dataclass
 class Accumulator:
-    """Sums over the microbatches of a minibatch: gradients, what divides them, and metrics."""
+    """Sums over the microbatches of a minibatch: gradients, their denominator, and metrics."""
 
     gradients: Tree
     denominator: jax.Array
@@ -83,11 +83,11 @@ class Trainer:
         """Places a copy of `params` on the mesh.
 
         Args:
-          config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `actor.remat: auto` is
-            `dots` here; where the memory is known it is replaced (`jaxrl.runtime.memory.plan_remat`).
+          config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `actor.remat: auto`
+            means `dots` here; `jaxrl.runtime.memory.plan_remat` replaces it before, if the memory is known.
           model_config: of the decoder.
-          params: training form, numpy or jax arrays of any floating dtype. They stay the caller's. Where a reference
-            model is needed, it has these weights.
+          params: training form, numpy or jax arrays of any floating dtype. The caller keeps them. A reference model, if
+            one is needed, has these weights.
           mesh: rows and weights are split over all of its axes.
           total_updates: optimizer updates in the whole run; only schedules that decay need it.
           trainable: which parameters are trained; the rest is kept as it is.
@@ -184,7 +184,7 @@ class Trainer:
     def state(self) -> dict[str, Tree]:
         """Everything that decides the future of training: nested dicts of arrays, unpadded and free of any layout.
 
-        Only between updates: an accumulator in progress is not part of it. `apply` invalidates the arrays.
+        Only between updates, because the accumulator is not part of it. `apply` invalidates the arrays.
         """
         assert self._accumulator is None, "a checkpoint is cut at a step boundary, not inside a minibatch"
         return {
@@ -203,7 +203,7 @@ class Trainer:
         return jax.tree.map(abstract, self.state())
 
     def load_state(self, state: Mapping[str, Tree]) -> None:
-        """Takes over what `state()` gave, here or on another mesh; arrays already placed as ours are not copied."""
+        """Takes over what `state()` returned, on any mesh; arrays that have our shardings already are not copied."""
         params = jax.tree.map(jax.device_put, dict(state["params"]), self._shardings)
         names = optimizers.partition(params, lambda path: _has_leaf(self._trainable, path))
         self._trainable, self._frozen = names
@@ -244,7 +244,7 @@ class Trainer:
         )
 
     def _hidden_and_head(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, Tree]:
-        """Final-normed hidden states [R, T, E] and the gathered parameters that make logits of them."""
+        """Final-normed hidden states [R, T, E] and the gathered parameters that turn them into logits."""
         gathered = {name: self._gather[name](w) for name, w in params.items() if name != "layers"}
         rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._rows), batch)
         hidden = decoder.forward_scan(
@@ -325,7 +325,7 @@ class Trainer:
         )
 
     def _row_cost(self, tokens: int) -> float:
-        """A row's share of the work, where a token that attends to nothing counts 1."""
+        """The work of a row, in units of a token that attends to nothing."""
         model = self.model_config
         per_key = 2 * model.num_layers * model.num_heads * model.head_dim / model.num_params()
         return tokens * (1 + per_key * self._packed_attention.num_keys(tokens))
@@ -344,19 +344,19 @@ class Trainer:
         )
 
     def _discard(self) -> None:
-        """Frees the accumulator now, not when Python gets around to it: the KV pool takes its place."""
+        """Frees the accumulator now, without waiting for Python's garbage collector: the KV pool takes its place."""
         for leaf in jax.tree.leaves(self._accumulator):
             leaf.delete()
         self._accumulator = None
 
 
 def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
-    """The same batch; XLA cannot take its sums before the log-probabilities exist.
+    """The same batch, changed so that XLA cannot compute its sums before the log-probabilities exist.
 
     Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
-    the loop over layers; with as many threads as (virtual) devices, some devices then wait in the one and some in the
-    other, for ever. An optimization barrier is gone before threads are assigned; a comparison of data is not.
-    `_one_after` does the same for the loop that goes back.
+    the loop over layers; with as many threads as (virtual) devices, some devices may then wait in one collective and
+    some in another, for ever. XLA removes an optimization barrier before threads are assigned, but not a comparison of
+    data. `_one_after` does the same for the backward loop.
     """
     never = _never(logprobs)
     return dataclasses.replace(
@@ -372,7 +372,7 @@ def _one_after(terms: losses.LossTerms, dtype: Any) -> jax.Array:
 
 
 def _never(x: Any) -> jax.Array:
-    """False everywhere, which no compiler finds out: a NaN that is positive."""
+    """False everywhere, in a form that no compiler can simplify: whether a NaN is positive."""
     return jnp.isnan(x) & (x > 0)
 
 
@@ -394,10 +394,10 @@ def _place(params: Tree, shardings: Tree, dtype: str) -> Tree:
 
 
 def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str) -> Tree:
-    """Per weight, a function that makes one layer of it whole on every device, with a gradient that is split again.
+    """Per weight, a function that gathers one layer of it on every device; its gradient is split again.
 
-    Weights of layers are cast to the compute dtype first (half the traffic); norm scales, and what lies outside the
-    layers, stay in the master dtype: the embedding's gradient is a long sum, and the head casts for itself.
+    Weights of layers are cast to the compute dtype first (half the traffic); norm scales and the weights outside the
+    layers stay in the master dtype: the embedding's gradient is a long sum, and the head casts for itself.
     """
 
     def one(weight: Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:

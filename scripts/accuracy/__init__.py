@@ -1,1 +1,1 @@
-"""The parts of `scripts/compare_accuracy.py`: the task, the model that starts on it, the runs and what they showed."""
+"""The parts of `scripts/compare_accuracy.py`: the task, the model that runs start from, the runs and their results."""

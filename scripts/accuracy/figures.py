@@ -1,4 +1,4 @@
-"""What the runs showed: means and standard errors, the comparison with plain batches, and a page with the curves."""
+"""The results of the runs: means and standard errors, the comparison with plain batches, and a page with the curves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accuracy.runs import RULES, Result
 from jaxrl.report.charts import Chart, Curve, card
 from jaxrl.report.page import document
 
-MAX_ERRORS = 2.0  # standard errors of the difference that a rule may lie below plain batches
+MAX_ERRORS = 2.0  # how far a rule may lie below plain batches, in standard errors of the difference
 SMOOTHED = 5  # steps
 
 
@@ -60,7 +60,7 @@ def table(results: Sequence[Result], start: tuple[float, float]) -> list[list[st
 
 
 def harmed(results: Sequence[Result]) -> list[str]:
-    """The rules whose accuracy lies more than MAX_ERRORS below that of plain batches."""
+    """The rules with an accuracy more than MAX_ERRORS below that of plain batches."""
     plain = mean([one.accuracy for one in of(results, "plain")])
     rules = [rule for rule in RULES if rule != "plain" and of(results, rule)]
     return [rule for rule in rules if below(mean([one.accuracy for one in of(results, rule)]), plain) > MAX_ERRORS]

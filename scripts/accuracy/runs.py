@@ -1,6 +1,6 @@
 """One training run of the comparison and its evaluation, each `python -m jaxrl` in a process of its own.
 
-A run whose result is there is not run again, and one that was cut off goes on from its checkpoint.
+A run that has a result already is not run again, and one that was cut off goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "tail batching": ("rollout.tail_batching.enable=true",),
     "partial rollout": ("rollout.partial_rollout.enable=true",),
 }
-LONG_SHARE = 0.25  # of the held-out prompts, the longest, whose accuracy is shown alone
+LONG_SHARE = 0.25  # the longest held-out prompts, with an accuracy of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run of `rule` with `seed` came to.
+    """The result of a run of `rule` with `seed`.
 
     accuracy: mean reward over held-out prompts and samples, `long_accuracy` over the longest quarter of them;
     spread: p95 / median of the response lengths that were trained on; rewards: of each step's batch, mean;
@@ -92,8 +92,8 @@ def write_config(folder: Path, sizes: Sizes) -> Path:
 
 
 def evaluate(folder: Path, config: Path, run: Path | None, name: str) -> tuple[float, float]:
-    """Accuracy on the held-out problems, all and the longest: of a run's last checkpoint, or of the model they start
-    from."""
+    """Accuracy on the held-out problems, all and the longest: of a run's last checkpoint, or of the model that runs
+    start from."""
     out = folder / f"{name}.samples.jsonl"
     _jaxrl("eval", "--config", str(config), "--out", str(out), *(["--checkpoint", str(run)] if run else []))
     samples = list(_json_lines(out))
@@ -104,7 +104,7 @@ def evaluate(folder: Path, config: Path, run: Path | None, name: str) -> tuple[f
 
 
 def train(folder: Path, config: Path, rule: str, seed: int) -> Result:
-    """A run, evaluated; from its file where it was run before."""
+    """Trains and evaluates a run, or reads its result if there is one."""
     name = f"{rule.replace(' ', '_')}-{seed}"
     file = folder / f"{name}.json"
     if file.exists():

@@ -1,4 +1,4 @@
-"""Running sums: a small task whose responses are long when their prompts are, and whose lengths have a long tail.
+"""Running sums: a small task in which long prompts have long responses, with a long tail of lengths.
 
 A prompt gives letters their digits, `a3b5c2=`; the response goes through the letters, repeats each digit and adds it
 up, modulo 10: `a33b58c20`. Its last digit is the answer. So a response is as long as its prompt says, every further
@@ -37,7 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt without its `=`, and the response that is right."""
+    """A prompt without its `=`, and the right response."""
 
     question: str
     response: str

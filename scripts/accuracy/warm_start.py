@@ -1,7 +1,7 @@
 """The model that all runs start from: a small decoder that got some supervised training and is often wrong.
 
 A model of random weights earns no reward on this task, and without reward there is nothing to learn from. So it gets a
-minute of supervised training, on problems of their own, and stops well short of what it could learn.
+minute of supervised training on separate problems, far less than it could learn from.
 """
 
 from __future__ import annotations

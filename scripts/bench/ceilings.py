@@ -1,11 +1,11 @@
-"""What the machine can do at best, measured in the same run: bytes read per second, products per second.
+"""The machine's best rates, measured in the same run: bytes read per second, products per second.
 
 *Bandwidth* is the best rate at which an array much larger than the caches is read: by a matrix-vector product in XLA,
 and on CPUs also by one numpy dot product per core, whichever is faster. *FLOP/s* of a dtype is the best rate of a
 square matrix product in that dtype or a wider one (work in bfloat16 may always be done in float32). Both are the best
 of several tries, before and after the timed runs: a ceiling that a disturbance lowered would flatter.
 
-Accelerators are measured one and multiplied by their number; all virtual devices of a CPU share its cores.
+One accelerator is measured, and multiplied by their number; all virtual devices of a CPU share its cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ceilings:
     flops: dict[str, float]
 
     def best(self, other: Ceilings) -> Ceilings:
-        """The higher of each."""
+        """The higher value of each."""
         names = {*self.flops, *other.flops}
         flops = {name: max(self.flops.get(name, 0.0), other.flops.get(name, 0.0)) for name in sorted(names)}
         return Ceilings(max(self.bandwidth, other.bandwidth), flops)

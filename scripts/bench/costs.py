@@ -1,7 +1,7 @@
-"""Bytes and floating-point operations that the work itself needs, whoever does it.
+"""Bytes and floating-point operations that the work itself needs, whatever the implementation.
 
-What an implementation does beyond that (padding, keys behind a row's end, weights read twice) counts against it: the
-fractions of the ceilings are of useful work. A multiplication and an addition count two operations.
+Additional work of an implementation (padding, keys behind a row's end, weights read twice) counts against it: fractions
+of the ceilings count useful work only. A multiplication and an addition count two operations.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class EngineCase:
 
 
 class BareCase:
-    """A bare loop; draws what the engine draws, up to rounding, since keys and positions are the same."""
+    """A bare loop; draws the same tokens as the engine, up to rounding, because keys and positions are the same."""
 
     def __init__(
         self, kind: Literal["contiguous", "paged"], setting: Setting, weights: Any, prompts: np.ndarray

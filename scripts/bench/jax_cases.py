@@ -1,6 +1,6 @@
-"""jaxrl's training step, and what else needs jax, each in a process of its own (`worker.Work`).
+"""jaxrl's training step and other work that needs jax, each in a process of its own (`worker.Work`).
 
-The parent of these never starts jax's backend: on a GPU it would hold memory that the cases need.
+The parent process never starts jax's backend: on a GPU it would hold memory that the cases need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bare decode loops: what a model costs without an engine around it.
+"""Bare decode loops: the cost of a model without an engine around it.
 
 Yardsticks for `bench_decode.py`. Both hold plain weights of their own (one dict per layer, unrolled) and draw all new
 tokens of all rows in one dispatch of one jitted `while_loop`. They differ in the cache:
@@ -143,7 +143,7 @@ class BareLoop:
 
     def __init__(self, kind: Literal["contiguous", "paged"], config: ModelConfig, sizes: Sizes, seed: int = 0) -> None:
         self.kind, self.config, self.sizes = kind, config, sizes
-        # scattered blocks, as a pool has them after a while; block 0 is nobody's
+        # scattered blocks, as a pool has them after a while; block 0 belongs to no row
         blocks = np.random.default_rng(seed).permutation(sizes.rows * sizes.blocks) + 1
         self._tables = jnp.asarray(blocks.reshape(sizes.rows, sizes.blocks), jnp.int32)
         # arguments of the program, not constants of it: the compiler must not see that all rows keep step
@@ -177,7 +177,7 @@ class BareLoop:
         return caches, token
 
     def _filled(self, x: jax.Array) -> jax.Array:
-        """A layer's cache that holds x [B, T, K, D] and has room for what comes."""
+        """A layer's cache that holds x [B, T, K, D] and has room for the new tokens."""
         rows, length, kv_heads, dim = x.shape
         if self.kind == "contiguous":
             cache = jnp.zeros((rows, kv_heads, self.sizes.blocks * BLOCK, dim), x.dtype)

@@ -1,9 +1,9 @@
-"""Timing on a machine that others may disturb: brackets, interleaving, medians.
+"""Timing on a machine that other processes may disturb: brackets, interleaving, medians.
 
 A shared machine can lose cores without a trace: no load shows, everything just takes longer. So every timed run is
-bracketed by a short *gauge* of the parallel capacity. A run of which either bracket is below `KEEP_SHARE` of the best
-gauge of the whole benchmark is dropped, which can be decided only when all gauges are known. Cases of one comparison
-take turns (`interleave`), so that a slow hour is slow for all of them.
+bracketed by a short *gauge* of the parallel capacity. A run is dropped if either of its brackets is below `KEEP_SHARE`
+of the whole benchmark's best gauge; that is known only at the end. Cases of one comparison take turns (`interleave`),
+so that a slow hour is slow for all of them.
 
 Work on an accelerator is not disturbed by lost host cores in the same way and needs no gauge (`brackets` are None).
 """
@@ -100,7 +100,7 @@ class Summary:
 
 
 def keep(brackets: Sequence[tuple[float, float] | None], share: float = KEEP_SHARE) -> list[bool]:
-    """Which runs count: those whose brackets both reach `share` of the best gauge seen, and those without any."""
+    """Which runs count: those with both brackets at `share` of the best gauge or more, and those without brackets."""
     best = max((gauge for pair in brackets if pair for gauge in pair), default=0.0)
     return [pair is None or min(pair) >= share * best for pair in brackets]
 
@@ -151,7 +151,7 @@ class Bench:
 
 
 def verdict(bench: Bench) -> str:
-    """What the gauges say of the whole benchmark, in words."""
+    """What the gauges say about the whole benchmark, in words."""
     kept, dropped = bench.counts()
     if bench.gauge is None:
         return f"runs: {kept}, on an accelerator: no gauge, none dropped"

@@ -1,7 +1,7 @@
-"""What a benchmark says of itself: its options, its header, and its dated records.
+"""What all benchmarks share in their output: options, header, and dated records.
 
-A record is one JSON object on one line of `docs/benchmarks/<bench>-<device>.jsonl`. It never holds a path of the
-machine or its name: of an argument that is a path, the last part is kept.
+A record is one JSON object on one line of `docs/benchmarks/<bench>-<device>.jsonl`. It never holds the machine's name
+or a path of it: only the last part of a path is kept.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Model:
 
     @property
     def name(self) -> str:
-        """What records call it."""
+        """Its name in records."""
         return self.shape or Path(self.path.partition(":")[2] or self.path).name
 
     def resolved(self) -> str:
-        """The path as files have it. Not for shapes."""
+        """The path with `package:file` resolved. Not for shapes."""
         from jaxrl.models.loading import resolve_path  # imports jax, which reward workers must not
 
         return resolve_path(self.path)
@@ -106,7 +106,7 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def threads(options: argparse.Namespace) -> int:
-    """Of torch: one per core, as XLA has them; one for a trial, whose products are too small to share."""
+    """Torch's threads: one per core, as XLA uses; one for a trial, because its products are too small to share."""
     return 1 if options.quick else num_cores()
 
 
@@ -134,7 +134,7 @@ def prepare_devices(num_devices: int) -> list[Any]:
 
 
 def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
-    """platform, kind, count; a CPU's kind is its maker's name for it, with the cores that this process may use."""
+    """platform, kind, count; a CPU's kind is its model name, with the number of cores that this process may use."""
     first = devices[0]
     described: dict[str, Any] = {"platform": first.platform, "kind": first.device_kind, "count": len(devices)}
     if first.platform == "cpu":

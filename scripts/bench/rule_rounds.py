@@ -1,4 +1,4 @@
-"""Rounds of the rollout rules on the real engine and on the simulated one: the same code but for the devices.
+"""Rounds of the rollout rules on the real engine and on the simulated one: only the devices differ.
 
 Response lengths are forced: a response ends at the length that its identity has in a modelled workload, so every rule
 meets the same long prompts, and a response of a later attempt has a length of its own.
@@ -82,7 +82,7 @@ class Prompts:
 
 
 class ForcedLengths(Engine):
-    """An engine whose requests end at the lengths that the workload gives their identities."""
+    """An engine that ends each request at the length that the workload gives its identity."""
 
     def __init__(self, executor: Executor, config: BatcherConfig, workload: Workload) -> None:
         super().__init__(executor, config)
@@ -121,7 +121,7 @@ class InstantScoring:
 
 
 def _no_text(sample: Sample) -> str:
-    """These responses are not read."""
+    """An empty text: these responses are never read."""
     return ""
 
 
@@ -183,14 +183,14 @@ def simulated_rounds(
 
 
 def machine_sizes(executor: MeshExecutor) -> MachineSizes:
-    """The simulated machine that an executor's is."""
+    """The sizes of a simulated machine that equals an executor's."""
     groups, tp = executor.num_groups, executor.tp
     rest = (executor.num_slots, executor.num_blocks, executor.block_size, executor.max_prefill_tokens)
     return MachineSizes(groups * tp, tp, *rest)
 
 
 def measured_cost(executor: MeshExecutor, model: ModelConfig, name: str, say: Callable[[str], None]) -> TableCost:
-    """What `jaxrl profile` would measure of an executor's one layout, as a cost model.
+    """The cost model that `jaxrl profile` would measure for an executor's one layout.
 
     What a table does not hold (training, syncs, switches) comes from a roofline; no round of the bench asks for it.
     """

@@ -1,7 +1,7 @@
 """jaxrl's whole GRPO step in a process of its own, from the pieces that `jaxrl train` puts together.
 
-Backend, reward pool, Trainer and Loop are built as `jaxrl.runtime.build` builds them; what is left out is what a timed
-step shall not do (evaluation, checkpoints, the run directory). Responses have no stop token: all are of full length.
+Backend, reward pool, Trainer and Loop are built as `jaxrl.runtime.build` builds them; only work outside a timed step is
+left out (evaluation, checkpoints, the run directory). Responses have no stop token: all are of full length.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Worker:
 
 
 def once(name: str, work: Work, spec: Any) -> dict[str, Any]:
-    """Runs `work` in a process of its own for what it says of itself, and ends it."""
+    """Runs `work` once in a process of its own and returns what it reports."""
     with Worker(name, work, spec) as worker:
         return worker.info
 
@@ -106,7 +106,7 @@ def _serve(pipe: Connection, work: Work, spec: Any) -> None:
     try:
         work(spec, ask)
     except BrokenPipeError:
-        return  # the parent is gone: nobody to tell
+        return  # the parent is gone, so there is no process to report to
     except ValueError as error:
         pipe.send(("refused", str(error)))
     except BaseException:

@@ -1,8 +1,8 @@
-"""The calibration file: every problem solved, and what each constant rests on.
+"""The calibration file: the solution of every problem, and the facts behind each constant.
 
-Purpose: `calibrate` solves the problems, `write` keeps them as JSON, `read` gives what a simulation takes. The file
-says of every constant which published facts moved it and how far these are from what the constant predicts; it is
-committed before anything is compared with what a paper's own method gained.
+Purpose: `calibrate` solves the problems, `write` keeps them as JSON, `read` returns what a simulation needs. For every
+constant the file names the published facts that moved it and how far they are from the constant's prediction. It is
+committed before any comparison with the gains of a paper's own method.
 
 Example::
 

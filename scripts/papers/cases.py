@@ -88,7 +88,7 @@ def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, sc
 
 
 def headline(cases: Iterable[Case]) -> list[Case]:
-    """Of a paper's runs, one per model of what its main table reports."""
+    """One run per model of those that a paper's main table reports."""
     return [
         case
         for case in cases

@@ -1,7 +1,7 @@
 """What the papers published about their baselines: the only numbers that a calibration may be fitted to.
 
-Purpose: facts as data, each with paper and place, so that a calibration can name what it rests on; and `SETUPS`, how
-the papers ran those baselines. What the papers' own methods gained stands in `papers.reported`.
+Purpose: facts as data, each with paper and place, so that a calibration can name its sources; and `SETUPS`, how the
+papers ran those baselines. `papers.reported` has the gains of the papers' own methods.
 
 Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), RhymeRL (He et al. 2025), read
 from their text.
@@ -9,8 +9,8 @@ from their text.
 Departures: a number that a figure shows only as a drawing is not here. Left out for that reason: RollPacker Fig. 2a's
 curves (P50 and P90 of each task; which task has which P75), Fig. 4a, 4b, 5, 8a's curve, 10 (veRL's step times), 11
 (step times on the bars), 12 and 16; APRIL Fig. 3 (length histograms) and 5-9; PAT Fig. 3a's bars, 10 and 13-14; RhymeRL
-Fig. 2-3's curves and 13. RhymeRL Table 2's columns cannot be told apart in the text. What our reading cannot use has
-the role `unused`, and a note that says why.
+Fig. 2-3's curves and 13. RhymeRL Table 2's columns cannot be told apart in the text. Facts that our reading cannot use
+have the role `unused`, and a note that says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Response lengths of the papers' set-ups: drawn batches, and what a length distribution says without draws.
+"""Response lengths of the papers' set-ups: drawn batches, and quantities of a length distribution without draws.
 
 Departures: drawn lengths come from a few batches of a fixed seed, so a value predicted from them carries their sampling
 noise (a few per cent), the same in every run.

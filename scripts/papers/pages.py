@@ -1,6 +1,6 @@
 """A result as a markdown page: ours beside theirs, with the ratio.
 
-Purpose: `page`. The only place that reads what the papers' own methods reached (`published.REPORTED`).
+Purpose: `page`. The only place that reads the results of the papers' own methods (`reported.REPORTED`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST = 10  # steps that a table shows one by one
 
 
 class Runs:
-    """Runs by what they are."""
+    """Runs by case."""
 
     def __init__(self, runs: Iterable[Steps]) -> None:
         self._runs = list(runs)

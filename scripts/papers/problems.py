@@ -1,7 +1,7 @@
 """The calibration's problems: what each paper's baseline says about the simulator's constants.
 
-Purpose: each `Problem` names the free constants, the published facts that they must explain, and what is assumed where
-a paper is silent, and it computes the facts from the constants. `papers.solver` turns that round.
+Purpose: each `Problem` names the free constants, the published facts that they must explain, and the assumptions where
+a paper is silent. It computes the facts from the constants; `papers.solver` finds the constants from the facts.
 
 Source: the set-ups of `papers.facts.SETUPS`, in closed form (`papers.closed_form`).
 """
@@ -194,8 +194,8 @@ def _rollpacker(values: Values) -> dict[str, float]:
 
 
 def _rollpacker_checks(values: Values) -> dict[str, float]:
-    """Time per token over the batch (§4.1), and Table 3's step: of the prompts the fifth with the longest responses,
-    and scoring that costs nothing, since it runs while others decode."""
+    """Time per token over the batch (§4.1), and Table 3's step: the fifth of the prompts with the longest responses,
+    and scoring at no cost, because it runs while other responses decode."""
     profiled = SETUPS["rollpacker.table1"]
     cost, context = cost_of(profiled, values), float(quantile(lengths_of(values), profiled.max_tokens, 0.75))
     tpot = [cost.decode_step_s(profiled.tp, rows, rows * context) for rows in (32, 64)]

@@ -1,4 +1,4 @@
-"""Results as dated files: what was run, with which code and calibration, and every step of it."""
+"""Results as dated files: the runs, their code and calibration, and every step."""
 
 from __future__ import annotations
 

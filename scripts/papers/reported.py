@@ -1,7 +1,7 @@
-"""What the papers' own methods gained: for tables that set ours beside theirs.
+"""The gains of the papers' own methods, for tables that set ours beside theirs.
 
-Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), read from their text. No
-calibration reads this file, and nothing that runs a case does: tests check their sources.
+Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), read from their text. Neither a
+calibration nor the code that runs a case reads this file: tests check their sources.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of `setups.Case` and what is measured of them.
+"""Runs of `setups.Case` and their measurements.
 
 Purpose: `run` simulates a case with jaxrl's own loop, engine, batcher, block manager and rules
 (`jaxrl.commands.simulate.build`) and keeps a few numbers of each step. Pure but for the wall clock it took.

@@ -1,8 +1,8 @@
 """Published set-ups as configurations of `jaxrl simulate`, with constants of a calibration file.
 
 Purpose: `Case` is one run: a set-up of `papers.facts.SETUPS`, a rule with its factors, a seed. `configuration`
-and `models` turn it into what `jaxrl.commands.simulate.build` takes. Nothing in here reads what the papers' own methods
-reached.
+and `models` turn it into what `jaxrl.commands.simulate.build` takes. Nothing in here reads the results of the papers'
+own methods.
 
 Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1.
 
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def period(self) -> int:
-        """Steps from an empty long-prompt queue to the next: short rounds until it holds a batch, and a long one."""
+        """Steps from one empty long-prompt queue to the next: short rounds until it holds a batch, and a long one."""
         spare = math.ceil(round((self.prompt_factor - 1) * self.num_prompts, 6))
         if self.rule != "tail" or not spare:
             return 1

@@ -52,7 +52,7 @@ class Problem:
       fixed: constants that no fact determines, with the value assumed for them.
       cited: constants that a paper states: name -> a fact of role input.
       given: constants taken over from an earlier problem: name -> that problem's name (same name there).
-      assumptions: what was read into a paper's silence.
+      assumptions: assumed where a paper is silent.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class FittedConstant:
-    """A constant as found: its prior, how much of it rests on facts (0..1), and which ones."""
+    """A fitted constant: its prior, the share of it that rests on facts (0..1), and those facts."""
 
     name: str
     unit: str
@@ -81,7 +81,7 @@ class FittedConstant:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedFact:
-    """A fact and what the constants make of it; `residual` is ln(predicted / nearest published value)."""
+    """A fact and its prediction from the constants; `residual` is ln(predicted / nearest published value)."""
 
     fact: Fact
     predicted: float

@@ -1,9 +1,9 @@
-"""The same rounds without engine, batcher and lockstep, and what other readings of the papers would change.
+"""The same rounds without engine, batcher and lockstep, and the effect of other readings of the papers.
 
 Purpose: evidence, not results. `tail_speedup` and `april_speedup` recompute the two experiments from lengths and costs
 alone. Every dp group is an engine of its own that drains its rows (`papers.closed_form.drain`), as in the papers'
-systems, and rounds are cut where the rule cuts them. They check the simulator, and they are fast enough to ask what
-each assumption of the calibration is worth: a `Variant` changes one. No variant enters the calibration.
+systems, and rounds are cut where the rule cuts them. They check the simulator, and they are fast enough to show the
+effect of each assumption of the calibration: a `Variant` changes one. No variant enters the calibration.
 
 Departures: requests go to the dp group with the fewest rows; scoring takes as long after every rollout; a round's
 aborted rows cost nothing after its end.

@@ -70,7 +70,7 @@ def test_the_figures_of_two_prompts():
         ([("1", 0.0), ("1", 0.0), ("2", 1.0)], 0.0),
         ([("2", 1.0), ("1", 0.0)], 1.0),
         ([("1", 0.0), ("2", 1.0)], 0.0),
-        ([(None, 0.0), (None, 0.0), ("2", 1.0)], 1.0),  # no answer votes for nothing
+        ([(None, 0.0), (None, 0.0), ("2", 1.0)], 1.0),  # a sample without an answer has no vote
         ([(None, 0.0), (None, 1.0)], 0.0),
         ([("2", 0.99), ("2", 0.99)], 0.0),  # partly right is not right
     ],

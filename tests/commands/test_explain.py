@@ -242,7 +242,7 @@ def test_the_text():
 
 
 def test_devices_of_the_rollouts_own_hold_no_training_state():
-    """Four train as four alone would, and four roll out with all of their memory for weights and KV."""
+    """Four devices train as four alone would; the other four roll out with all their memory for weights and KV."""
     shared = explain(config(data={"task": "t"}), SMOLLM2, 4, 4 << 30).memory
     own = {"num_devices": 4, "tensor_model_parallel_size": 2}
     e = explain(config(data={"task": "t"}, rollout=own, trainer={"one_step_off": True}), SMOLLM2, 8, 4 << 30)

@@ -1,5 +1,5 @@
-"""Runs recorded at commit 04af1cb, before modules moved into rooms: a directory of then goes on and reports today, and
-simulations give today what they gave then.
+"""Runs recorded at commit 04af1cb, before modules moved into rooms: a run directory of that commit resumes and reports
+today, and simulations give the same results.
 
 `data/recorded-runs.tar.xz` holds
 

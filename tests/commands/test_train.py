@@ -154,7 +154,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs) -> Path:
-    """A run that nothing happens to."""
+    """A run that is not disturbed."""
     run_dir = runs.folder / "whole"
     began = time.monotonic()
     output = runs.finish(run_dir)

@@ -1,4 +1,4 @@
-"""The configuration's checks as a table: what is written and the sentence that answers it."""
+"""The configuration's checks as a table: settings, and the sentence that refuses them."""
 
 import dataclasses
 import re
@@ -139,7 +139,7 @@ INTERVALS = [(o.path, o.bounds) for o in option_docs() if o.bounds and "least" n
 
 @pytest.mark.parametrize(("path", "bounds"), INTERVALS)
 def test_intervals(path, bounds):
-    """`in (0, 1]`, `above 0`: an open end is refused, a closed one is taken, and so is what lies between."""
+    """`in (0, 1]`, `above 0`: an open end is refused; a closed one and the values between are accepted."""
     low = float(re.findall(r"-?\d+", bounds)[0])
     refused, taken = ([low - 0.5], [low]) if "[" in bounds.split(",")[0] else ([low], [low + 0.5])
     if bounds.startswith("in "):

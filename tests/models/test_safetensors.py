@@ -103,7 +103,7 @@ def test_transformers_loads_and_writes_back_the_same_tensors(family, tmp_path, t
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_written_by_transformers_loads(family, tmp_path, transformers, torch_logits):
-    """The way users come: random weights of transformers' own making, read by us."""
+    """The common way: random weights that transformers made and wrote, read by us."""
     from .test_decoder import TOKENS, scan_logits
 
     kind = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]

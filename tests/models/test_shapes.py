@@ -1,4 +1,4 @@
-"""Named shapes against what their authors say of them."""
+"""Named shapes against their authors' figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_number_of_parameters_is_the_published_one(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_has_a_config_json(name):
-    """Every shape survives the way to Hugging Face's words and back, so that transformers can build the same."""
+    """Every shape survives the way to a config.json and back, so that transformers can build the same."""
     assert ModelConfig.from_hf(named_shape(name).to_hf()) == named_shape(name)
 
 

@@ -122,7 +122,7 @@ def test_a_closed_output_does_not_end_the_run():
     closed = io.StringIO()
     view = LiveView(10, closed)
     closed.close()
-    view.message("nobody hears this")
+    view.message("lost with the stream")
     assert LiveView(1, closed).close() is None
 
 

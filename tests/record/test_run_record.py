@@ -1,4 +1,4 @@
-"""The record of a run: what stands in its files, what a resumed run drops, and that all of it is closed."""
+"""The record of a run: the content of its files, the lines that a resumed run drops, and that every file is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample log: a few per step, and after a resume only what the run has."""
+"""The sample log: a few per step, and after a resume only those of steps that count."""
 
 from __future__ import annotations
 

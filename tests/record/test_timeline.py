@@ -10,7 +10,7 @@ from jaxrl.record.timeline import Timeline
 
 
 def events(path, kind=None):
-    """As trace viewers read it: an array whose closing bracket may be missing."""
+    """As trace viewers read it: an array that may lack its closing bracket."""
     text = path.read_text().rstrip().rstrip(",")
     found = json.loads(text + "]")
     return [event for event in found if kind is None or event["ph"] == kind]

@@ -186,12 +186,12 @@ def test_idle_worker_killed(tmp_path: Path):
     submit(pool, "spin")
     time.sleep(0.3)
     start = time.monotonic()
-    pool.close()  # waits for nobody
+    pool.close()  # waits for no worker
     assert time.monotonic() - start < 1.5
 
 
 def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(tmp_path: Path):
-    """Threads that hold the interpreter: what a worker has sent is read late, after others have noticed its death."""
+    """With threads that hold the interpreter, a worker's message may be read only after its death was noticed."""
     over = threading.Event()
 
     def count() -> None:
@@ -236,8 +236,8 @@ def test_a_process_that_leaves_with_exit_code_0_is_a_crash(tmp_path: Path):
     pool.close()
 
 
-def test_a_task_held_for_lost_that_ends_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The pool breaks between a result's arrival and its being told: nobody may feed that worker twice."""
+def test_a_task_taken_for_lost_that_ends_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The pool breaks after a result has arrived and before it is reported: that worker must not be fed twice."""
     pool = make(tmp_path, num_workers=1)
     assert isinstance(pool, ProcessRewardPool)
     pool.warm()
@@ -246,7 +246,7 @@ def test_a_task_held_for_lost_that_ends_after_all(tmp_path: Path, monkeypatch: p
     old = handed.pool
     with monkeypatch.context() as patch:
         patch.setattr(type(handed), "lost", property(lambda self: self is handed))
-        patch.setattr(old, "stop", lambda: None)  # so that its worker goes on, and tells late
+        patch.setattr(old, "stop", lambda: None)  # so that its worker goes on, and reports late
         patch.setattr(old, "join", lambda: None)
         pool.completed()
     assert handed.future is not None
@@ -302,7 +302,7 @@ def test_scorer_that_loads_only_in_the_trainer(tmp_path: Path):
         RuntimeError, match=r"cannot be loaded in a worker process: ValueError: reward\.path: importing"
     ):
         pool.warm()
-    submit(pool, "x")  # who does not warm up learns it from each sample
+    submit(pool, "x")  # without `warm`, each sample reports it
     assert collect(pool)[0].status == "error"
     pool.close()
 
@@ -342,7 +342,7 @@ def test_workers_end_with_a_killed_trainer(tmp_path: Path):
 
 def _alive(pid: int) -> bool:
     try:
-        # where nobody reaps orphans, an ended process stays as a zombie
+        # where no process reaps orphans, an ended process stays as a zombie
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False

@@ -1,4 +1,4 @@
-"""Scorers: what each kind makes of a response, and what is refused before anything runs."""
+"""Scorers: the score of each kind for a response, and settings that are refused before anything runs."""
 
 import pickle
 from pathlib import Path

@@ -188,7 +188,7 @@ def test_decoding_beats_the_reference(rows, context, heads, kv_heads):
     arrays = (*arrays[:-1], jnp.full_like(arrays[-1], context - 1))
 
     def median_s(function) -> float:
-        """Of one call, out of 20 that follow each other on the device, so that launching them is not what is timed."""
+        """Of one call, out of 20 that follow each other on the device, so that launching them is not timed."""
         chained = jax.jit(lambda q, *x: jax.lax.fori_loop(0, 20, lambda _, q: function(q, *x), q))
         chained(*arrays).block_until_ready()
         times = []

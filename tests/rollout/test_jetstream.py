@@ -83,7 +83,7 @@ def ours(path: Path, prompts: list[list[int]], lengths: tuple[int, ...], samples
 
 
 def drive(engine: Any, prompts: list[list[int]], lengths: tuple[int, ...]) -> list[list[list[int]]]:
-    """What a driver does: fill free slots, step, hand out tokens, free the slots of what is finished."""
+    """What a driver does: fill free slots, step, hand out tokens, free the slots of finished requests."""
     params, state = engine.load_params(), engine.init_decode_state()
     waiting = deque(enumerate(prompts))
     free = deque(range(engine.max_concurrent_decodes))

@@ -1,7 +1,6 @@
 """A recorded round and its replay: the real model gives lengths, the replayed lengths give the same schedule.
 
-So what a simulation says of a schedule is what the mesh would do, and a round on the machine and one in the simulator
-are the same round.
+So a simulated schedule is that of the mesh, and a round on the machine equals one in the simulator.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def test_a_replay_admits_preempts_and_completes_in_the_same_plans(executor: Mesh
 
 
 def test_a_second_round_of_an_engine_runs_like_the_first_of_a_new_one(executor: MeshExecutor):
-    """What a resumed run rests on: nothing of earlier rounds shows in a schedule or in a token."""
+    """A resumed run needs this: earlier rounds influence neither a schedule nor a token."""
 
     def one_round(engine: Engine, trace: list[TraceEvent]) -> tuple[list, list[Sample]]:
         trace.clear()
@@ -181,7 +180,7 @@ class SlowPool:
 
 @dataclass
 class Recording:
-    """What a round was told and what it answered."""
+    """The events that a round received and the commands that it gave."""
 
     events: list[Event] = field(default_factory=list)
     commands: list[list[Command]] = field(default_factory=list)
@@ -281,7 +280,7 @@ class Cycle:
 
 @dataclass
 class Played:
-    """What rounds decided, and what is known of their responses by identity."""
+    """The decisions of rounds, and the records of their responses by identity."""
 
     kinds: list[str] = field(default_factory=list)
     kept: list[list[tuple[SampleKey, int, float | None]]] = field(default_factory=list)

@@ -93,7 +93,7 @@ class Bytes:
 
 
 class House:
-    """A backend and what it stands on."""
+    """A backend with the parts that it is built on."""
 
     def __init__(self, folder: Path, lengths: dict[SampleKey, int], pool: Pool, last_step: int = 0) -> None:
         self.worker = ReplayWorker(lengths)
@@ -227,7 +227,7 @@ def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any):
     evaluation, _ = house.run_round(PROMPTS, 2, step=7)
     assert sorted(house.pool.submitted) == sorted(LENGTHS)
     assert all(sample.reward_info == {} for group in evaluation.groups() for sample in group.samples)
-    # and after a crash each of the two hears its own again
+    # and after a crash each of the two gets its own again
     again = houses(LENGTHS, Pool(), last_step=6)
     again.run_round(PROMPTS, 2, step=7)
     assert key(1) not in again.pool.submitted
@@ -402,7 +402,7 @@ def test_a_verdict_is_awaited_without_a_plan_and_one_that_is_cancelled_never_com
     assert isinstance(verdict, Verdict)
     assert verdict.key == keys[0]
     assert len(house.progress) == num_plans, "no plan was made while the verdict was awaited"
-    backend.apply(CancelScore(keys[1:2]))  # it has come in, untold
+    backend.apply(CancelScore(keys[1:2]))  # it has come in and has not been told
     assert next_finished(backend).key == keys[2], "and not the verdict"
     backend.end()
 

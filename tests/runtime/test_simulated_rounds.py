@@ -178,7 +178,7 @@ def test_verdicts_are_awaited_and_cancelled():
     backend.apply(AwaitVerdict(key(0)))
     assert told([backend.wait()]) == [(62.0, "verdict", key(0))]
     assert backend.engine.counters.plans == 1, "no plan was made while the verdict was awaited"
-    backend.apply(CancelScore((key(2),)))  # has come in at 13, untold
+    backend.apply(CancelScore((key(2),)))  # has come in at 13 and has not been told
     assert told([backend.wait()])[0][1:] == ("finished", key(1))
 
 
@@ -205,7 +205,7 @@ def test_a_cancelled_round_leaves_nothing():
 
 
 class OddPool:
-    """A reward pool whose verdicts come after so many looks, in an order of its own; 0: at once."""
+    """A reward pool with verdicts that come after so many looks, in another order; 0: at once."""
 
     def __init__(self, workload: Workload, looks: int = 0) -> None:
         self._workload, self._looks = workload, looks

@@ -1,4 +1,5 @@
-"""`scripts/bench_accuracy.py`: the task and its reward, what is made of runs, and (slow) the whole of it in small."""
+"""`scripts/bench_accuracy.py`: the task and its reward, the figures made from runs, and (slow) a small run of
+everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench_rules.py`: the simulator predicts the rounds that the engine then runs; what is compared adds up."""
+"""`bench_rules.py`: the simulator predicts the rounds that the engine then runs; the figures compared add up."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ SQUARE = Problem(
 )
 
 
-def test_what_no_fact_determines_stays_at_its_prior_and_is_said_to():
+def test_a_constant_that_no_fact_determines_stays_at_its_prior_and_is_marked():
     found = solve(SQUARE, {}, {"area": made_up("area", 25.0), "watched": made_up("watched", 4.0, role="check")})
     a, b = found.constants
     assert a.value == pytest.approx(5.0, rel=1e-3)

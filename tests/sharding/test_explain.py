@@ -22,7 +22,7 @@ SMOLLM2, TINY = named_shape("SmolLM2-135M"), named_shape("tiny")
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 6, 8])
-def test_it_is_what_the_shardings_do(count):
+def test_it_agrees_with_the_shardings(count):
     mesh = make_mesh(jax.devices()[:count])
     most = tp_degrees(mesh)[-1]
     for config, tp in itertools.product((SMOLLM2, TINY), tp_degrees(mesh)):
@@ -91,7 +91,7 @@ def test_text():
         ((0, 1), r"--devices \(0\) must be at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, words):
+def test_impossible_layouts_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         explain_layout(TINY, *arguments)
 

@@ -4,7 +4,7 @@ Transitions run in processes of their own (this file, called with what to do): a
 aborts the process on some versions, and must not take the other tests along.
 
 A walk decodes for a few requests with random queries, keys and values: at each layout every request writes one position
-and attends, through `kv_cache.attend`; a plain computation over all that it ever wrote says what should come out.
+and attends, through `kv_cache.attend`; a plain computation over all that it ever wrote gives the expected result.
 """
 
 from __future__ import annotations

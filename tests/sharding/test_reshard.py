@@ -299,7 +299,7 @@ def halves():
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 2)])
 def test_disjoint_devices(before, after):
-    """The same spec across, and the rest where it lands; the host sees nothing of it."""
+    """The same spec across, the rest on arrival, and nothing through the host."""
     left, right = halves()
     array = on(left, before, None, "tp")
     moved, report = reshard([array], Layout(right, after).sharding(None, "tp"), keep=True)

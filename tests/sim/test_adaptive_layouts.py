@@ -51,7 +51,7 @@ def requests(seed: int) -> tuple[list[Request], dict[SampleKey, int]]:
 
 
 def generate(executor: Any, asked: list[Request], batcher: type[Batcher], how: str | None, seed: int = 0) -> list[Any]:
-    """Samples of a batch in whose middle the layout walks at random; None: it stays."""
+    """Samples of a batch during which the layout changes at random; None: it stays."""
     engine, rng = Engine(executor, BatcherConfig(decode_steps=4), batcher=batcher), random.Random(seed)
     for request in asked:
         engine.add(request)

@@ -47,7 +47,7 @@ QWEN = RooflineCost(named_shape("Qwen2.5-14B"), H800)
 
 
 def bare(cost: RooflineCost) -> RooflineCost:
-    """Without what no size hides."""
+    """Without fixed costs."""
     return replace(cost, efficiency=replace(cost.efficiency, launch_s=0, step_s=0, collective_s=0))
 
 

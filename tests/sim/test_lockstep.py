@@ -40,7 +40,7 @@ def contents(sample: Sample) -> tuple[Any, ...]:
 
 
 def contents_of(plan: Plan) -> dict[str, Any]:
-    """Without what the simulated devices alone look at, which must be the same once more."""
+    """The plan without the arrays for the simulated devices; checks that these arrays say the same."""
     values = asdict(plan)
     if isinstance(plan, LanePlan):
         rows = [(row.request_id, 4 * row.dp_group + row.slot) for row in plan.decode]
@@ -49,7 +49,7 @@ def contents_of(plan: Plan) -> dict[str, Any]:
 
 
 def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
-    """An engine whose requests come, are aborted and go on, with new weights, drains and lost caches in between."""
+    """An engine with requests that come, are aborted and go on, with new weights, drains and lost caches in between."""
     rng = random.Random(seed)
     shape = sizes(num_devices=3, num_slots=4, num_blocks=num_blocks, max_prefill_tokens=24)
     lengths: dict[SampleKey, int] = {}

@@ -52,7 +52,7 @@ def gained(result: PlanResult) -> dict[int, tuple[int, bool]]:
         ([3, 3, 9], 4, 1, 2, {0: (3, True), 1: (3, True), 2: (3, False)}),  # both stop in the step
         ([2, 4, 9], 8, 2, 3, {0: (2, True), 1: (4, True), 2: (4, False)}),
         ([1, 9], 4, 1, 0, {0: (1, True), 1: (1, False)}),  # the first token may end a row, and counts
-        ([2, 3], 9, 99, 2, {0: (2, True), 1: (3, True)}),  # nobody is active any more
+        ([2, 3], 9, 99, 2, {0: (2, True), 1: (3, True)}),  # no row is active any more
         ([9, 9], 0, 99, 0, {0: (1, False), 1: (1, False)}),
     ],
 )

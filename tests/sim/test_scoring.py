@@ -1,4 +1,4 @@
-"""Simulated scoring: which worker scores what and when, and what comes of verdicts that are not wanted any more."""
+"""Simulated scoring: which worker scores what and when, and what happens to cancelled verdicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = {key(0): 5.0, key(1): 1.0, key(2): 2.0}
 
 
 class Bench:
-    """A scoring and the clock that it lives by."""
+    """A scoring and its clock."""
 
     def __init__(self, num_workers: int = 1, timeout_s: float = 0.0, drawing: Path | None = None) -> None:
         self.clock = SimulatedClock()

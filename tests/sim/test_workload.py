@@ -273,7 +273,7 @@ def test_the_last_line_of_a_run_that_was_cut_off_is_left_out(tmp_path: Path):
 
 
 def test_tasks_that_do_not_go_with_the_run():
-    """What a value must be by itself stands on the option, and tests/config goes through all of those."""
+    """Bounds of single values stand on the options, and tests/config goes through all of them."""
     check_task(MATH, CAP, math.inf)
     check_scoring(SimulatedScoring(hang_share=0.1), 30.0)
     with pytest.raises(ValueError, match=rf"^response\.shortest \({CAP + 1}\) must be at most data\.max_response_len"):

@@ -1,4 +1,4 @@
-"""transformers, where it is installed: what models, tokenizers and chat templates are compared with."""
+"""transformers, if it is installed: models, tokenizers and chat templates are compared with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An executor that keeps a shadow of the KV cache and checks every plan, with the requests and engines of its tests.
 
-`CheckingExecutor` holds, for every position of every block, the token whose KV would be there. So a block given to two
-requests, a prefix read before it was written, or a slot reused too early shows as a wrong token in a row's context.
+`CheckingExecutor` holds, for every position of every block, the token that would have its KV there. So a block given to
+two requests, a prefix read before it was written, or a slot reused too early shows as a wrong token in a row's context.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STOP = 2
 @dataclass
 class _Row:
     request: Request
-    cached: int  # positions whose KV is written
+    cached: int  # positions with their KV written
     num_generated: int
 
 
 class CheckingExecutor:
-    """Runs plans through a ReplayExecutor and checks, in the order of the device, what a plan must obey."""
+    """Runs plans through a ReplayExecutor and checks, in the order of the device, the rules that a plan must obey."""
 
     def __init__(self, inner: ReplayExecutor, lengths: dict[SampleKey, int]) -> None:
         self.inner = inner
@@ -108,7 +108,7 @@ class CheckingExecutor:
         return times
 
     def _check_shape(self, plan: Plan) -> None:
-        """What can be said of a plan by itself."""
+        """Checks a plan by itself."""
         assert plan.prefill or plan.decode
         chunked = [c.request.request_id for c in plan.prefill]
         decoding = [r.request_id for r in plan.decode]

@@ -34,7 +34,7 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 
 def make_sample(key: SampleKey, versions: list[int], reason: Any) -> Sample:
-    """Tokens and log-probabilities tell whose they are, where they stand, and which version wrote them."""
+    """Tokens and log-probabilities that encode their sample, their position, and the version that wrote them."""
     places = np.arange(len(versions))
     ids = (1000 * key.prompt_index + 100 * key.sample_index + 10 * key.attempt + places).astype(np.int32)
     wrote = np.asarray(versions, np.int32)
@@ -65,7 +65,7 @@ class FakeRollout:
       num_slots: rows; responses beyond them wait, first in, first out.
       plan_tokens: tokens per row and plan.
       delay: ticks until a verdict is there.
-      eager: whether a verdict that is there overtakes responses whose ends have not been told.
+      eager: whether a verdict that is there overtakes responses that ended and have not been told.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FakeRollout:
         self.num_drawn = 0  # tokens
 
     def play(self, current: Round, version: int) -> None:
-        """Until the round is done. Fails if nothing can happen any more, or something is left over."""
+        """Plays until the round is done. Fails if nothing can happen any more, or something is left over."""
         assert not self._versions
         self.version, self.commands = version, []
         event: Event = RoundStarted(0.0)
@@ -186,7 +186,8 @@ class FakeRollout:
 
 
 class FakeTraining:
-    """Steps of a run: plan, play, settle, and the book of who left; `state` and `load` are a checkpoint's two ends.
+    """Steps of a run: plan, play, settle, and a record of the prompts that left; `state` and `load` save and restore a
+    checkpoint.
 
     The weights change every `steps_per_version` steps.
     """
@@ -264,7 +265,7 @@ def through_disk(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(result: RoundResult) -> Any:
-    """What a round decided, and what it would train on."""
+    """A round's decisions and the samples that it would train on."""
     samples = [
         (sample.key, sample.token_ids.tolist(), sample.versions.tolist(), sample.reward)
         for group in result.groups
@@ -274,7 +275,7 @@ def fingerprint(result: RoundResult) -> Any:
 
 
 def tangled(seed: int, *numbers: int) -> int:
-    """A number that nobody would guess from its arguments."""
+    """A number that does not follow simply from its arguments."""
     value = seed
     for number in numbers:
         value = (value * 1103515245 + number * 12345 + 99991) % (1 << 31)
@@ -312,7 +313,7 @@ def run_with_crashes(
 
 
 def check_book(training: FakeTraining) -> None:
-    """Everything drawn has left, once, or is carried, once."""
+    """Checks that each prompt drawn has left once or is carried once."""
     departures, position = training.departures, training.prompts.position
     drawn = [prompt.key for prompt in FakePrompts(training.prompts.num_prompts).next(position)]
     carried = training.carried()
@@ -323,7 +324,7 @@ def check_book(training: FakeTraining) -> None:
 
 
 def count_tokens(training: FakeTraining) -> dict[str, float]:
-    """What became of all tokens that a run without crashes has drawn."""
+    """Counts all tokens that a run without crashes has drawn, by what became of them."""
     results = training.results
     return {
         "trained": sum(len(sample) for result in results for group in result.groups for sample in group.samples),

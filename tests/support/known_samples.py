@@ -1,4 +1,4 @@
-"""A workload of known samples: what was recorded of each response by identity, and nothing else.
+"""A workload of known samples: the records of each response by identity, and nothing else.
 
 Purpose: to play a recorded round again, sample for sample (design §3), and for tests in which every number is given.
 `jaxrl.sim.recorded` draws from a run's lengths; this one repeats them.

@@ -1,4 +1,4 @@
-"""Latency profiles and situations that are made up, for tests of what decides about layouts."""
+"""Made-up latency profiles and situations, for tests of layout decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated machine of round numbers, for tests: what it is made of, and how to play a round on it."""
+"""A simulated machine of round numbers, for tests: its parts, and how to play a round on it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sizes(**more: int) -> MachineSizes:
 
 @dataclass
 class Machine:
-    """A backend over simulated devices, with what it is made of."""
+    """A backend over simulated devices, with its parts."""
 
     workload: Workload
     sizes: MachineSizes = field(default_factory=sizes)

@@ -26,7 +26,7 @@ def batch_of(groups):
 
 
 def check(packed, batch):
-    """What a response's tokens see is exactly the prompt and the response, each place once; nothing else is filled."""
+    """A response's tokens see exactly the prompt and the response, each place once; nothing else is filled."""
     used = [np.zeros(micro.tokens.shape, bool) for micro in packed.microbatches]
     for i, place in enumerate(packed.places):
         prompt, sample = batch.prompts[i].token_ids, batch.samples[i]

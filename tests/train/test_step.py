@@ -162,7 +162,7 @@ def test_the_kernels_are_refused_where_they_cannot_run(make_config, make_trainer
 
 
 def test_rows_stay_on_their_devices(make_config, make_batch, make_trainer):
-    """What crosses devices are weights and their gradients: no collective has a dim of the rows' tokens."""
+    """Only weights and their gradients cross devices: no collective has a dim of the rows' tokens."""
     trainer = make_trainer(make_config(actor__ppo_max_token_len_per_gpu=144), devices=8)
     micro = trainer._on_device(TokenBatch.zeros(8, 144))
     program = trainer._accumulate.lower(trainer._trainable, trainer._frozen, trainer._zeros(), micro).compile()

@@ -4,22 +4,22 @@ Purpose: `LayoutControl` stands between a backend and its engine, and says how R
 switches compose.
 
 - A round starts in the planner's degree for its kind; without a planner, in the configured one.
-- Before each plan the control looks at the live rows. Where the switch rule wants to switch, the plans in flight are
-  collected, the rule decides on what is then known, the decision is written down, and the engine changes its layout.
-  That happens several times in a round if it pays. The engine's own step times correct the predictor.
-- When the round has ended, the planner hears of all its preemptions, those after a switch included, and the worker
-  returns to the degree that the next round starts in. What the switch rule chose leaves no trace in the planner.
+- Before each plan the control looks at the live rows. If the switch rule wants to switch, the plans in flight are
+  collected, the rule decides again on what is then known, the decision is written to the journal, and the engine
+  changes its layout. A round may switch several times. The engine's own step times correct the predictor.
+- When the round has ended, the planner is told of all its preemptions, those after a switch included, and the worker
+  returns to the degree that the next round starts in. The switch rule's choices do not change the planner.
 
-So beside a planner tp never falls while rows live, and the planner compares rounds that began in its own degrees.
+So with a planner tp never falls while rows are live, and the planner compares rounds that began in its own degrees.
 
 Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); design §3 (what a clock
 decides is journalled before it takes effect).
 
-Collecting the plans in flight changes which plan knows what, and so the logical order in which responses end. It is
-therefore a decision of the clock as well: where plans were collected and no switch followed, that is written down too
-(`Decision`). The logical time of a decision is the number of the next plan, counted from the start of the round, so a
-round that runs again finds every decision where it was. Up to the last decision that was written nothing else is
-decided: what the first run decided against is as much a decision, though it was not written down.
+Collecting the plans in flight changes what is known when a plan is made, and so the logical order in which responses
+end. It is therefore a decision of the clock as well: if plans were collected and no switch followed, that is written
+down too (`Decision`). The logical time of a decision is the number of the next plan, counted from the start of the
+round, so a round that runs again finds every decision at its place. Up to the last decision in the journal, a repeated
+round decides nothing by itself: where the journal has no decision, the first run went on unchanged.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import PlanTimes, Progress
 
 SCHEMA = 1
-STEPS_SEEN = 4  # plans after a switch whose step times are taken for the real one
+STEPS_SEEN = 4  # plans after a switch that give the real step time
 MAX_TRACE = 240  # points of a round's picture
 HISTORY = 1024
 
 
 class Layouts(Protocol):
-    """What changes the worker's layout (`jaxrl.runtime.layout_session.LayoutSession`); what a backend calls."""
+    """The hooks that a backend calls for a layout that may change (`jaxrl.runtime.layout_session.LayoutSession`)."""
 
     def enter(self) -> None: ...
 
@@ -66,7 +66,7 @@ class Layouts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided with nothing in flight, before plan `dispatch` of the round: a switch, or to stay.
+    """A decision with nothing in flight, before plan `dispatch` of the round: to switch, or to stay.
 
     `failed`: the switch failed halfway; everything was recomputed in the old layout.
     """
@@ -91,10 +91,10 @@ class Decision:
 
 @dataclass(slots=True)
 class Episode:
-    """A switch, as predicted and as it was.
+    """A switch, as predicted and as measured.
 
     Attributes:
-      decision: what the rule predicted. done: what the engine did; None if it failed halfway.
+      decision: the rule's, with its predictions. done: what the engine did; None if the switch failed halfway.
       prefill_s: prefills right after it, where KV was recomputed.
       steps_s: mean step times of the first plans after it that only decoded.
     """
@@ -131,10 +131,10 @@ class Episode:
 
 
 class LengthHistory:
-    """How much longer responses went on, from the lengths of the last ones that ended by themselves.
+    """How much longer a response will go on, estimated from the lengths of the last responses that ended by themselves.
 
-    The expected remaining length of a response of n tokens is the mean over those that were longer; with none, nothing
-    is known. Decisions that rest on it are journalled; what it knows at a step's boundary is part of a checkpoint.
+    The expected remaining length of a response of n tokens is the mean over recorded responses that were longer;
+    unknown if there are none. Decisions that rest on it are journalled; a checkpoint holds its state.
     """
 
     def __init__(self) -> None:
@@ -145,11 +145,11 @@ class LengthHistory:
         self._lengths.append(length)
 
     def lengths(self) -> list[int]:
-        """Those that count, the oldest first."""
+        """The lengths that count, the oldest first."""
         return list(self._lengths)
 
     def expected_remaining(self, progress: Progress) -> float | None:
-        """Tokens that a live response is expected to gain still; None if no recorded one was longer."""
+        """Tokens that a live response is still expected to gain; None if no recorded response was longer."""
         so_far = progress.num_tokens
         longer = [length - so_far for length in self._lengths if length > so_far]
         return fmean(longer) if longer else None
@@ -162,7 +162,7 @@ class LayoutControl:
       engine: over an executor that can change its layout.
       options: `rollout.layout`.
       degrees: those that rounds may use (`LayoutSection.degrees_on`), ascending.
-      initial: the one that rounds start in; beside a planner, the first round of each kind.
+      initial: the degree that rounds start in; with a planner, the first round of each kind.
       predictor: of step times and costs; None: a round stays in the degree that it starts in.
 
     Example::
@@ -198,8 +198,8 @@ class LayoutControl:
         self._initial = initial
         self._capacities = {tp: self._capacity(tp) for tp in degrees}
         self._kind: str | None = None  # of the round under way
-        self._likely = "plain"  # of the next training round, as far as one can know
-        self._recorded: deque[Decision] = deque()  # what is still to be done as it was done before
+        self._likely = "plain"  # the likely kind of the next training round
+        self._recorded: deque[Decision] = deque()  # earlier decisions still to be repeated
         self._write: Callable[[Decision], None] = _nowhere
         self._first = 0
         self._quiet_until = 0
@@ -216,7 +216,7 @@ class LayoutControl:
         return self._initial if self.planner is None else self.planner.degree(kind)
 
     def enter(self) -> None:
-        """A rollout phase begins, with neither weights nor pool: the layout of the next round, free of charge."""
+        """A rollout phase begins, with neither weights nor pool: takes the layout of the next round at no cost."""
         start_in(self.engine, self.degree(self._likely))
 
     def begin(
@@ -228,9 +228,9 @@ class LayoutControl:
         """Begins a round with an idle engine, in the degree of its kind.
 
         Args:
-          kind: of round, as the planner tells them apart.
-          recorded: what the journal has of this round.
-          write: puts a decision there; it takes effect when this returns.
+          kind: the round's kind, by which the planner tells rounds apart.
+          recorded: the journal's decisions of this round.
+          write: puts a decision into the journal; the decision takes effect when it returns.
         """
         if self._kind is not None:
             raise ValueError(f"layout control: a {kind!r} round begins before the {self._kind!r} round has ended")
@@ -251,7 +251,7 @@ class LayoutControl:
 
         Raises:
           ValueError: outside a round, for a journal of another run, or where a switch would lower tp beside a planner.
-          SwitchFailed: a switch failed and the executor is of no use any more.
+          SwitchFailed: a switch failed and left the executor unusable.
         """
         if self._kind is None:
             raise ValueError("layout control: no round has begun")
@@ -262,7 +262,7 @@ class LayoutControl:
             return None
         self.engine.settle()
         switch = self.rule.decide(self._situation(dispatch))
-        # What looked worth it with plans in flight, and was not, is not looked at again at once.
+        # A switch that looked worth it with plans in flight, and was not, is not considered again at once.
         self._quiet_until = dispatch + STEPS_SEEN
         if switch is not None:
             self._refuse_lowering(switch)
@@ -281,7 +281,7 @@ class LayoutControl:
             self.history.add(length)
 
     def end(self, preemptions: int) -> dict[str, float]:
-        """Ends the round; its metrics. Seconds are sums over the round's switches, predicted and real."""
+        """Ends the round and returns its metrics. Seconds are sums over the round's switches, predicted and real."""
         if self._kind is None:
             raise ValueError("layout control: no round has begun")
         kind, self._kind = self._kind, None
@@ -308,11 +308,11 @@ class LayoutControl:
         return metrics
 
     def cancel(self) -> None:
-        """The round is dropped: the planner hears nothing of it."""
+        """The round is dropped: the planner is told nothing of it."""
         self._kind = None
 
     def picture(self) -> dict[str, Any]:
-        """The round for the log: points (seconds since the first, live rows, tp), and its switches."""
+        """The round for the log: its points (seconds since the first point, live rows, tp) and its switches."""
         points = _thinned(self.trace) if len(self.trace) > MAX_TRACE else self.trace
         began = points[0][0] if points else 0.0
         return {
@@ -330,7 +330,7 @@ class LayoutControl:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another control was; what the state lacks stays as it is."""
+        """Goes on from another control's state; what the state lacks stays as it is."""
         if self.planner is not None and "planner" in state:
             self.planner.load_state_dict(state["planner"])
         self._likely = state.get("likely", self._likely)
@@ -351,7 +351,7 @@ class LayoutControl:
         return Situation(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
 
     def _follow(self, known: Decision) -> Episode | None:
-        """Does what was decided here before."""
+        """Repeats the decision that was made here before."""
         dispatch, switch = self.engine.batcher.next_index - self._first, known.switch
         if dispatch != known.dispatch or (switch is not None and switch.from_tp != self.tp):
             came_from = "" if switch is None else f" from tp {switch.from_tp}"
@@ -411,7 +411,7 @@ def _nowhere(_: Decision) -> None:
 
 
 def _thinned(points: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-    """Half of the points; those at which the degree changes stay."""
+    """Half of the points, with all points at which the degree changes."""
     last = len(points) - 1
     return [
         point

@@ -1,10 +1,10 @@
-"""Requests that leave one worker in the middle of a batch and go on in another.
+"""Moving requests from one worker to another in the middle of a batch.
 
 Purpose: `hand_over` moves live requests, with their KV, between engines on disjoint devices (design §3: a worker is one
-engine on one submesh). Scale-down and ranking groups rest on it. Both workers must have the same weights, or the tokens
-will be of two versions (each token's is recorded).
+engine on one submesh). Scale-down and ranking groups rest on it. Both workers must have the same weights; otherwise a
+response has tokens of two versions (each token's version is recorded).
 
-What does not fit into the other worker's free rows and blocks waits there and is recomputed.
+Requests that do not fit into the other worker's free rows and blocks wait there and are recomputed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxrl.scheduling.tokens.plan import Executor, Seat, resume
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """What a handover came to: requests, those that go on without a prefill, and the tokens whose KV was copied."""
+    """The outcome of a handover: requests, those that go on without a prefill, and the tokens with their KV copied."""
 
     num_requests: int
     num_seated: int
@@ -35,9 +35,9 @@ class TakingExecutor(Executor, Protocol):
     """An executor that can take KV over from another one on other devices."""
 
     def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Copies blocks as planned into its pool, and has `rows`, which are all of its rows, decode.
+        """Copies blocks into its pool as planned, and lets `rows` (all of its rows from now on) decode.
 
-        Raises `SwitchFailed` if it fails after its own pool was touched; anything else it raises before.
+        Raises `SwitchFailed` if it fails after its own pool was touched; any other exception is raised before that.
         """
         ...
 
@@ -45,8 +45,8 @@ class TakingExecutor(Executor, Protocol):
 def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> HandedOver:
     """Lets live requests of `source` go on in `target`, beside its own.
 
-    Plans in flight of both are collected first. The engines' next `step` or `drain` returns the requests that ended in
-    them, and of those none is moved.
+    Plans in flight of both are collected first. Requests that ended in them are not moved; the engines' next `step` or
+    `drain` returns them.
 
     Raises:
       ValueError: before anything moves: an id that `source` does not have or `target` has already, pools of different
@@ -92,7 +92,7 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
 
 
 def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvPlan, dict[int, Seat]]:
-    """Blocks of the target for those of the leaving requests that fit, and the seats that they get."""
+    """Blocks and seats in the target for the leaving requests that fit."""
     running = {p.request.request_id: p for p in source.running() if p.request.request_id in set(leaving)}
     groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source)]
     live: dict[int, LiveBlocks] = {i: live_blocks(source, progress) for i, progress in running.items()}

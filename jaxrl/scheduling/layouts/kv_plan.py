@@ -1,18 +1,18 @@
-"""Which KV blocks move where when requests change their dp groups: the accounting half of a layout switch.
+"""Which KV blocks move where when requests change their dp groups: the bookkeeping half of a layout switch.
 
 Purpose: `plan_migration` is told which requests are live, what each holds, and which of them share a dp group
-afterwards (`situation.regroup`); it fills the block pools of the new layout and lists the copies. What moves the bytes
-is `jaxrl.sharding.kv_migration`, which takes `KvPlan.lanes`.
+afterwards (`situation.regroup`); it fills the block pools of the new layout and lists the copies.
+`jaxrl.sharding.kv_migration` moves the bytes; it takes `KvPlan.lanes`.
 
 Source: design §5 (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per group when
 groups split, and joined again when they merge); PAT §4.3 for migrating at all.
 
-The new tables come from a `BlockManager`, by the calls with which the batcher itself would have made them, so the
-batcher goes on with that manager and nothing has to be told twice. Requests of one `share` find the prompt blocks of
-the first of them, which is the one that has written most of the prompt. A request whose prefill is not complete may so
-come by more of its prompt than it had: `Placement.num_written` says how much.
+The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher simply goes on with
+that manager. Requests of one `share` find the prompt blocks of the first of them, which is the one that has written
+most of the prompt. So a request with an incomplete prefill may end up with more of its prompt than it had:
+`Placement.num_written` says how much.
 
-A *lane* is one dp group of whichever layout has more of them: the way of blocks between a group before and a group
+A *lane* is one dp group of the layout that has more of them: blocks move along it between a group before and a group
 after. Neighbouring groups merge and split (design §5), so a lane's two groups follow from its number.
 """
 
@@ -33,10 +33,10 @@ class LiveBlocks:
     """What a live request holds.
 
     Attributes:
-      request_id: the request's.
+      request_id: its id.
       group: its dp group.
       table: its blocks there, in the order of its positions.
-      num_written: its leading positions whose KV is in the pool.
+      num_written: how many of its leading positions have their KV in the pool.
       num_tokens: positions that its new table must cover: those written, the whole of a prefill under way, and what
         the caller wants in reserve.
       share, prompt_len: as in `BlockManager.allocate`.
@@ -53,7 +53,7 @@ class LiveBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request is afterwards: its dp group, its blocks there, and its leading positions whose KV is there."""
+    """Where a request is afterwards: its dp group, its blocks, and how many leading positions have KV in them."""
 
     group: int
     table: tuple[int, ...]
@@ -62,7 +62,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One block's way, from one pool into another."""
+    """One block to copy from one pool into another."""
 
     source_group: int
     source_block: int
@@ -117,13 +117,13 @@ def plan_migration(
     """Places every request in its new group.
 
     Args:
-      requests: all that are live, whose plans have been collected.
-      num_groups_before: dp groups of the layout that they are in.
+      requests: all live requests; their plans have been collected.
+      num_groups_before: dp groups of the layout that the requests are in.
       groups: request ids of each dp group of the new layout, as `situation.regroup` deals them.
       num_blocks: blocks of a new pool, the reserved one included.
       block_size: positions per block, the same before and after.
-      into: the pools of another worker that takes these requests in beside its own (their ids must differ); a refusal
-        leaves them as they were. Default: fresh pools.
+      into: the pools of another worker that takes these requests in beside its own (their ids must differ); a
+        ValueError leaves the pools as they were. Default: fresh pools.
 
     Raises:
       ValueError: a request is named never or twice, is in a group that it cannot get to, or holds too few blocks; or a
@@ -140,7 +140,7 @@ def plan_migration(
     placements: dict[int, Placement] = {}
     copies: list[Copy] = []
     for group, ids in enumerate(groups):
-        # The request that has most of a prompt publishes it; sorting is stable: otherwise the order is the caller's.
+        # The request that has most of a prompt publishes it; the sort is stable, so else the caller's order stays.
         for request in sorted((by_id[i] for i in ids), key=lambda r: -min(r.num_written, r.prompt_len)):
             shared = blocks.allocate(request.request_id, group, request.num_tokens, request.share, request.prompt_len)
             if shared is None:
@@ -204,7 +204,7 @@ def _check(
 
 
 def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]], blocks: BlockManager) -> str:
-    """What every group would take, in words."""
+    """The error for groups that need more blocks than they have."""
     needs = [blocks_needed([by_id[i] for i in ids], blocks.block_size) for ids in groups]
     group = max(range(len(groups)), key=lambda g: needs[g] - blocks.num_free(g))
     return (
@@ -215,7 +215,7 @@ def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]],
 
 
 def blocks_needed(requests: Sequence[LiveBlocks], block_size: int) -> int:
-    """Blocks that these requests take together in one empty pool: says what to preempt before a pool shrinks."""
+    """Blocks that these requests take together in one empty pool; tells how many to preempt before a pool shrinks."""
     alone = sum(-(-request.num_tokens // block_size) for request in requests)
     pool = BlockManager(1, alone + 2, block_size)
     for request in sorted(requests, key=lambda r: -min(r.num_written, r.prompt_len)):

@@ -1,7 +1,7 @@
-"""How long decode steps, prefills and changes of layout take, as predicted from a profile.
+"""Predicts from a profile how long decode steps, prefills and changes of layout take.
 
 Purpose: `LatencyPredictor` answers from the table of `jaxrl.scheduling.layouts.latency_profile`, corrected by the step
-times that the engine really sees.
+times that the engine measures.
 
 Source: PAT §4.2 (online latency predictor) and §4.3 (equations 1-4).
 
@@ -9,19 +9,19 @@ Departures:
 
 - The paper's T_move divides the bytes that a rank sends (equation 1) by a measured bandwidth (equation 2). The table
   holds the measured seconds per token of the fullest source group, which is that quotient for one token.
-- Between two profiled batches the paper interpolates. Programs here are compiled for few numbers of rows, and a step
-  with rows in between takes as long as the next of those: a batch counts as that one where the table has them
-  (`RowSizes`). Only between padded batches that were not profiled times are interpolated.
-- The profile is corrected online (the paper's is not): machines are shared, and dummy batches are not real ones.
+- Between two profiled batches the paper interpolates. Programs here are compiled for a few row counts, and a step pads
+  its rows to the next of them: if the table has the row counts (`RowSizes`), a batch takes the time of the padded
+  batch. Times are interpolated only where a padded batch was not profiled.
+- The profile is corrected online (the paper's is not): machines are shared, and dummy batches differ from real ones.
 
-Beyond the table predictions are never negative and never fall as the load grows:
+Beyond the table, predictions are never negative and never fall as the load grows:
 
-- decode, total context: below a batch's first point that point's time; above its last the slope of its last two
-  points, or 0 if that is negative, or in proportion if it has one point only;
-- decode, batch: below the smallest batch that batch's time; above the largest the mean growth per row between the
-  last two batches, or 0 if that is negative, or in proportion if there is one batch only;
-- prefill: below the first context (or batch) that one's time; above the last context with its square (attention
-  dominates there), above the largest batch in proportion.
+- decode, total context: below a batch's first point, that point's time; above its last point, the slope of its last two
+  points (0 if that is negative), or in proportion if it has only one point;
+- decode, batch: below the smallest batch, that batch's time; above the largest, the mean growth per row between the
+  last two batches (0 if that is negative), or in proportion if there is only one batch;
+- prefill: below the first context (or batch), the time of that one; above the last context, with its square (attention
+  dominates there); above the largest batch, in proportion.
 
 Legend: S decode steps.
 """
@@ -39,7 +39,7 @@ from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, P
 
 
 def rms_context(lengths: Sequence[int]) -> float:
-    """Equation 3: the context of as many equal rows that cost prefill's attention the same. Tokens."""
+    """Equation 3: the context, in tokens, of as many equal rows with the same cost of attention in prefill."""
     return math.sqrt(sum(length * length for length in lengths) / len(lengths))
 
 
@@ -69,7 +69,7 @@ class _Surface:
         self.batches = np.array(batches, np.float64)
         self.curves = [_Curve([point for point in points if point.batch == batch]) for batch in batches]
         last = self.curves[-1]
-        # One growth for every context: taken at each context of its own, it could make time fall as context grows.
+        # One growth for all contexts: a growth for each context could make the time fall as the context grows.
         self.growth: float | None = None
         if len(batches) > 1:
             rise = float(np.mean(last.seconds - self.curves[-2].at(last.tokens)))
@@ -93,13 +93,13 @@ class _Surface:
 
 
 class LatencyPredictor:
-    """Answers from a profile, corrected by what the engine sees.
+    """Predicts from a profile, corrected by what the engine measures.
 
     Args:
       profile: checked by the caller (`Profile.check`).
       options: `correction_weight` and `correction_max_factor` of `rollout.layout`: how fast, and how far, observations
         move the predictions.
-      row_sizes: of the programs that run now, by degree; None: of those that were profiled.
+      row_sizes: row counts of the programs that run now, by degree; None: those of the profiled programs.
 
     Example::
 
@@ -136,11 +136,11 @@ class LatencyPredictor:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that decode steps can be predicted for, ascending."""
+        """Degrees for which decode steps can be predicted, ascending."""
         return self.profile.degrees
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds of a decode step with `batch` rows of `context` tokens, all together, in the fullest dp group."""
+        """Seconds of a decode step with `batch` rows in the fullest dp group, which have `context` tokens together."""
         return float(self.decode_steps_s(tp, np.array([batch]), np.array([context]))[0])
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
@@ -186,9 +186,9 @@ class LatencyPredictor:
     # Correction
 
     def ratio(self, tp: int) -> float:
-        """Real over profiled step time. A degree not seen yet has the (geometric) mean of those that were.
+        """Real over profiled step time. A degree not observed yet has the geometric mean of the observed ones.
 
-        A machine that is slower than at profiling is so in every layout; if the layout in use alone were corrected,
+        A machine that is slower than at profiling is slower in every layout; if only the layout in use were corrected,
         every slow-down would look like a reason to leave it.
         """
         return math.exp(self._log_ratio(tp))
@@ -205,7 +205,7 @@ class LatencyPredictor:
         return self.ratio(tp)
 
     def state_dict(self) -> dict[str, Any]:
-        """The correction: degrees [N] and logarithms of their ratios [N], and of which profile."""
+        """The correction: degrees [N], logarithms of their ratios [N], and the profile that it belongs to."""
         degrees = sorted(self._log_ratios)
         return {
             "schema": self.SCHEMA,
@@ -215,7 +215,7 @@ class LatencyPredictor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a correction over. One of another profile means nothing here: the predictor then starts afresh."""
+        """Takes over a saved correction. A correction of another profile is dropped: the predictor starts afresh."""
         if state["schema"] != self.SCHEMA:
             raise ValueError(f"latency correction of schema {state['schema']}: this version reads {self.SCHEMA}")
         self._log_ratios = {}

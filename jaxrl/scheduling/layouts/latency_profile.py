@@ -1,9 +1,9 @@
-"""The latency profile: the table that `jaxrl profile` measures once per model and hardware, and what it measures.
+"""The latency profile: the table that `jaxrl profile` measures once per model and hardware, and the points to measure.
 
-Source: PAT §4.2 (offline profiler). What is predicted from it: `jaxrl.scheduling.layouts.latency`.
+Source: PAT §4.2 (offline profiler). `jaxrl.scheduling.layouts.latency` predicts from it.
 
-A batch is that of one dp group, and every group has it: the dp groups of a layout run one program in lockstep (design
-§3), so the fullest group sets the pace. The paper counts the rows of the whole deployment.
+A batch is the rows of one dp group, and every group is measured with as many: the dp groups of a layout run one program
+in lockstep (design §3), so the fullest group sets the pace. (The paper counts the rows of the whole deployment.)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Source = Literal["measured", "synthetic"]
 
 @dataclass(frozen=True, slots=True)
 class ProfileIdentity:
-    """What a table was measured on; a table of anything else does not count.
+    """What a table was measured on; a table with another identity is refused.
 
     Attributes:
       model: its name, for people. fingerprint: of its shape (weights of the same shape take the same time).
-      device_kind, device_count: of the mesh that the worker has.
+      device_kind, device_count: of the worker's mesh.
       jax_version, dtype: of the programs.
     """
 
@@ -52,7 +52,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a `ProfilePoint` takes: `seconds` for one decode step, or for the whole of a prefill."""
+    """The time of a `ProfilePoint`: `seconds` for one decode step, or for a whole prefill."""
 
     tp: int
     batch: int
@@ -61,7 +61,7 @@ class Measurement:
 
     @property
     def point(self) -> ProfilePoint:
-        """Where it stands in the table."""
+        """Its key in the table."""
         return ProfilePoint(self.tp, self.batch, self.context)
 
 
@@ -73,7 +73,7 @@ class SwitchCost:
       from_tp, to_tp: the ordered pair of degrees.
       weights_s: resharding the weights.
       kv_s_per_token: migrating KV, per live token of the fullest dp group before the change.
-      fixed_s: everything else: draining, a new pool, the first dispatch of other programs.
+      fixed_s: the rest: draining, a new pool, the first dispatch of other programs.
     """
 
     from_tp: int
@@ -85,9 +85,9 @@ class SwitchCost:
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """The numbers of rows, ascending, that a dp group's decode programs of a degree were compiled for.
+    """The row counts, ascending, for which a dp group's decode programs of a degree were compiled.
 
-    A step with rows in between runs padded to the next, and takes as long.
+    A step with a row count in between is padded to the next, and takes as long.
     """
 
     tp: int
@@ -96,14 +96,14 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The table of one model on one machine, whole or in the making. Raises ValueError for an impossible entry.
+    """The table of one model on one machine, complete or not. Raises ValueError for an impossible entry.
 
     Attributes:
       identity: what it holds for.
       decode, prefill: seconds per decode step, and of a whole prefill; each load once.
       switches: costs, each ordered pair of degrees once.
-      row_sizes: of the programs that were measured, each degree once at most; none: no batch is padded.
-      source: "synthetic" for a table that was made up (to try switches out), which reports must say.
+      row_sizes: of the measured programs, at most one entry per degree; none: no batch is padded.
+      source: "synthetic" for a table that was made up (to try switches out); reports must say so.
     """
 
     identity: ProfileIdentity
@@ -152,7 +152,7 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Of everything in the table, in hex."""
+        """A hash of the whole table, in hex."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def check(self, identity: ProfileIdentity) -> None:
@@ -236,10 +236,10 @@ def profile_points(
 ) -> tuple[ProfilePoint, ...]:
     """The loads to measure, sorted: one layout after another, and in it one batch (one program) after another.
 
-    Batches double from 1, or are the row sizes of the programs, to which all others would be padded. Contexts double
-    below `DENSE_BELOW`, where latency is least linear, and go on by factors of four. A degree's largest batch and
-    longest context are among them. As a batch with one point has no slope, batches of which two contexts do not fit are
-    left out.
+    Batches double from 1, or are the row sizes of the programs (other batches would be padded to these). Contexts
+    double below `DENSE_BELOW`, where latency is least linear, and go on by factors of four. They include a degree's
+    largest batch and longest context. A batch with one point has no slope, so batches for which two contexts do not fit
+    are left out.
 
     Args:
       max_batch: the most live rows of all dp groups together; a group's share of them is rounded up.
@@ -283,8 +283,8 @@ def profile_points(
 
 
 def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
-    """Those of `points` at which prefills are measured: of each degree the smallest and the largest batch, and of their
-    contexts every second one and the longest. Prefills take long, and grow smoothly."""
+    """Those of `points` at which prefills are measured: for each degree the smallest and the largest batch, with every
+    second of their contexts and the longest. Prefills take long, and grow smoothly."""
     chosen: list[ProfilePoint] = []
     by_degree: dict[int, dict[int, list[ProfilePoint]]] = {}
     for point in sorted(points):
@@ -297,6 +297,6 @@ def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
 
 
 def missing_points(measured: Iterable[Measurement], points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
-    """Those of `points`, in their order, that have not been measured: what a profiler still has to do."""
+    """The `points` that have not been measured yet, in their order."""
     known = {entry.point for entry in measured}
     return tuple(point for point in points if point not in known)

@@ -1,16 +1,16 @@
-"""What becomes of every live request when the layout changes in the middle of a batch.
+"""What happens to each live request when the layout changes in the middle of a batch.
 
-Purpose: `plan_relayout` says, from the batcher's books alone, which request goes where, which blocks move, and which
-requests have to give up their rows; the executor carries it out on the devices, and only then `apply` changes the
-books. So whatever fails before anything has moved leaves the engine as it was.
+Purpose: `plan_relayout` works out from the batcher's state alone which request goes where, which blocks move, and which
+requests have to give up their rows. The executor carries it out on the devices, and only then does `apply` change the
+batcher. So a failure before anything has moved leaves the engine as it was.
 
 Source: design §5 (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3 (migrate or
 recompute).
 
-Recomputing is preemption: every request waits with its tokens, and is admitted again like any other; its prompt's
-blocks are shared again with the samples beside it. So it prefills less than PAT's equation 4 charges for it.
+To recompute is to preempt: every request waits with its tokens and is admitted again like any other; samples of a
+prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
 
-Requests that leave for another worker: `jaxrl.scheduling.layouts.handover`.
+For requests that move to another worker see `jaxrl.scheduling.layouts.handover`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl.scheduling.tokens.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """A row that decodes: what the device must know of it. `token` stands at `position` and has no KV yet."""
+    """What the device must know about a row that decodes. `token` stands at `position` and has no KV yet."""
 
     request: Request
     dp_group: int
@@ -44,13 +44,13 @@ class Relayout:
     """A change of layout, worked out.
 
     Attributes:
-      from_tp, to_tp, how: from where, to where, and the way of the KV.
+      from_tp, to_tp, how: the two degrees, and whether KV is moved or recomputed.
       capacity: what the new layout offers.
-      kv: the new pools and the copies; without any where everything is recomputed.
+      kv: the new pools, and the copies (none if everything is recomputed).
       rows: those that decode in the new layout without a prefill.
       seats: of the requests that keep their KV, by request id.
-      evicted: requests that there is no room for: they wait, and are recomputed.
-      num_live, num_tokens: rows before the change, and their tokens whose KV was there.
+      evicted: requests without room in the new layout: they wait, and are recomputed.
+      num_live, num_tokens: rows before the change, and how many of their tokens had KV.
     """
 
     from_tp: int
@@ -66,7 +66,7 @@ class Relayout:
 
     @property
     def num_moved(self) -> int:
-        """Tokens whose KV is copied, a shared prompt's once per copy."""
+        """Tokens that have their KV copied; those of a shared prompt count once per copy."""
         return len(self.kv.copies) * self.capacity.block_size
 
     def apply(self, batcher: Batcher) -> None:
@@ -92,8 +92,8 @@ class SwitchFailed(RuntimeError):
     """A change of layout failed after something had moved.
 
     Attributes:
-      is_usable: whether the executor is back in the old layout, with weights taken anew and an empty pool; then the
-        engine goes on there and recomputes. Otherwise it has no weights, and nothing can run until it gets some.
+      is_usable: whether the executor is back in the old layout, with weights taken anew and an empty pool; the engine
+        then goes on there and recomputes. Otherwise it has no weights, and nothing can run until it gets some.
     """
 
     def __init__(self, message: str, *, is_usable: bool) -> None:
@@ -117,15 +117,15 @@ class LayoutExecutor(Executor, Protocol):
     def switch(self, move: Relayout) -> TimeTaken:
         """Carries it out, with nothing in flight.
 
-        Raises `SwitchFailed` if it fails after something has moved; anything else that it raises, it raises before.
+        Raises `SwitchFailed` if it fails after something has moved; any other exception is raised before that.
         """
         ...
 
 
 def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | None = None) -> tuple[Rows, ...]:
-    """The rows of each dp group, as the switch rule sees them: with what is known, which lags by the plans in flight.
+    """The rows of each dp group, as the switch rule sees them: without what the plans in flight will bring.
 
-    `expected`: how many tokens history expects a request to gain still.
+    `expected`: how many more tokens history expects a request to gain.
     """
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
     for progress in batcher.running():
@@ -138,11 +138,11 @@ def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | Non
 def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
     """Works a change of layout out; nothing may be in flight.
 
-    Requests are regrouped as the switch rule has it (`situation.regroup`). In a group with more rows or blocks than
+    Requests are regrouped as the switch rule assumes (`situation.regroup`). In a group with more rows or blocks than
     its pool offers, the youngest give up their rows.
 
     Raises:
-      ValueError: a request, of those that wait as well, could never run in the new pools.
+      ValueError: a request, running or waiting, could never run in the new pools.
     """
     _refuse_too_long(batcher, to_tp, capacity)
     by_id = {progress.request.request_id: progress for progress in batcher.running()}
@@ -179,7 +179,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
 
 
 def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
-    """What the device must know of a row that decodes, at its seat."""
+    """What the device must know about the row that decodes at this seat."""
     token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
     return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position)
 
@@ -189,7 +189,7 @@ def _arrival(by_id: Mapping[int, Progress]) -> Callable[[int], int]:
 
 
 def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
-    """What a running request holds, and wants: the whole of its prefill, or the next plan's steps."""
+    """What a running request holds, and the positions that it needs: its whole prefill, or the next plan's steps."""
     assert not progress.pending, "a layout changes while plans are in flight"
     request = progress.request
     if progress.is_resident:
@@ -211,7 +211,7 @@ def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
 def _evict(
     groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """(groups that fit into their pools, requests that had to leave): the youngest of a group, its last, goes first."""
+    """(groups that fit into their pools, requests that had to leave). A group's last, the youngest, leaves first."""
     fitting: list[tuple[int, ...]] = []
     evicted: list[int] = []
     for ids in groups:
@@ -237,5 +237,5 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
 
 
 def restart(batcher: Batcher, capacity: Capacity) -> None:
-    """Goes on with empty pools of this capacity: every request waits, its tokens kept, and is prefilled again."""
+    """Goes on with empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
     batcher.reseat(capacity, BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size), {})

@@ -1,4 +1,4 @@
-"""Live rows, dp group by dp group: what a decision about the layout looks at, and how rows regroup when it changes.
+"""The live rows of each dp group, which layout decisions look at, and how rows regroup when the layout changes.
 
 Source: PAT §4.2, Algorithm 1, lines 4, 7 and 8; design §5 for how dp groups merge and split.
 
@@ -22,10 +22,10 @@ class LiveRow:
     """A request on the device.
 
     Attributes:
-      request_id: the request's.
+      request_id: its id.
       length: tokens of its context, prompt and response.
       limit: the longest it can get: prompt + max_tokens.
-      expected_remaining: tokens that history expects it to gain still; None if history knows nothing of it.
+      expected_remaining: tokens that history still expects it to gain; None if history cannot tell.
     """
 
     request_id: int
@@ -38,7 +38,7 @@ class LiveRow:
             raise ValueError(f"row of request {self.request_id}: length ({self.length}) must be in [1, {self.limit}]")
 
     def steps_left(self, bound: Bound) -> int:
-        """Decode steps until it ends: to its limit, or as expected, which is at least one step and never beyond."""
+        """Decode steps until it ends: up to its limit, or as many as expected (at least 1, never beyond the limit)."""
         left = self.limit - self.length
         if bound == "max_length" or self.expected_remaining is None:
             return left
@@ -58,14 +58,14 @@ class GroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Where a generation stands between two plans.
+    """The state of a generation between two plans.
 
     Attributes:
       dispatch: logical time: plans since the start of the generation.
       tp: the degree in use.
       groups: live rows of each dp group, in the layout's order.
-      capacities: by degree, what its layout leaves for a dp group; a degree without one cannot be used.
-      num_waiting: requests that have no row.
+      capacities: by degree, what a dp group has room for; a degree without an entry cannot be used.
+      num_waiting: requests without a row.
     """
 
     dispatch: int
@@ -82,9 +82,9 @@ class Situation:
 def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
     """Which rows share a dp group once there are `dp` of them (Algorithm 1, lines 7 and 23).
 
-    Fewer: neighbours merge, as the factored mesh has it (design §5). More: each group deals its rows to the groups it
-    splits into, longest first, each to the one with fewest rows, of those with fewest tokens. What the rule predicts
-    holds for an engine that does the same.
+    If groups become fewer, neighbours merge, as the factored mesh requires (design §5). If they become more, each group
+    deals its rows to the groups that it splits into, longest first, each row to the group with the fewest rows and
+    among equals to the one with the fewest tokens. The rule's predictions assume an engine that does the same.
     """
     if dp <= len(groups):
         assert len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
@@ -101,7 +101,7 @@ def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
 
 
 def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [S] and tokens [S] of the fullest dp group that many steps from now, [S]; 0 when all rows have ended."""
+    """Rows [S] and tokens [S] of the fullest dp group after `step_S` more steps; 0 when all rows have ended."""
     batch_S, tokens_S = np.zeros(len(step_S), np.int64), np.zeros(len(step_S), np.int64)
     for rows in groups:
         by_end = sorted((row.steps_left(bound), row.length) for row in rows)

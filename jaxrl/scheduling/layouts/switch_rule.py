@@ -1,30 +1,30 @@
-"""When a draining batch should go on in another layout, and how its KV gets there.
+"""Decides when a draining batch should go on in another layout, and how its KV gets there.
 
-Purpose: `LayoutSwitchRule.decide` compares, between two plans, what is left of a generation under each tensor-parallel
-degree, the cost of getting there included, and names the degree to go to, or none.
+Purpose: between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each tensor-parallel
+degree, the cost of the switch included, and names the degree to go to, or none.
 
-Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are here: 4 and 8 (`remaining_s`), 7 (`regroup`),
-6-14 with 9 (`evaluate`), 15 (`decide`); lines 23-25 are the engine's, which asks again later, so that one generation
-can switch several times.
+Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are found in: 4 and 8 `remaining_s`; 7 `regroup`; 6-14
+with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the engine, which asks again later, so one generation can switch
+several times.
 
 Departures:
 
-- The paper takes one step time for all that is left. Here rows leave as they reach their own limits and contexts grow,
-  step by step; every dp group waits for the fullest (lockstep, design §3).
+- The paper uses one step time for the rest of the generation. Here, step by step, rows leave at their own limits and
+  contexts grow; every dp group waits for the fullest (lockstep, design §3).
 - `bound="expected"` takes a row's expected remaining length (from history) instead of its limit.
-- Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of what is left; `cooldown` plans lie
+- Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of the time left; `cooldown` plans lie
   between switches; and a switch in the direction opposite to the last one needs a batch `reversal_factor` times smaller
-  (to raise tp) or larger (to lower it) than at that last switch. Whatever the predictor says, a batch that only drains
-  therefore turns at most once, from falling to rising tp: at most len(degrees) - 1 switches down, then at most as many
-  up. With `direction="up"`, the default, there is nothing but the way up. `jaxrl.scheduling.layouts.control` says how
-  that fits in with the planner that chooses the degree a generation starts with.
-- While requests wait for a row the batch is not draining, and nothing is decided.
+  (to raise tp) or larger (to lower it) than at that last switch. So a batch that only drains turns at most once, from
+  falling to rising tp, whatever the predictor says: at most len(degrees) - 1 switches down, then at most as many up.
+  With `direction="up"`, the default, tp only rises. `jaxrl.scheduling.layouts.control` says how that fits with the
+  planner, which chooses the degree that a generation starts with.
+- While requests wait for a row, the batch is not draining and the rule does not switch.
 
-The way back when a generation ends costs nothing here: no KV is left, and the next weights come from training anyway.
+Going back when a generation has ended costs nothing: no KV is left, and the next weights come from training anyway.
 
 Decisions rest on measured times, so each goes to the journal (`Switch.to_json`) before it takes effect, and a
 generation that runs again takes them from there. Their logical time is the dispatch number, counted from the start of
-the generation: so the second run finds what the first one wrote.
+the generation, by which the second run finds what the first one wrote.
 
 Legend: S decode steps.
 """
@@ -49,7 +49,7 @@ How = Literal["migrate", "recompute"]
 
 
 class LatencyModel(Protocol):
-    """What the rule asks; `jaxrl.scheduling.layouts.latency.LatencyPredictor` answers."""
+    """The predictions that the rule asks for; `jaxrl.scheduling.layouts.latency.LatencyPredictor` gives them."""
 
     @property
     def num_devices(self) -> int: ...
@@ -67,12 +67,12 @@ class LatencyModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A degree, and what is left of the generation under it; for a refused one only the reason counts.
+    """A degree, and the time left of the generation under it; for a refused degree only the reason counts.
 
     Attributes:
       remaining_s: decoding, after the switch.
       weights_s, state_s, fixed_s: parts of the switch; 0 for the degree in use.
-      how: the way for the KV. refused: why it is not possible, or None.
+      how: whether KV is moved or recomputed. refused: why the degree is not possible, or None.
     """
 
     tp: int
@@ -96,13 +96,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A decision, with everything it was predicted from. Seconds are predictions.
+    """A decision to switch, with the predictions that it rests on. All seconds are predictions.
 
     Attributes:
-      dispatch: when: before the plan of this number, counted from the start of the generation.
-      from_tp, to_tp, how: from where, to where, and the way for the KV.
-      num_live, num_tokens: rows and their tokens at that time: what is migrated or recomputed.
-      stay_s: what would be left without a switch (T_cur); remaining_s: what is left after it (T_rem).
+      dispatch: the switch comes before the plan of this number, counted from the start of the generation.
+      from_tp, to_tp, how: the two degrees, and whether KV is moved or recomputed.
+      num_live, num_tokens: the rows and their tokens at that time, which are migrated or recomputed.
+      stay_s: the time left without a switch (T_cur); remaining_s: the time left after it (T_rem).
       weights_s, state_s, fixed_s: parts of its cost (T_switch).
       step_before_s, step_after_s: the next decode step without, and with it.
     """
@@ -127,7 +127,7 @@ class Switch:
 
     @property
     def gain_s(self) -> float:
-        """What the switch saves, its cost taken off."""
+        """What the switch saves, less its cost."""
         return self.stay_s - self.remaining_s - self.cost_s
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Switch:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Switch:
-        """What `to_json` wrote; keys that the journal adds are passed over. Raises ValueError for another schema."""
+        """Reads what `to_json` wrote; keys that the journal adds are ignored. Raises ValueError for another schema."""
         names = [each.name for each in fields(cls)]
         if entry.get("schema") != SCHEMA or not set(names) <= set(entry):
             raise ValueError(
@@ -148,7 +148,7 @@ class Switch:
 def remaining_s(model: LatencyModel, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
     """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time).
 
-    The sum of all steps' times; of more than `MAX_TERMS` steps, one in the middle of each of as many equal stretches.
+    The sum of all steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many stretches.
     """
     num_steps = max((row.steps_left(bound) for rows in groups for row in rows), default=0)
     if not num_steps:
@@ -166,7 +166,7 @@ class LayoutSwitchRule:
     Attributes:
       options: `rollout.layout`.
       degrees: tp degrees that may be used, ascending, each dividing the next.
-      model: what times are predicted by.
+      model: predicts times.
     """
 
     options: LayoutSection
@@ -175,7 +175,7 @@ class LayoutSwitchRule:
     _last: Switch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for degrees that do not nest, or if the model knows too little of them."""
+        """Raises ValueError for degrees that do not nest, or that the model cannot predict."""
         degrees, one = self.degrees, np.ones(1)
         if not degrees or degrees[0] < 1 or any(a >= b or b % a for a, b in pairwise(degrees)):
             raise ValueError(f"layout switch: degrees {degrees} must ascend from >= 1, each dividing the next")
@@ -224,7 +224,7 @@ class LayoutSwitchRule:
         return self._find(now) is not None
 
     def _find(self, now: Situation) -> tuple[Candidate, Candidate] | None:
-        """(to stay, the best other) where the other is to be gone to."""
+        """(the degree in use, the best other one) if a switch to the other is due, else None."""
         self._check(now)
         if not now.num_live or now.num_waiting:
             return None
@@ -258,12 +258,12 @@ class LayoutSwitchRule:
         if self.options.state != "migrate":
             lengths = [[row.length for row in rows] for rows in groups if rows]
             ways["recompute"] = max(self.model.recompute_s(tp, each) for each in lengths)
-        how = min(ways, key=lambda way: ways[way])  # migrate, of equals
+        how = min(ways, key=lambda way: ways[way])  # at equal cost, migrate
         left_s = remaining_s(self.model, tp, groups, self.options.bound)
         return Candidate(tp, left_s, cost.weights_s, ways[how], cost.fixed_s, how)
 
     def _refuse_direction(self, now: Situation, tp: int) -> str | None:
-        """Why the hysteresis forbids to go this way, if it does."""
+        """Why the hysteresis forbids this direction, or None."""
         goes_up = tp > now.tp
         if self.options.direction == "up" and not goes_up:
             return f"tp {tp}: within a generation tp only grows (direction 'up')"
@@ -277,7 +277,7 @@ class LayoutSwitchRule:
         return None
 
     def _refuse_load(self, now: Situation, tp: int, groups: Sequence[Rows]) -> str | None:
-        """Why the layout cannot hold these groups, if it cannot."""
+        """Why the layout cannot hold these groups, or None."""
         capacity = now.capacities.get(tp)
         if capacity is None:
             return f"tp {tp}: this layout is not possible here"

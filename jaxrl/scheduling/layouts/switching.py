@@ -1,10 +1,10 @@
-"""An engine goes over to another layout: in the middle of a batch, or before one.
+"""Changing an engine's layout: in the middle of a batch, or before one.
 
-Purpose: `switch` takes live requests to another tensor-parallel degree on the same devices, `recompute` has them all
-prefilled again in the degree in use, and `start_in` chooses the degree while there is nothing to move.
+Purpose: `switch` moves live requests to another tensor-parallel degree on the same devices, `recompute` lets them all
+be prefilled again in the degree in use, and `start_in` chooses the degree while there is nothing to move.
 
-Which request goes where is worked out in `jaxrl.scheduling.layouts.relayout`, the executor moves weights and KV. How
-requests leave for another worker: `jaxrl.scheduling.layouts.handover`.
+`jaxrl.scheduling.layouts.relayout` works out which request goes where; the executor moves weights and KV. For requests
+that move to another worker see `jaxrl.scheduling.layouts.handover`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Switchable(Protocol):
 
 @runtime_checkable
 class StartableExecutor(LayoutExecutor, Protocol):
-    """An executor whose layout may be chosen at no cost while it has neither weights nor a pool."""
+    """An executor with a layout that can be chosen at no cost while it has neither weights nor a pool."""
 
     def start_in(self, tp: int, /) -> None: ...
 
@@ -92,16 +92,16 @@ def switch(engine: Switchable, tp: int, by: How = "migrate") -> Switched:
 
 
 def recompute(engine: Switchable) -> None:
-    """Gives up the KV of all requests: they wait, their tokens kept, and are prefilled again."""
+    """Gives up the KV of all requests: they keep their tokens, wait, and are prefilled again."""
     engine.settle()
     restart(engine.batcher, engine.batcher.capacity)
 
 
 def start_in(engine: Switchable, tp: int) -> None:
-    """Chooses the layout of an idle engine whose executor has neither weights nor a pool.
+    """Chooses the layout of an idle engine while its executor has neither weights nor a pool.
 
-    An executor that offers no such choice keeps its layout. Raises ValueError if requests are unfinished: those change
-    layout by `switch`.
+    An executor that offers no such choice keeps its layout. Raises ValueError if requests are unfinished: then only
+    `switch` changes the layout.
     """
     executor = engine.executor
     if not isinstance(executor, StartableExecutor):

@@ -1,20 +1,20 @@
 """The tensor-parallel degree that a rollout round starts with, from how often requests were preempted before.
 
 Purpose: `TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more
-memory for KV) and halves it after quiet rounds (a smaller one communicates less). How that goes together with switches
-inside a round: `jaxrl.scheduling.layouts.control`.
+memory for KV) and halves it after quiet rounds (a smaller one communicates less). `jaxrl.scheduling.layouts.control`
+says how that fits with switches inside a round.
 
 Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
-groups stay inside one host, and the degree to begin with is the best one by the profile.
+groups stay inside one host, and the first degree is the profile's best.
 
 Departures:
 
-- The paper does not say what a rise is measured against. Here it is the round before of the same kind, at whatever
-  degree that had. Short rounds have up to 1.79 times the preemptions of long ones (§4.2): across kinds, every short
-  round after a long one would be a rise. A planner that is told of one kind only is the paper's.
+- The paper does not say what a rise is measured against. Here it is the previous round of the same kind, whatever its
+  degree was. Short rounds have up to 1.79 times the preemptions of long ones (§4.2), so across kinds every short round
+  after a long one would be a rise. With only one kind of round the planner is the paper's.
 - So each kind has a degree, a count and a quiet streak of its own: the best degrees of short and long rounds differ,
   which is the paper's reason for having a planner.
-- The first round of a kind has nothing to rise above. From none to some is a rise.
+- The first round of a kind is never a rise. From no preemptions to some is a rise.
 - "Doubling" and "halving" are steps to the next allowed degree, which is the same for powers of two.
 
 Preemptions are logical, not measured by a clock: decisions follow from the state in the checkpoint and need no journal.
@@ -46,7 +46,7 @@ class TpPlanner:
     Args:
       options: `rollout.layout`.
       degrees: tp degrees that may be used, ascending, all of them inside one host.
-      initial: the one that the first round of each kind starts in.
+      initial: the degree that the first round of each kind starts in.
 
     Example::
 
@@ -70,7 +70,7 @@ class TpPlanner:
         return self.initial if known is None else known.degree
 
     def observe(self, preemptions: int, kind: str = "all") -> int:
-        """Takes in how often a whole round preempted; returns the degree of the next round of this kind."""
+        """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
         if preemptions < 0:
             raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")
         state = self._kinds.setdefault(kind, _Kind(self.initial))
@@ -83,7 +83,7 @@ class TpPlanner:
         return state.degree
 
     def _move(self, state: _Kind, steps: int) -> None:
-        """To the next degree, or nowhere at the end of them; either way the quiet rounds count anew."""
+        """Moves to the next degree, or stays at the last one; in both cases the count of quiet rounds starts anew."""
         at = min(max(self.degrees.index(state.degree) + steps, 0), len(self.degrees) - 1)
         state.degree, state.quiet = self.degrees[at], 0
 
@@ -97,7 +97,7 @@ class TpPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another planner was. A degree that is not there becomes the largest one below it."""
+        """Goes on from another planner's state. A degree that is not allowed becomes the largest one below it."""
         if state["schema"] != self.SCHEMA:
             raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {self.SCHEMA}")
         kinds: dict[str, _Kind] = {}

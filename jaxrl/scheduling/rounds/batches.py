@@ -1,8 +1,8 @@
-"""The seam for rules across rounds: what a round launches, and what becomes of what it leaves over.
+"""The seam for rules across rounds: what a round launches, and what happens to the prompts that it does not finish.
 
 Purpose: a `BatchRule` makes each training step's `Round` (which prompts, how many responses each, which attempt, what
-is resumed) and takes in what is left of it. What it carries from round to round is part of a checkpoint. The loop asks
-for it without knowing which rule it is::
+is resumed) and takes the round back when it is done. What it carries from round to round is part of a checkpoint. The
+loop calls it without knowing which rule it is::
 
     current = rule.plan(prompts, RoundTime(step, policy_version, steps_left))
     while not current.done:
@@ -10,13 +10,13 @@ for it without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-Here are the seam and the two baselines. The rules that the project is about are in `tail_batching.py` and
+This module has the seam and the two baselines. The other rules are in `tail_batching.py` and
 `partial_rollout.py`. `carried.py` packs what they carry for a checkpoint, and `composition.py` says which settings
 exclude each other.
 
 Source: the baselines of RollPacker §6.1 and §3: plain synchronous batches, optionally with all rewards after the
-rollout, and over-provisioning whose losers are discarded (what tail batching's queue exists to repair: it trains on
-fewer long responses than the data holds).
+rollout, and over-provisioning that discards its losers. (So it trains on fewer long responses than the data holds,
+which tail batching's queue avoids.)
 
 Departures: a rule keeps prompt *keys* between rounds, and asks the source for the prompts when it launches them again.
 """
@@ -38,7 +38,7 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
 class PromptStream(Protocol):
-    """What rules ask of the data (`jaxrl.data.prompts.PromptSource`)."""
+    """What rules need of the data (`jaxrl.data.prompts.PromptSource`)."""
 
     def next(self, num_prompts: int, /) -> list[Prompt]:
         """Prompts not handed out before; never fewer than asked for."""
@@ -51,8 +51,8 @@ class PromptStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """When a round is: the training step it is for (from 1), the weights' version it draws with, and the training steps
-    that are left, this one included (None: not known)."""
+    """A round's place in the run: the training step that it is for (from 1), the weights' version that it draws with,
+    and the training steps left, this one included (None: not known)."""
 
     step: int
     policy_version: int
@@ -61,12 +61,12 @@ class RoundTime:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round has come to.
+    """The outcome of a round.
 
     Attributes:
       kind: of the round.
       groups: to train on, sorted by prompt key.
-      left: prompts that leave the system now without being trained on, and how.
+      left: prompts that leave the system now without being trained on, and why.
       metrics: of the round; counts are of prompts or samples as their names say.
     """
 
@@ -77,16 +77,16 @@ class RoundResult:
 
 
 class BatchRule(Protocol):
-    """Decides across rounds; has no effects but drawing prompts from the source that it is given."""
+    """Decides across rounds; its only effect is to draw prompts from the source that it is given."""
 
     @property
     def name(self) -> str:
-        """What people call it; a checkpoint names the rule that carries prompts."""
+        """Its name for users; a checkpoint keeps the name of the rule that carries prompts."""
         ...
 
     @property
     def num_carried(self) -> int:
-        """Prompts that have been drawn from the source and have not left: what a run that ends now leaves behind."""
+        """Prompts drawn from the source and still in the system: a run that ended now would leave them behind."""
         ...
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
@@ -108,8 +108,8 @@ class BatchRule(Protocol):
 
 
 class FreshBatches:
-    """New prompts every round, and nothing carried over: plain synchronous batches, all responses waited for, or
-    over-provisioning, whose losers are discarded.
+    """New prompts every round, and nothing carried over: plain synchronous batches that wait for all responses, or
+    over-provisioning that discards its losers.
 
     Over-provisioning launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0) responses, and the first
     P0 × R0 are the batch. Prompts that lose leave the system as `filtered`, for good.
@@ -118,7 +118,7 @@ class FreshBatches:
       batch: P0, R0, and what else rules share.
       options: `rollout.over_provisioning`; None, or switched off: plain batches.
 
-    Raises ValueError for limits that cannot be.
+    Raises ValueError for impossible limits.
     """
 
     SCHEMA = 1
@@ -168,7 +168,7 @@ class FreshBatches:
 
 
 def provisioned(option: str, factor: float, count: int) -> int:
-    """ceil(factor · count), the factor taken as it is written (1.1 · 50 is 55); raises ValueError for infinity."""
+    """ceil(factor · count), the factor taken as written, in decimal (1.1 · 50 is 55); ValueError for infinity."""
     if not math.isfinite(factor):
         raise ValueError(f"{option} ({factor}) must be a finite number")
     return math.ceil(Fraction(str(factor)) * count)
@@ -194,7 +194,7 @@ class OpenRound:
         return self.round.ledger
 
     def tokens_lost(self, carried: Collection[SampleKey] = frozenset()) -> int:
-        """Tokens of responses that ended or were aborted in this round, and are neither in the batch, nor of a filtered
+        """Tokens of responses that ended or were aborted in this round and are neither in the batch, in a filtered
         group, nor carried on."""
         kept = {*self.race.chosen(self.ledger), *carried}
         for prompt_key in self.race.filtered:
@@ -207,7 +207,7 @@ class OpenRound:
         race = self.race
         samples = [sample for group in groups for sample in group.samples]
         started = [key for group in race.groups.values() for key in group.planned.keys]
-        # not the ledger's: one that ended while a verdict was awaited, and did not count, may be told either way
+        # not the ledger's count: a response that ended while a verdict was awaited may be told as ended or as aborted
         counted = {key for group in race.groups.values() for key in group.kept}
         outcomes = list(race.filtered.values())
         filtered = [s for key in race.filtered for s in race.groups[key].kept.values()]
@@ -241,12 +241,12 @@ def close_round(opened: OpenRound | None, current: Round) -> OpenRound:
 
 
 def spread_of_ages(name: str, ages: Sequence[int]) -> dict[str, float]:
-    """Mean and maximum; zeros where none waits."""
+    """Mean and maximum of the ages; zeros if no prompt waits."""
     return {f"{name}/mean": float(np.mean(ages)) if ages else 0.0, f"{name}/max": float(max(ages, default=0))}
 
 
 def off_policy_share(samples: Iterable[Sample], policy_version: int) -> float:
-    """The share of tokens that versions before `policy_version` produced; 0 of no tokens."""
+    """The share of tokens from versions before `policy_version`; 0 if there are no tokens."""
     versions = [sample.versions for sample in samples]
     flat = np.concatenate(versions) if versions else np.zeros(0, np.int32)
     return float(np.mean(flat < policy_version)) if flat.size else 0.0

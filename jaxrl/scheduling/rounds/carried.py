@@ -1,4 +1,4 @@
-"""What of a round is carried over to a later one, packed for a checkpoint: samples, and groups that wait for training.
+"""Samples that a later round goes on with and groups that wait for training, packed for a checkpoint.
 
 Departures: a sample is carried without its verdict, and the rest of what scorers say is dropped.
 """
@@ -18,7 +18,7 @@ _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
 
 
 def as_carried(sample: Sample) -> Sample:
-    """A sample as it is carried on: without a verdict, which may have come or not by the time the round ended."""
+    """A sample without its verdict, which may or may not have come by the time the round ended."""
     return replace(sample, reward=None, reward_info={})
 
 
@@ -65,7 +65,7 @@ def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
 
 
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as `pack_samples` has them, rewards
+    """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as in `pack_samples`, rewards
     float64, and why a scorer failed (empty if it did not); the rest of what scorers say is dropped."""
     samples = [sample for group in groups for sample in group.samples]
     return {

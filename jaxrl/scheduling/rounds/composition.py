@@ -1,4 +1,4 @@
-"""What composes with what (design §9): the settings that exclude each other, each with the reason."""
+"""Which rules combine (design §9): the settings that exclude each other, each with the reason."""
 
 from __future__ import annotations
 

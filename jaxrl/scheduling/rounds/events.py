@@ -35,7 +35,7 @@ class SampleFinished:
 
 
 VerdictStatus = Literal["ok", "error", "timeout", "crash"]
-"""Of these only `timeout` and `crash` are decided by the clock or the machine, and so are journalled."""
+"""Only `timeout` and `crash` are decided by the clock or the machine; so these two are journalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,10 @@ class Launch:
     """Start these responses of a prompt.
 
     Attributes:
-      prompt: what is responded to.
-      keys: to start, or to go on with.
-      resumed: what those of `keys` that were begun in an earlier round have: they go on from these token ids.
-      finished: responses that ended by themselves in an earlier round and count in this one; nothing is to be started
-        for them.
+      prompt: the prompt.
+      keys: the responses to start, or to go on with.
+      resumed: the samples of those `keys` that began in an earlier round; they go on from these token ids.
+      finished: responses that ended by themselves in an earlier round and count in this one; they need no start.
     """
 
     prompt: Prompt
@@ -92,9 +91,9 @@ class Score:
 class Abort:
     """End these responses at once. Exactly one event follows for each.
 
-    Without `keep` that is a `SampleAborted`: tokens of plans in flight may be missing from it, and a response that has
-    ended already, untold, counts as aborted (its `SampleFinished` is taken back). With `keep` the tokens matter: plans
-    in flight are waited for, and a response that ended in them, or earlier and untold, is told as `SampleFinished`.
+    Without `keep` that is a `SampleAborted`: tokens of plans in flight may be missing from it, and a response counts as
+    aborted even if it has ended and the round has not been told (its `SampleFinished` is taken back). With `keep` the
+    tokens matter: plans in flight are waited for, and a response that has ended is told as `SampleFinished`.
     """
 
     keys: tuple[SampleKey, ...]
@@ -115,7 +114,7 @@ class CancelScore:
 class AwaitVerdict:
     """Dispatch no new plan before the verdict on this sample has been handed over.
 
-    What the round decides from a verdict then takes effect in a plan that no clock has chosen.
+    So the plan in which the round's decision takes effect does not depend on a clock.
     """
 
     key: SampleKey

@@ -1,10 +1,10 @@
 """Active partial rollout: stop when enough groups are complete, and go on with the others in the next round.
 
 Purpose: the rule across rounds, and pure helpers for training on responses that several versions of the weights wrote.
-A round has N' > N groups under way: first the complete ones that the last round had to spare, then the unfinished ones
-from the buffer, oldest first, then new prompts. It stops at the N-th complete group. What is unfinished stays in the
-buffer with its tokens, both log-probabilities of each and the version that wrote it, and goes on under its own key
-(same attempt) from its token ids.
+A round has N' > N groups under way: first complete groups that the last round did not need, then unfinished groups from
+the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the buffer
+with their tokens, and with both log-probabilities and the version of each token; they go on under the same key (same
+attempt) from their token ids.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -12,17 +12,17 @@ all its samples are; finished samples wait in the buffer and are scored together
 Departures:
 
 - `max_staleness` caps, in versions, how much older than the policy in training a trained token may be. Before each
-  round, a buffered response whose oldest token is over the cap by now loses its tokens and starts again with the next
-  attempt; its siblings keep theirs. Alone that could drop a long response for ever, so a group whose response has
-  started again `max_restarts` times and would be over the cap once more is *due*: the round waits for it, and it is in
-  the batch (at most N groups are due in one round, the oldest). With `max_restarts` 0 resumed responses are waited for
-  rather than dropped.
+  round, a buffered response with its oldest token over the cap loses its tokens and starts again with the next attempt;
+  the other samples of its group keep theirs. By itself that could drop a long response again and again. So a group is
+  *due* if one of its responses has started again `max_restarts` times and would exceed the cap once more: the round
+  waits for the group, and it is in the batch (at most N groups are due in one round, the oldest). With `max_restarts`
+  0, resumed responses are waited for rather than dropped.
 - Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
   they are the first of the next round.
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
 
-A sample is carried without its verdict and scored when its group is complete: whether a verdict had come in by the
-end of a round would be the clock's decision.
+A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
+came before the end of a round.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BufferedGroup:
     Attributes:
       key: its (epoch, index).
       first_step, first_round: when it was first launched.
-      samples: all `group_size` of them, as far as they are; those without tokens included.
+      samples: all `group_size` of them in their present state, also those without tokens.
     """
 
     key: PromptKey
@@ -83,7 +83,7 @@ class PartialRollout:
       batch: N, the group size, and what else rules share. Its `score_when` is not used: samples are scored by group.
       options: `rollout.partial_rollout`.
 
-    Raises ValueError for limits that cannot be.
+    Raises ValueError for impossible limits.
 
     Attributes:
       num_spare: N' - N.
@@ -127,7 +127,7 @@ class PartialRollout:
         waiting = [self._restart_stale(group, time.policy_version) for group in self.buffer]
         late = [group.key for group in waiting if self._is_due(group, time.policy_version)]
         due = set(late[: batch.num_groups])
-        # stable: oldest first among the due, the complete and the others
+        # stable sort: oldest first among the due, the complete and the other groups
         self.buffer = deque(sorted(waiting, key=lambda group: (group.key not in due, not group.is_complete)))
         num_spare = self.num_spare
         if self.options.at_end == "flush" and time.steps_left is not None:
@@ -153,7 +153,7 @@ class PartialRollout:
         return replace(group, samples=tuple(samples))
 
     def _is_over_cap(self, oldest: int, policy_version: int) -> bool:
-        """Whether a token of version `oldest`, trained on after a round of `policy_version`, is too stale."""
+        """Whether a token of version `oldest` is too stale to train on after a round of `policy_version`."""
         cap = self.options.max_staleness
         return cap >= 0 and policy_version + self.batch.version_lag - oldest > cap
 
@@ -258,20 +258,20 @@ def has_ended(sample: Sample) -> bool:
 
 
 def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
-    """Which tokens `policy_version` (the rollout's newest) wrote: bool [T], for training that masks the others."""
+    """bool [T]: the tokens that `policy_version` (the rollout's newest) wrote, for training that masks the others."""
     return np.asarray(versions) >= policy_version
 
 
 def old_logprobs_by_version(
     recorded: Sequence[np.ndarray], current: Sequence[np.ndarray], samples: Iterable[Sample], policy_version: int
 ) -> list[np.ndarray]:
-    """The denominators of the ratios: what was recorded at sampling for tokens of earlier versions, what the policy
-    says now for the others.
+    """The denominators of the ratios: recorded at sampling for tokens of earlier versions, recomputed under the current
+    policy for the others.
 
     Args:
       recorded: per sample float [T], `rollout_logprobs`.
       current: per sample float [T], recomputed under the policy before the update.
-      samples: whose versions decide.
+      samples: their versions decide.
       policy_version: the rollout's newest.
 
     Returns:
@@ -293,5 +293,5 @@ def version_spans(versions: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def num_spans(versions: np.ndarray) -> int:
-    """How many versions' stretches a response consists of."""
+    """The number of stretches of one version in a response."""
     return len(version_spans(versions))

@@ -1,25 +1,25 @@
 """Inside a round: launch more than is needed, keep what finishes first, end the rest.
 
 Purpose: `Race` is the `RoundRule` under every batch rule of `jaxrl.scheduling.rounds.batches`. Its limits say how many
-groups are wanted, how many are under way beyond that, how many responses each may have to spare, and whether those that
-lose keep their tokens. With nothing to spare it is the synchronous round.
+groups are wanted, how many more are under way, how many spare responses each may have, and whether losers keep their
+tokens. Without spare groups and responses it is the synchronous round.
 
 Source: RollPacker §3 (the first R0 responses of a prompt and the first P0 prompts; the others end at once), §7 (dynamic
-sampling with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-th group whose samples are all there);
-DAPO (Yu et al. 2025, §3.2: prompts whose rewards are all equal are left out and replaced).
+sampling with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its samples); DAPO
+(Yu et al. 2025, §3.2: prompts with all rewards equal are left out and replaced).
 
 Departures:
 
-- Dynamic sampling brings in a new prompt for each one that leaves as filtered, so a round in which none does is the
-  plain short round. (RollPacker §7 keeps the active requests at the cap until the end; prompts would then be deferred
-  for having come late.)
-- What a verdict decides (which groups are left out, which come in instead) takes effect at a logical time: a completed
-  group's verdicts are asked for when `max_unscored_groups` others wait behind it, or when they could end the round, and
-  then generation waits for them (`AwaitVerdict`). Nothing depends on how long scoring takes: neither which groups are
-  in the batch, nor which plan a replacement enters (and so which rows decode beside which).
-- A group whose scorings all failed and that dynamic sampling would filter leaves as `failed`.
+- Dynamic sampling brings in a new prompt for each one that leaves as filtered, so a round without filtered prompts is
+  the plain short round. (RollPacker §7 keeps the active requests at the cap until the end; prompts would then be
+  deferred only because they came late.)
+- A verdict's decision (which groups are left out, which come in instead) takes effect at a logical time: a completed
+  group's verdicts are asked for when `max_unscored_groups` other groups wait behind it, or when they could end the
+  round; generation then waits for them (`AwaitVerdict`). So nothing depends on how long scoring takes: neither the
+  groups of the batch, nor the plan that a replacement enters (and so the rows that decode together).
+- A group that dynamic sampling would filter leaves as `failed` if all its scorings failed.
 
-Order is that of completion: (dispatch, dp group, slot), as the engine tells it.
+The order is that of completion: (dispatch, dp group, slot), as the engine reports it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What all batch rules are given of the configuration, besides a section of their own.
+    """The part of the configuration that all batch rules get, besides a section of their own.
 
     Attributes:
       num_groups: prompts per batch, P0 (`data.train_batch_size`).
@@ -44,7 +44,7 @@ class BatchSettings:
       score_when: `reward.score_when`.
       filter_groups: dynamic sampling (`algorithm.filter_groups`).
       max_active_requests: the most samples under way; 0: no limit.
-      version_lag: how many versions the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
+      version_lag: versions by which the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
     """
 
     num_groups: int
@@ -67,9 +67,9 @@ class PlannedGroup:
     """A prompt as it enters a round.
 
     Attributes:
-      prompt: what is responded to.
+      prompt: the prompt.
       keys: responses to start or to go on with.
-      resumed: what those of `keys` that were begun earlier have.
+      resumed: the samples of those `keys` that began in an earlier round.
       finished: responses that ended in an earlier round.
       attempt: of the responses that start anew.
       first_step, first_round: when the prompt was first launched.
@@ -89,10 +89,10 @@ class RaceLimits:
     """What a round needs and may spend.
 
     Attributes:
-      batch: what it yields, and how it is scored.
-      num_responses: responses started per new prompt, `group_size` or more; the most that a prompt may have under way.
+      batch: the size of the batch, and how it is scored.
+      num_responses: responses started per new prompt, at least `group_size`; the most a prompt may have under way.
       num_spare: groups under way beyond those still needed.
-      keep_unfinished: whether the tokens of those that lose are asked for.
+      keep_unfinished: whether the tokens of losing responses are kept.
     """
 
     batch: BatchSettings
@@ -123,7 +123,7 @@ class RaceLimits:
 
 @dataclass(slots=True, eq=False)
 class RacingGroup:
-    """A prompt under way: responses decoding (`live`), and those that count, in the order in which they ended."""
+    """A prompt under way: responses that decode (`live`), and those that count, in the order in which they ended."""
 
     planned: PlannedGroup
     live: dict[SampleKey, None]
@@ -134,15 +134,15 @@ class Race:
     """The rule of one round.
 
     Args:
-      limits: see there.
+      limits: see `RaceLimits`.
       supply: the next group to launch; called only when there is room for it.
-      due: prompts whose groups must be in the batch: the round goes on until all of them are complete. They are the
+      due: keys of prompts that must be in the batch: the round goes on until their groups are complete. They are the
         first that `supply` gives, and at most `num_groups`.
 
     Attributes, for settling the round when it is over:
       groups: all that were launched, in that order.
       accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
-      filtered: groups left out by dynamic sampling, and how they leave.
+      filtered: groups left out by dynamic sampling, and the outcome of each.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Race:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, ledger: RoundLedger) -> list[Command]:
-        """Everything that follows now; one thing at a time, because each may end the round."""
+        """Does all that is due now, one thing at a time, because each may end the round."""
         commands: list[Command] = []
         while not self._stopped and self._awaited is None:
             if self._judge_next(ledger, commands):
@@ -219,7 +219,7 @@ class Race:
         return commands
 
     def _judge_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
-        """Accepts or filters the group that has been complete for longest, if it is time; False if nothing is."""
+        """Accepts or filters the group that has been complete for longest; False if its turn has not come."""
         if not self._unresolved:
             return False
         group = self.groups[self._unresolved[0]]
@@ -287,7 +287,7 @@ class Race:
         prompt_key = ledger.launched[sample.key].key
         group = self.groups[prompt_key]
         if sample.key not in group.live:
-            return  # it ended while a verdict was awaited, and its group was complete without it
+            return  # it ended while a verdict was awaited, when its group was already complete
         del group.live[sample.key]
         self._num_active -= 1
         group.kept[sample.key] = sample
@@ -310,14 +310,14 @@ class Race:
             self._score(group, commands)
 
     def _score(self, group: RacingGroup, commands: list[Command]) -> None:
-        """Sends what counts in a group, and has not been sent, for scoring."""
+        """Sends a group's counting samples for scoring, if they have not been sent yet."""
         for key, sample in group.kept.items():
             if key not in self._sent:
                 self._sent[key] = None
                 commands.append(Score(group.planned.prompt, sample))
 
     def _score_after_rollout(self, commands: list[Command]) -> bool:
-        """Sends what waits for the end of the rollout, if that is now; whether there was anything."""
+        """Sends the samples that wait for the end of the rollout, if it has ended; returns whether any was sent."""
         num_sent = len(self._sent)
         if self.limits.batch.score_when == "rollout" and not self._num_active:
             for prompt_key in self._unresolved:
@@ -342,8 +342,8 @@ class Race:
             commands.append(CancelScore(unwanted))
 
     def _keep_late(self, sample: Sample) -> None:
-        """A response ended after the round was decided. Without `keep_unfinished` it counts as aborted: whether it is
-        told as ended at all may depend on when a verdict came."""
+        """A response ended after the round was decided. Without `keep_unfinished` it counts as aborted, because the
+        time of a verdict may decide whether the round is told that it ended."""
         if not self.limits.keep_unfinished:
             return
         group = self.groups[sample.key.epoch, sample.key.prompt_index]

@@ -2,14 +2,13 @@
 
 Purpose: `Round` keeps the ledger of a round (what was launched, finished, scored, aborted) and refuses events that do
 not fit it; a *rule* decides what to launch, what to do with what finishes, and when the round ends. The plain
-synchronous rule is here; rules that cut the long tail are files of their own, and Round composes with any of them.
-What outlives a round (queues, buffers) is the business of a `BatchRule` (`jaxrl.scheduling.rounds.batches`), which
-makes them.
+synchronous rule is here; rules that cut the long tail have their own files, and Round works with any of them. A
+`BatchRule` (`jaxrl.scheduling.rounds.batches`) makes the rounds and keeps what outlives them (queues, buffers).
 
 Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wait for all). Design §3 and §7.
 
 Departures: time decides nothing here. Verdicts must come in the order in which their samples completed; the backend
-holds back one that arrives early.
+holds back a verdict that arrives early.
 
 Example::
 
@@ -51,7 +50,7 @@ RoundKind = Literal["plain", "short", "long", "partial"]
 
 @dataclass(slots=True)
 class RoundLedger:
-    """What has happened in a round so far: written by `Round`, read by rules. Dicts are in the order of events."""
+    """What has happened in a round so far: written by `Round`, read by rules. Dicts keep the order of events."""
 
     prompts: dict[PromptKey, Prompt]
     group_size: int
@@ -64,7 +63,7 @@ class RoundLedger:
 
 
 class RoundRule(Protocol):
-    """Decides; has no effects. Any state of its own is its own affair."""
+    """Decides, without side effects. A rule may keep state of its own."""
 
     def start(self, ledger: RoundLedger) -> Iterable[Command]:
         """The first commands of the round."""
@@ -87,7 +86,7 @@ class RoundRule(Protocol):
         ...
 
     def chosen(self, ledger: RoundLedger) -> Iterable[SampleKey]:
-        """The scored samples that leave the round in groups. Asked when it is done."""
+        """The scored samples that the round yields in groups. Asked when the round is done."""
         ...
 
 
@@ -121,11 +120,11 @@ class Round:
     """One round.
 
     Args:
-      prompts: to launch, in this order; their keys must differ. With a rule of its own they may be none: the rule
+      prompts: to launch, in this order; their keys must differ. With a `rule` given, the list may be empty: the rule
         brings prompts in with its launches.
       group_size: responses per prompt (`rollout.n`).
       rule: the synchronous one by default.
-      kind: what sort of round it is, for plans of resources and for pictures.
+      kind: the kind of round, for resource planning and for pictures.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class Round:
         return self._done
 
     def handle(self, event: Event) -> list[Command]:
-        """Takes in one event and returns what to do. Raises ValueError for an event that cannot be."""
+        """Takes in one event and returns what to do. Raises ValueError for an event that does not fit the round."""
         if self._done:
             raise ValueError(f"{event}: the round is done")
         if self._started == isinstance(event, RoundStarted):
@@ -221,7 +220,7 @@ class Round:
         ledger.finished[key] = replace(ledger.finished[key], reward=verdict.reward, reward_info=info)
 
     def _record_command(self, command: Command) -> None:
-        """Writes a rule's command into the ledger; a rule that contradicts the ledger is a bug."""
+        """Writes a rule's command into the ledger; asserts that the two do not contradict each other."""
         ledger = self.ledger
         match command:
             case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=finished):
@@ -258,7 +257,7 @@ Outcome = Literal["trained", "filtered", "failed"]
 class Departures:
     """How prompts left the system: each (epoch, index) once, as trained, filtered or failed. Part of a checkpoint.
 
-    A bit for each prompt of an epoch: a long run has a million of them, and every step boundary copies this.
+    It keeps one flag per prompt of an epoch: a long run has a million of them, and every step boundary copies them.
     """
 
     SCHEMA = 1

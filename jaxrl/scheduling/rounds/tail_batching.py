@@ -1,27 +1,27 @@
-"""Tail batching: slow prompts wait in a queue and are run together, so that most rounds are short.
+"""Tail batching: slow prompts wait in a queue and run together later, so that most rounds are short.
 
 Purpose: the rule across rounds. A *short round* launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0)
 responses and keeps the first P0 × R0 (`Race`). Prompts that lose wait in the long-prompt queue, first in, first out.
-A *long round* runs P0 of them, R0 responses each and all waited for, as soon as the queue holds P0.
+As soon as the queue holds P0 prompts, a *long round* runs P0 of them with R0 responses each, and waits for all.
 
 Source: RollPacker §3 (rounds, queue, η = 1.25), §6.3 (one factor for prompts, one for responses), §7 (dynamic
 sampling: groups without reward variance leave, unfinished prompts stay; a cap on active requests).
 
 Departures:
 
-- `max_age_steps` bounds how long a prompt may wait, in training steps since it was first launched: where one more short
-  round could break the bound, a long round comes first.
+- `max_age_steps` bounds how long a prompt may wait, in training steps since its first launch: if one more short round
+  could break the bound, a long round comes first.
 - `at_end="flush"`: a round launches no more new prompts than the run can still train on, so the queue is empty after
   the last step and every prompt that was drawn has been trained on. (With dynamic sampling as well: filtered prompts
-  are replaced by new ones, and the queue still fits into the steps that are left.) "leave" keeps to the rule to the
-  end; what is then in the queue is reported.
-- A long round whose queue holds fewer than P0 prompts (age, flush) is filled with new prompts, without speculation:
-  every batch has exactly P0 × R0 samples.
-- `keep_finished`: the responses of a deferred prompt that had ended count in the long round if no weight update lies
-  between; the paper drops them. They are the prompt's shortest, but they were drawn by the same weights.
+  are replaced by new ones, and the queue still fits into the steps that are left.) "leave" goes on by the rule to the
+  end, and reports the prompts left in the queue.
+- If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
+  speculation: every batch has exactly P0 × R0 samples.
+- `keep_finished`: responses of a deferred prompt that had already ended count in the long round if no weight update
+  lies between; the paper drops them. They are the prompt's shortest responses, but the same weights drew them.
 
 Defined behaviour at the edges: with prompt_factor 1 nothing is ever deferred, and the queue stays empty; a data set
-smaller than P0 repeats inside a batch, each time with its own epoch; the queue does not know epochs.
+smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
 
 A relaunched prompt draws new responses: their `attempt` is one higher (design §7).
 """
@@ -62,7 +62,7 @@ class Deferred:
 
     Attributes:
       key: its (epoch, index).
-      attempt: of the responses that were launched last.
+      attempt: of its last launch.
       first_step, first_round: when it was first launched.
       kept: responses that had ended when it was deferred.
     """
@@ -81,11 +81,11 @@ class TailBatching:
       batch: P0, R0, and what else rules share.
       options: `rollout.tail_batching`.
 
-    Raises ValueError for limits that cannot be.
+    Raises ValueError for impossible limits.
 
     Attributes:
       num_spare: prompts of a full short round beyond P0.
-      num_responses: of a prompt in a short round.
+      num_responses: responses per prompt in a short round.
     """
 
     def __init__(self, batch: BatchSettings, options: TailBatchingSection) -> None:
@@ -117,11 +117,11 @@ class TailBatching:
 
     @property
     def least_age_bound(self) -> int:
-        """Steps until the last prompt deferred by one short round has been run, if only long rounds follow."""
+        """Steps until all prompts deferred by one short round have run, if only long rounds follow."""
         return -(-self.num_spare // self.batch.num_groups)
 
     def _limits(self, kind: RoundKind, num_spare: int) -> RaceLimits:
-        """Of a short round, or of a long one (then `num_spare` is 0)."""
+        """The limits of a short round, or of a long one (`num_spare` 0)."""
         return RaceLimits(self.batch, self.num_responses if kind == "short" else self.batch.group_size, num_spare)
 
     # -- planning ----------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class TailBatching:
             return "long", 0
         num_spare = self.num_spare
         if self.options.at_end == "flush" and time.steps_left is not None:
-            # after this step so many prompts can be run, and those in the queue are among them
+            # this many prompts can still run after this step, the queued ones included
             left = num_groups * (time.steps_left - 1) - len(self.queue)
             if left < 0:
                 return "long", 0
@@ -156,7 +156,7 @@ class TailBatching:
         return "short", num_spare
 
     def _age_forces_long(self, step: int) -> bool:
-        """Whether a prompt could grow older than the bound if this round were short and all that follow long."""
+        """Whether a prompt could exceed the age bound if this round were short and all later ones long."""
         max_age = self.options.max_age_steps
         if not max_age or not self.queue:
             return False
@@ -180,7 +180,7 @@ class TailBatching:
         )
 
     def _forget_kept(self, policy_version: int) -> None:
-        """Drops kept responses that other weights than this round's have drawn."""
+        """Drops kept responses that were drawn by other weights than this round's."""
         for place, deferred in enumerate(self.queue):
             useful = tuple(s for s in deferred.kept if bool((s.versions == policy_version).all()))
             if len(useful) < len(deferred.kept):

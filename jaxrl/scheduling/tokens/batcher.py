@@ -1,29 +1,28 @@
-"""Continuous batching: which requests run in the next plan, on which rows, with which blocks.
+"""Continuous batching: decides which requests run in the next plan, in which rows and with which blocks.
 
-Purpose: `Batcher.schedule()` makes the next `Plan`, `Batcher.update(result)` takes in what an earlier one brought.
+Purpose: `Batcher.schedule()` makes the next `Plan`; `Batcher.update(result)` takes in the result of an earlier one.
 
 Source: iteration-level scheduling (Orca, Yu et al. 2022), preemption by recomputation as in vLLM (Kwon et al. 2023),
 chunked prefill (Sarathi-Serve, Agrawal et al. 2024); nano-vllm's scheduler for the shape. Design §3 and §6.
 
-Departures: the device is one plan ahead, so a plan is made while its predecessor's outcome is unknown. Three rules
-follow from that.
+Departures: the device is one plan ahead, so a plan is made before the outcome of the previous plan is known. Three
+rules follow from that.
 
-- A row gets blocks for everything that the plans in flight and the new one may write, never for more than prompt +
-  max_tokens; and a request is let in only if every running row could be given the blocks of one plan more.
-- What a request gives back (stopped, aborted, preempted) is reused at once, in the very next plan. That is safe because
-  plans run in order: a plan in flight may still write to the blocks it names, but the next owner's prefill comes later
-  and writes every position before it is read; a slot's state is overwritten by the next owner's last chunk, and
-  until then no plan names the slot, so it does not advance.
-- Tokens that arrive late belong to a preempted request (it may turn out finished) but no longer to an aborted one. So a
-  request is not let in while a plan in flight names its id: what it runs again must include those tokens.
+- A row gets blocks for all positions that the plans in flight and the new plan may write, but never for more than
+  prompt + max_tokens. A request is let in only if every running row could still get the blocks of one more plan.
+- The row and blocks of a request that stops, is aborted or is preempted are reused in the very next plan. That is safe
+  because plans run in order: a plan in flight may still write to the blocks that it names, but the next owner's prefill
+  comes later and writes every position before it is read. A slot's state is overwritten by the next owner's last chunk,
+  and until then no plan names the slot, so it does not advance.
+- Tokens that arrive late count for a preempted request (which may turn out to be finished) but not for an aborted one.
+  So a request is not let in while a plan in flight names its id: its new prefill must include those tokens.
 
 Prefill goes first: while prompts that have a row, or could have one, wait for prefill budget, a plan decodes nothing. A
-decode step costs nearly the same for few rows as for many, so rows that advance while others are still empty only make
-more steps. Decode cannot starve: every row that is filled ends a part of the wait, and once all are full only decode
-empties one.
+decode step costs nearly the same for few rows as for many, so to decode while rows are still empty only adds steps.
+Decode cannot starve: each filled row shortens the wait, and once all rows are full, only decode can empty one.
 
-Fairness: requests are served in the order of arrival. The youngest request of a dp group is preempted when its pool
-runs dry, and the preempted come first when there is room again, so the oldest always advances: no livelock.
+Fairness: requests are served in the order of arrival. When a pool runs dry, the youngest request of its dp group is
+preempted, and preempted requests come first when there is room again. So the oldest always advances: no livelock.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class BatcherConfig:
     Attributes:
       decode_steps: the most decode steps of one plan (`rollout.decode_steps`).
       leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
-      max_model_len: the longest prompt + response that the model takes; None for no limit of its own.
+      max_model_len: the longest prompt + response that the model takes; None: no limit.
     """
 
     decode_steps: int = 16
@@ -75,7 +74,7 @@ class BatcherConfig:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A request in a plan in flight; its slot then, for it may have moved since."""
+    """A request in a plan in flight, with its slot in that plan (it may have moved since)."""
 
     progress: Progress
     dp_group: int
@@ -90,7 +89,7 @@ class _Draft:
 
     budget: list[int]  # prefill tokens left, per dp group
     headroom: list[int]  # blocks that the rows of each dp group may want in the next plan
-    room: list[int] = field(default_factory=list)  # how much each dp group has, while requests are let in
+    room: list[int] = field(default_factory=list)  # how much room each dp group has, while requests are let in
     closed: set[int] = field(default_factory=set)  # dp groups that let no request in
     lacks_budget: bool = False  # a prefill waits for the next plan
     prefill: list[PrefillChunk] = field(default_factory=list)
@@ -98,7 +97,7 @@ class _Draft:
     named: list[Named] = field(default_factory=list)
 
     def put_off_decode(self) -> None:
-        """Leaves prefill only."""
+        """Takes decode rows out of the plan; prefill stays."""
         assert self.prefill, "prefill budget is lacking because another request has it"
         self.decode = []
         prefilled = {chunk.request.request_id for chunk in self.prefill}
@@ -226,7 +225,7 @@ class Batcher:
         self._name(draft, progress, num_chunk, grows_from=need)
 
     def _reaches_its_limit(self, progress: Progress) -> bool:
-        """Whether the plans in flight take a decoding request to its last token, if nothing stops it before."""
+        """Whether the plans in flight bring a decoding request to its last token, unless it stops before."""
         return progress.num_written + 1 >= progress.limit and all(whole for _, _, whole in self._flights)
 
     def _name(self, draft: _Draft, progress: Progress, num_chunk: int, grows_from: int) -> None:
@@ -254,7 +253,7 @@ class Batcher:
             draft.named.append(Named(progress, group, progress.slot, max_new, ends_prefill))
 
     def _admit(self, draft: _Draft) -> bool:
-        """Gives free rows to waiting requests; says whether one is left out for want of a slot or of blocks."""
+        """Gives free rows to waiting requests; returns whether one got no row for lack of slots or blocks."""
         admitted: list[Progress] = []
         everywhere = set(range(self.capacity.num_groups))
         if self.num_waiting:
@@ -280,9 +279,9 @@ class Batcher:
     def _choose_group(self, draft: _Draft, progress: Progress) -> int | None:
         """The dp group to admit a request to, or None if it must wait.
 
-        Where its prompt's blocks are, if there is room; else the one with most room: running the prompt once more
-        costs less than waiting for a row. If no group has room all are closed, so that no request behind it takes what
-        it waits for. For want of prefill budget it waits alone: the next plan has some.
+        The group that has its prompt's blocks, if there is room; else the one with most room, because running the
+        prompt once more costs less than waiting for a row. If no group has room, all are closed, so that no later
+        request takes the room that this one waits for. If only prefill budget is lacking, later requests may go on.
         """
         request = progress.request
         home: tuple[int, ...] = ()
@@ -298,8 +297,8 @@ class Batcher:
         return max(with_budget, key=draft.room.__getitem__) if with_budget else None  # the first of equals
 
     def _with_room(self, draft: _Draft, progress: Progress, groups: Iterable[int]) -> list[int]:
-        """Those of open dp groups in which a request can start, grow by two plans, and leave the running rows the
-        blocks of one more."""
+        """The open dp groups in which a request can start and grow by two plans, with the blocks of one more plan left
+        for the running rows."""
         request = progress.request
         num_prompt = len(request.prompt_ids)
         num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
@@ -314,7 +313,7 @@ class Batcher:
         return with_room
 
     def _room(self, group: int) -> int:
-        """How much room a dp group has: the scarcer of slots and blocks, as a part of what there is."""
+        """How much room a dp group has: the smaller of the free shares of slots and of blocks."""
         slots, blocks = len(self._free_slots[group]), self.blocks.num_free(group)
         return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
 
@@ -341,7 +340,7 @@ class Batcher:
         self._name(draft, progress, num_chunk, grows_from=need)
 
     def _preempt(self, progress: Progress) -> None:
-        """Takes a running request's row; it waits, with its tokens, in front of those that never ran."""
+        """Takes a running request's row; the request keeps its tokens and waits in front of those that never ran."""
         self.counters.preemptions += 1
         if self.trace is not None:
             self.trace(Preempted(self.next_index, progress.request.key, progress.group, progress.slot))
@@ -392,9 +391,9 @@ class Batcher:
         """Goes on with other pools (`jaxrl.scheduling.layouts.relayout`); no plan may be in flight.
 
         Args:
-          capacity, blocks: of the new layout; `blocks` holds what `seats` name.
-          seats: by request id, where requests that keep their KV are from now on. All others that had a row wait, their
-            tokens kept, in front of those that never ran.
+          capacity, blocks: of the new layout; `blocks` has given the requests in `seats` their blocks.
+          seats: by request id, the places of requests that keep their KV. All others that had a row keep their tokens
+            and wait in front of those that never ran.
         """
         assert not self._flights, "a layout changes while plans are in flight"
         self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]
@@ -413,7 +412,7 @@ class Batcher:
         self.capacity, self.blocks = capacity, blocks
 
     def seat(self, seats: Mapping[int, Seat]) -> None:
-        """Gives waiting requests rows; their blocks are allocated, and hold what their seats say."""
+        """Gives waiting requests rows; their blocks are allocated already, with the KV that their seats state."""
         for request_id, seat in seats.items():
             progress = self._waiting.pop(request_id)
             tokens = (*progress.request.prompt_ids, *progress.tokens)
@@ -441,7 +440,7 @@ class Batcher:
         progress.prefix, progress.prefilled = (), 0
 
     def _end(self, progress: Progress) -> None:
-        """Forgets a request, wherever it is."""
+        """Removes a request, whatever its state."""
         request = progress.request
         progress.ended = True
         del self._requests[request.request_id]

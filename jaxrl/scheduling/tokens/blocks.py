@@ -1,4 +1,4 @@
-"""Paged KV accounting: which blocks of which pool a request holds, and which of them it shares.
+"""Paged KV accounting: the blocks that each request holds, and those that it shares.
 
 Purpose: every dp group has a pool of `num_blocks` blocks of `block_size` positions; a request holds a list of blocks,
 its table. Requests with the same `share` key have the same prompt, so the full blocks of that prompt are held once per
@@ -6,14 +6,14 @@ dp group and counted.
 
 Source: paged attention as in vLLM (Kwon et al. 2023) and prefix caching as in nano-vllm's block manager.
 
-Departures: sharing goes by an explicit key, not by hashes of token blocks: samples of one prompt are the case that
-matters here, and it needs no table of hashes. Only full blocks of the prompt are shared, and at most those in front of
-its last token, because one token at least must be run to get logits; so a shared block is never written again and
-copy-on-write never happens. Nothing outlives its last holder: there is no cache of free blocks.
+Departures: sharing goes by an explicit key, not by hashes of token blocks: the samples of one prompt are the case that
+matters here, and that needs no table of hashes. Only full blocks in front of the prompt's last token are shared,
+because at least one token must be run to get logits; so a shared block is never written again and copy-on-write never
+happens. A block is freed with its last holder: there is no cache of free blocks.
 
 A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
 Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
-published block may be named in the same plan, and nothing ever waits for the device.
+published block may be named in the same plan without waiting for the device.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class _Holding:
     group: int
     blocks: list[int]
     share: object | None
-    num_shareable: int  # leading blocks that may be shared
+    num_shareable: int  # how many leading blocks may be shared
     is_publisher: bool  # its leading blocks are the published ones, as far as those go
-    table: tuple[int, ...] | None = None  # of `blocks`, until they change: every plan names it
+    table: tuple[int, ...] | None = None  # `blocks` as a tuple, kept until they change, because every plan names it
 
 
 class BlockManager:
@@ -134,21 +134,21 @@ class BlockManager:
         return True
 
     def publish(self, request_id: int, num_tokens: int) -> None:
-        """Says that chunks writing the first `num_tokens` positions of a request are in plans."""
+        """Notes that the chunks which write the first `num_tokens` positions of a request are in plans."""
         holding = self._holdings[request_id]
         num_full = min(num_tokens // self.block_size, holding.num_shareable)
         if not num_full or not holding.is_publisher:
             return
         published = self._published.setdefault((holding.group, holding.share), [])
-        # A request that holds a published block holds all those before it, so that the list shrinks from its end
-        # only. A request that started its own copy before another one published must therefore stay silent.
+        # A request that holds a published block holds all those before it, so the list shrinks from its end only. So a
+        # request that started its own copy before another one published must not publish.
         if holding.blocks[: len(published)] != published[: len(holding.blocks)]:
             holding.is_publisher = False
             return
         published.extend(holding.blocks[len(published) : num_full])
 
     def free(self, request_id: int) -> None:
-        """Returns a request's blocks; those that others share stay."""
+        """Gives a request's blocks back; blocks that other requests share stay in use."""
         holding = self._holdings.pop(request_id)
         references, free = self._references[holding.group], self._free[holding.group]
         for block in reversed(holding.blocks):

@@ -1,11 +1,11 @@
-"""The engine: schedule, submit, collect the plan before, update. The device is always one plan ahead of the host.
+"""The engine: schedule, submit, collect the previous plan, update. The device is always one plan ahead of the host.
 
 Purpose: requests in, finished samples out, over any `Executor`: the model on a mesh or a simulation. Design §3.
 
 Source: nano-vllm's `LLMEngine.step`; the overlap of host and device as in mini-sglang's overlap scheduler.
 
-Departures: requests can be aborted with their tokens and added again with them (`plan.resume`), which partial rollout
-and tail batching rest on; finished ones come in logical order (dispatch, dp group, slot), never in a clock's order.
+Departures: requests can be aborted and added again with their tokens (`plan.resume`), which partial rollout and tail
+batching use; finished requests come in logical order (dispatch, dp group, slot), never in a clock's order.
 
 Example::
 
@@ -45,7 +45,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A plan in flight, as `PlanTimes` will tell of it."""
+    """What `PlanTimes` will report of a plan in flight."""
 
     index: int
     prefill_tokens: int
@@ -66,9 +66,9 @@ class Engine:
       executor: runs plans; its sizes are those of the batcher.
       config: options of continuous batching.
       stop_check: `(request, response tokens) -> how many to keep, or None`: looks for stop strings on the host; called
-        only for requests that have some, whenever they gained tokens.
+        for requests with stop strings whenever they gained tokens.
       trace: called with every admission, preemption and completion, in order (`list.append` records them).
-      batcher: another class that decides the same, faster on some executors (`jaxrl.sim.lockstep`).
+      batcher: another class with the same decisions that is faster on some executors (`jaxrl.sim.lockstep`).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Engine:
         self.executor = executor
         self.stop_check = stop_check
         self.batcher = batcher(config, _capacity(executor), trace)
-        self.watch: Callable[[PlanTimes], None] | None = None  # told of every plan that was collected
+        self.watch: Callable[[PlanTimes], None] | None = None  # called for every plan that was collected
         self._tickets: deque[Ticket] = deque()
         self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
         self._untold: list[Finished] = []  # ended while plans in flight were collected without a step
@@ -93,7 +93,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is unfinished, no plan in flight, and every end has been told."""
+        """No request is unfinished, no plan is in flight, and every finished request has been returned."""
         return self.batcher.is_idle and not self._untold
 
     def unfinished(self) -> tuple[int, ...]:
@@ -111,9 +111,9 @@ class Engine:
         self.batcher.add(request)
 
     def abort(self, request_ids: Iterable[int]) -> list[Sample]:
-        """Ends requests where they are and returns what they have, in the order of the ids.
+        """Ends requests at once and returns their samples so far, in the order of the ids.
 
-        Tokens of plans in flight are lost; `drain` first to keep them. `resume` makes a request of such a sample.
+        Tokens of plans in flight are lost; `drain` first to keep them. `resume` makes a new request from such a sample.
         Raises ValueError, with nothing changed, if an id is not live.
         """
         return [progress.sample("abort") for progress in self.batcher.abort(request_ids)]
@@ -130,7 +130,7 @@ class Engine:
         return finished + (self._collect() if len(self._tickets) > num_ahead else [])
 
     def drain(self) -> list[Finished]:
-        """Collects everything in flight without a new plan: afterwards the host knows all that the device does."""
+        """Collects everything in flight without a new plan; afterwards the host knows the state of the device."""
         finished = self._take_untold()
         while self._tickets:
             finished.extend(self._collect())
@@ -171,7 +171,7 @@ class Engine:
             raise
 
     def _add_all(self, requests: Sequence[Request]) -> None:
-        """Adds all requests or none, to an idle engine: the ends of earlier requests would go untold."""
+        """Adds all requests or none. The engine must be idle: ends of earlier requests would go unreported."""
         if not self.is_idle:
             raise ValueError(
                 f"generate and stream need an idle engine, and {len(self.unfinished())} requests are unfinished: "
@@ -199,7 +199,7 @@ class Engine:
         return [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
 
     def _load(self, plan: Plan) -> _Load:
-        """Rows and tokens of the dp groups as a plan was made."""
+        """Rows and tokens of the dp groups when a plan was made."""
         rows, tokens = [0] * self.batcher.capacity.num_groups, [0] * self.batcher.capacity.num_groups
         for row in plan.decode:
             rows[row.dp_group] += 1

@@ -1,9 +1,8 @@
-"""What the engine asks of an executor and what comes back: the token-level seam (design §3).
+"""The token-level seam (design §3): plans that the engine gives to an executor, and the results that come back.
 
 A `Plan` is one dispatch: prefill chunks first, then up to `num_steps` decode steps over the named rows. The device is
-always one plan ahead of the host, so a plan is made from what was known one plan ago: a row it names may turn out to
-have stopped already. The executor then takes no step for that row (it knows on the device that the row stopped), and
-the result for it is empty.
+always one plan ahead of the host, so a plan rests on the state of one plan ago: a row that it names may have stopped
+already. The device knows that and takes no step for the row, and its result is empty.
 
 Rows live in slots. A *slot* is an index into the executor's per-row state, local to a dp group; the last chunk of a
 request's prefill writes the slot's state (`PrefillChunk.is_last`), decode advances it, and a later request may
@@ -34,8 +33,8 @@ class Request:
       prompt_ids: the prompt.
       params: how to sample.
       share: requests with equal `share` (not None) have the same prompt and share its full KV blocks.
-      generated: tokens kept from an earlier life (aborted and added again), part of the response.
-      generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for them.
+      generated: tokens kept from before it was aborted and added again; part of the response.
+      generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for those tokens.
     """
 
     request_id: int
@@ -67,15 +66,15 @@ class PrefillChunk:
     """Run `tokens` at positions `start`, `start + 1`, ... of a request through the model, writing their KV.
 
     Attributes:
-      request: that it belongs to.
+      request: the request.
       dp_group, slot: the row that it fills.
       tokens: the chunk, a piece of prompt + kept tokens.
       start: position of the chunk's first token; everything before it is in the cache (or is written by an earlier
         chunk of the same plan, when a prompt's blocks are shared).
       block_table: the request's blocks so far, in order.
       is_last: the chunk ends the prefill: sample the next token from its last position and activate the row.
-      num_generated: tokens of the response already in the prefill (kept from an earlier life or a preemption): the
-        token sampled next is the response's token number `num_generated`.
+      num_generated: tokens of the response that are part of the prefill (kept over an abort or a preemption): the token
+        sampled next is the response's token number `num_generated`.
     """
 
     request: Request
@@ -105,10 +104,10 @@ class Plan:
     Attributes:
       index: dispatch number, from 0: the engine's logical time.
       prefill: chunks, run first, all in one program.
-      decode: rows to advance, those whose prefill ends in this plan included; none while prefill goes first.
+      decode: rows to advance, also those with a prefill that ends in this plan; none while prefill goes first.
       num_steps: the most decode steps before the host looks again.
-      leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row
-        lets a waiting request in); at the latest it is left when no row is active.
+      leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
+        a waiting request in); the loop also ends when no row is active.
     """
 
     index: int
@@ -120,7 +119,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one request gained in one plan: the first token of a finished prefill, then decoded ones.
+    """The tokens that one request gained in one plan: the first token of a finished prefill, then decoded ones.
 
     `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`.
     """
@@ -162,7 +161,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a request runs: its dp group, its slot there, and its leading positions whose KV is in its blocks.
+    """Where a request runs: its dp group, its slot there, and how many leading positions have their KV in its blocks.
 
     `decodes`: its prefill is complete; the newest of its tokens has no KV yet.
     """

@@ -1,4 +1,4 @@
-"""What is known about a request on its way through the engine, and the small records made of it.
+"""The state of a request in the engine, and the small records made from it.
 
 Purpose: the batcher's per-request state (`Progress`), its counters, and the trace events by which a recorded run and
 its replay are compared. No decisions are taken here.
@@ -17,7 +17,7 @@ from jaxrl.types import FinishReason, Sample, SampleKey
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request got a row in plan `plan_index`, `shared_tokens` of its prefill being there already."""
+    """A request got a row in plan `plan_index`; shared blocks hold `shared_tokens` tokens of its prefill already."""
 
     plan_index: int
     key: SampleKey
@@ -58,9 +58,9 @@ class Counters:
     Attributes:
       plans, steps: plans collected, and decode steps that the device took in them.
       admissions, preemptions: rows given and taken (a preempted request is admitted again).
-      prefill_tokens: tokens put into prefill chunks; shared_tokens: tokens saved by shared prompt blocks.
-      busy_row_steps, offered_row_steps: rows that gained a token, and rows there are, summed over steps.
-      dropped_tokens: tokens that came for requests ended by the host meanwhile.
+      prefill_tokens: tokens in prefill chunks; shared_tokens: tokens that shared prompt blocks saved.
+      busy_row_steps, offered_row_steps: rows that gained a token, and all rows, each summed over steps.
+      dropped_tokens: tokens that came for requests that the host had already ended.
     """
 
     plans: int = 0
@@ -79,19 +79,19 @@ class Counters:
         return 1.0 - self.busy_row_steps / self.offered_row_steps if self.offered_row_steps else 0.0
 
     def since(self, before: Counters) -> Counters:
-        """What was done after `before`, a copy made then."""
+        """The counts since `before`, an earlier copy."""
         return Counters(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTimes:
-    """How long a plan took, and under which load.
+    """The time that a plan took, and its load.
 
     Attributes:
       index, num_steps, duration_s: of its result.
       prefill_tokens: tokens of its prefill chunks.
       batch, context: the most rows of a dp group, and the most tokens of one, halfway through its decode steps.
-      was_queued: it was submitted while the plan before it ran: `duration_s` is the device's time alone.
+      was_queued: it was submitted while the previous plan ran, so `duration_s` is the device's time alone.
     """
 
     index: int
@@ -104,14 +104,14 @@ class PlanTimes:
 
 
 class Progress:
-    """One live request: what it has, where it runs.
+    """One live request: its tokens, and where it runs.
 
-    Tokens and what is recorded of them lie in arrays that double when they are full: a plan adds to thousands of
-    responses of thousands of tokens.
+    Tokens and their records lie in arrays that double when they are full, because a plan adds to thousands of responses
+    of thousands of tokens each.
 
     Attributes:
       group, slot: where it runs; slot -1: it waits.
-      prefix: prompt and kept tokens, what the prefill of this stay on the device runs.
+      prefix: prompt and kept tokens, which the prefill runs while the request has this row.
       prefilled: tokens of it that are in plans, or in shared blocks.
       pending: the most tokens that plans in flight may add.
       num_tokens: of the response so far.
@@ -161,15 +161,15 @@ class Progress:
 
     @property
     def num_written(self) -> int:
-        """Positions that may be written once all plans so far have run, for a request whose prefill is in plans.
+        """Positions that may be written once all plans so far have run, for a request with all of its prefill in plans.
 
-        One less than its tokens: the newest has been sampled, but has not been run through the model.
+        One less than its tokens: the newest has been sampled but not run through the model.
         """
         return self.num_prompt + self.num_tokens + self.pending - 1
 
     @property
     def is_resident(self) -> bool:
-        """It has a row whose prefill is complete."""
+        """It has a row, and its prefill is complete."""
         return self.slot >= 0 and self.prefilled == len(self.prefix)
 
     def append(self, row: RowResult, version: int) -> None:
@@ -188,7 +188,7 @@ class Progress:
         self.num_tokens = min(length, self.num_tokens)
 
     def sample(self, reason: FinishReason) -> Sample:
-        """What has become of the request, once nothing is appended any more: the arrays are not copied."""
+        """The request's sample. It shares the arrays, so nothing may be appended afterwards."""
         have = slice(self.num_tokens)
         return Sample(
             key=self.request.key,

@@ -46,7 +46,7 @@ def predictor() -> LatencyPredictor:
 
 
 class World:
-    """An engine over replayed lengths whose plans take what the profile says, `slow` times as long.
+    """An engine over replayed lengths with plans that take `slow` times the profile's seconds.
 
     `predicts`: whether there is a predictor, and so a switch rule.
     """
@@ -170,7 +170,7 @@ def test_decisions_survive_the_journal():
 
 @pytest.mark.parametrize("crash", [3, 8, 12, 100])
 def test_a_round_that_runs_again_decides_the_same(crash: int):
-    """The second run's machine is eight times slower; up to the crash nothing shows of that."""
+    """The second run's machine is eight times slower, which changes nothing up to the crash."""
     first = World(LENGTHS)
     first.run(plans=crash)
     whole = World(LENGTHS)
@@ -297,7 +297,7 @@ def test_an_executor_that_cannot_change_is_refused():
 
 
 def first_switch() -> tuple[list[Decision], Switch]:
-    """What a round writes up to its first switch, and that."""
+    """The decisions that a round writes up to its first switch, and that switch."""
     world = World(LENGTHS)
     world.run()
     end = next(i for i, decision in enumerate(world.written) if decision.switch)
@@ -360,7 +360,7 @@ def test_a_switch_that_lowers_tp_beside_a_planner_is_refused():
 
 
 def run_round(world: World, preemptions: int, kind: str = "all") -> tuple[list[int], int]:
-    """The degrees of a round whose rows end one after another, and the one that the next round starts in."""
+    """The degrees of a round with rows that end one after another, and the degree that the next round starts in."""
     world.launch(CHAIN)
     tp = world.control.degree(kind)
     world.run(kind=kind)

@@ -45,7 +45,8 @@ def generations(draw):
 
 
 def contents(requests):
-    """What each (group, block, offset) holds: (prompt or request, position), the same for all who share it."""
+    """What each (group, block, offset) holds: (prompt or request, position), the same for all requests that share
+    it."""
     pool = {}
     for r in requests:
         for position in range(r.num_written):

@@ -113,7 +113,7 @@ def test_a_move_takes_its_measured_time_per_token():
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    """Any table of one degree; time rises with context, and does whatever it likes with the batch."""
+    """Any table of one degree; time rises with context, and varies in any way with the batch."""
     batches = draw(st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True))
     points = []
     for batch in batches:
@@ -183,7 +183,7 @@ def test_beyond_the_largest_batch_time_does_not_fall(profile: Profile, more: lis
 def test_a_linear_machine_is_predicted_exactly(
     base: float, per_row: float, per_token: float, loads: list[tuple[int, float]]
 ):
-    """What is linear in rows and tokens is so in the predictions, beyond the table as well."""
+    """A time that is linear in rows and tokens is predicted as linear, beyond the table as well."""
     points = [Measurement(1, b, n, base + per_row * b + per_token * b * n) for b in (1, 4, 16) for n in (8, 64, 512)]
     predictor = LatencyPredictor(Profile(IDENTITY, tuple(points)))
     for batch, context in loads:

@@ -359,7 +359,7 @@ def test_a_draining_batch_never_oscillates(counts: list[int], tp: int, seed: int
 def test_turns_are_paid_for_by_the_batch(
     start: int, changes: list[int], tp: int, cooldown: int, factor: float, seed: int
 ):
-    """However a batch grows and shrinks: each turn takes a change of its size by the factor, not a change of mind."""
+    """However a batch grows and shrinks, each turn needs a change of its size by the factor."""
     counts = [start]
     for change in changes:
         counts.append(max(counts[-1] + change, 1))
@@ -400,7 +400,7 @@ def brute_force(model: LatencyPredictor, now: Situation, tp: int) -> float:
 
 @st.composite
 def machines(draw: st.DrawFn) -> LatencyPredictor:
-    """A machine that is whatever it is: any step times, rising with context, for four degrees."""
+    """Any machine: any step times that rise with context, for four degrees."""
     seconds = st.floats(1e-4, 0.1)
     decode, prefill = [], []
     for tp in DEGREES:

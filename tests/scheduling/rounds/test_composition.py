@@ -1,4 +1,4 @@
-"""What composes with what: a sentence for settings that exclude each other, and none for those that go together."""
+"""Which settings combine: a sentence for settings that exclude each other, and none for those that go together."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class Told:
 
 
 def test_prompts_and_finished_responses_come_in_with_launches():
-    """A round that starts without prompts; an aborted response whose tokens matter ends by itself after all."""
+    """A round that starts without prompts; a response that is aborted with `keep` ends by itself after all."""
     prompt, other = make_prompt(0), make_prompt(1)
     old, begun = make_sample(key(0, 0)), make_sample(key(0, 1), "abort")
     rule = Told(

@@ -308,7 +308,7 @@ def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: bool):
-    """Whether its end is told before the verdict comes is the clock's business, and nothing may follow from it."""
+    """The clock decides whether its end is told before the verdict comes, so nothing may depend on that."""
     rule = tail_batching(1, 2, prompt_factor=2.0, response_factor=1.0, keep_finished=True, shared=filtering())
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     commands: list[tuple] = []
@@ -337,7 +337,7 @@ def test_few_verdicts_may_be_due_while_generation_goes_on():
 
 
 def test_where_nothing_races_replacements_come_at_a_logical_time_as_well():
-    """A prompt brought in by a verdict enters a plan, and decodes beside others: no clock may say which."""
+    """A prompt brought in by a verdict enters a plan, and decodes beside others: no clock may decide which."""
     rule = fresh_batches(3, 2, **filtering(max_unscored_groups=1))
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     for event in (START, finish(key(0, 0)), finish(key(0, 1)), finish(key(1, 0))):
@@ -464,7 +464,7 @@ def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str
         lambda: tail_batching(4, 4, shared={"score_when": "rollout", **filtering()}),
     ],
 )
-def test_what_configurations_cannot_ask_for_is_a_mistake_in_code(make: Callable[[], Any]):
+def test_limits_that_no_configuration_gives_are_refused_by_assertion(make: Callable[[], Any]):
     with pytest.raises(AssertionError):
         make()
 

@@ -1,4 +1,4 @@
-"""What the batcher decides, plan by plan. Results are made by hand: whatever a device might answer."""
+"""The batcher's decisions, plan by plan. Results are made by hand: anything that a device might answer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_first_come_first_served_and_lowest_slot_first():
         (2, 16, 6, 1),  # one waits for blocks
     ],
 )
-def test_plans_are_left_early_only_for_someone_who_could_come_in(
+def test_plans_are_left_early_only_if_a_request_could_come_in(
     num_requests: int, max_prefill_tokens: int, num_blocks: int, leave_after: int
 ):
     batcher, _ = make_batcher(max_prefill_tokens=max_prefill_tokens, num_blocks=num_blocks)
@@ -100,7 +100,7 @@ def test_plans_are_left_early_only_for_someone_who_could_come_in(
     assert plan_of(batcher).leave_after == leave_after
 
 
-def test_who_reaches_the_limit_in_flight_is_in_no_further_plan():
+def test_a_row_that_reaches_its_limit_in_flight_is_in_no_further_plan():
     batcher, _ = make_batcher(num_slots=2)
     for i, max_tokens in enumerate((5, 9)):
         batcher.add(make_request(i, max_tokens=max_tokens))
@@ -111,7 +111,7 @@ def test_who_reaches_the_limit_in_flight_is_in_no_further_plan():
     assert batcher.schedule() is None
 
 
-def test_a_plan_that_may_be_left_early_takes_nobody_to_the_limit_for_sure():
+def test_a_plan_that_may_be_left_early_takes_no_row_to_its_limit_for_sure():
     batcher, _ = make_batcher(num_slots=1)
     for i in range(2):
         batcher.add(make_request(i, max_tokens=5))
@@ -174,7 +174,7 @@ def test_a_new_request_leaves_the_running_ones_room_for_a_plan(num_blocks: int, 
     batcher.add(make_request(1, num_prompt=4, max_tokens=20))
     plan = plan_of(batcher)
     assert len(plan.decode[0].block_table) == 3
-    # The new one wants 3 blocks for two plans, the other one will want its fourth.
+    # The new request needs 3 blocks for two plans, the other one will need its fourth.
     assert bool(plan.prefill) == comes_in
 
 

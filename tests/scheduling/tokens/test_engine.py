@@ -1,4 +1,5 @@
-"""The engine over replayed lengths, watched by an executor with a shadow of the KV cache (`tests/checking.py`)."""
+"""The engine over replayed lengths, watched by an executor with a shadow of the KV cache
+(`tests/support/checking.py`)."""
 
 from __future__ import annotations
 
@@ -216,7 +217,7 @@ def test_malformed_requests_are_refused_and_change_nothing():
 
 @dataclass(frozen=True)
 class Scenario:
-    """A small world, and what is done to it: (step | drain | abort | add, which)."""
+    """A small world, and the actions on it: (step | drain | abort | add, which)."""
 
     num_groups: int
     num_slots: int
@@ -318,7 +319,7 @@ def test_every_request_finishes_whole_whatever_happens(scenario: Scenario):
 @settings(max_examples=60, deadline=None)
 @given(SCENARIOS)
 def test_a_replay_of_recorded_lengths_decides_the_same(scenario: Scenario):
-    """What is recorded of a run (its lengths) is enough for a replay to admit, preempt and complete alike."""
+    """A run's recorded lengths are enough for a replay to admit, preempt and complete alike."""
     first: list[TraceEvent] = []
     _, done = run_scenario(scenario, first)
     recorded = {sample.key: len(sample) for sample in done.values()}
