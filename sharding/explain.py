@@ -4,7 +4,7 @@ Purpose: `jaxrl explain-layout`. `explain_layout` works it out from the same rul
 (`Layout`, `rules.rollout_spec`), for any number of devices, present or not; its `str()` is the text, and
 `jaxrl.sharding.picture` draws it.
 
-Source: design §5.
+Source: docs/architecture.md.
 """
 
 from __future__ import annotations

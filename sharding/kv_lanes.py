@@ -2,7 +2,7 @@
 
 Purpose: what runs inside `shard_map` when KV migrates (`jaxrl.sharding.kv_migration`), each function local to a device.
 
-Source: design §5: KV merges in `shard_map`, with one all-to-all per array.
+Source: docs/architecture.md: KV merges in `shard_map`, with one all-to-all per array.
 
 A lane is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
 over several axes stack them (`lane_order`); only the block numbers depend on that order.

@@ -3,8 +3,8 @@
 Purpose: `migrate` turns a paged KV pool in one layout into a pool in another, with the live blocks where a plan
 (`jaxrl.scheduling.layouts.kv_plan`) puts them; `migrate_across` does the same between meshes that share no device.
 
-Source: design §5: only live blocks move, picked in `shard_map` with a local take. The partitioner never gets a gather
-or scatter together with a layout change, which would abort the process on jax 0.11.2.
+Source: docs/architecture.md: only live blocks move, picked in `shard_map` with a local take. The partitioner never gets
+a gather or scatter together with a layout change, which would abort the process on jax 0.11.2.
 
 Departures: the exchange is written out as collectives inside the same `shard_map`, instead of a jitted identity with
 `out_shardings` between the take and the scatter. Measured on 8 virtual CPU devices (packed [lanes, K, 64, 16, 64] in

@@ -3,7 +3,7 @@
 Purpose: `reshard` moves any tree of arrays (rollout weights, training state, packed KV) from its shardings to others;
 `rollout_to_rollout` does that for rollout weights between layouts.
 
-Source: design §5; its facts were measured on jax 0.10.2 and 0.11.2. Three rules follow from them.
+Source: docs/architecture.md; its facts were measured on jax 0.10.2 and 0.11.2. Three rules follow from them.
 
 - Within one set of devices, a jitted identity with `out_shardings` moves arrays; `jax.device_put` would go through the
   host and block. Its programs are slices only when TP grows, and all-gathers only when it falls.

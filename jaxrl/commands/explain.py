@@ -2,7 +2,7 @@
 
 Purpose: `jaxrl explain-config`.
 
-Source: design §5 and §6; the bytes are `jaxrl.runtime.memory`'s.
+Source: docs/architecture.md (The mesh, Memory phases); the bytes are `jaxrl.runtime.memory`'s.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Purpose: `jaxrl simulate`. The training YAML says what is run; its section `simu
 `jaxrl.runtime.simulation.build` puts the pieces together, and `simulate` runs them in a run directory of the same form
 as a real run's. Never imports jax.
 
-Source: design §3 (two seams). Departures from a real run: prompts have lengths but no text, and their order is not
+Source: docs/architecture.md. Departures from a real run: prompts have lengths but no text, and their order is not
 grain's; losses and gradients do not exist; the state at a step boundary is one JSON file; evaluation draws prompts
 beside the training ones, `data.val_size` of them; weights for devices of the rollout's own are charged as if they lay
 there already, split.

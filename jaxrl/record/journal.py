@@ -2,7 +2,8 @@
 
 Purpose: everything in a run follows from its config and seeds, except for a few decisions that a clock or the machine
 took (a scorer that timed out or crashed; a layout switch from measured latencies). Each is written here as one line
-before it takes effect. A step that runs again after a crash finds its line and does not ask the clock again. Design §3.
+before it takes effect. A step that runs again after a crash finds its line and does not ask the clock again
+(docs/architecture.md).
 
 The file is append-only JSONL: a header `{"journal": 1}`, then `{"step": .., "kind": .., "key": [..], ...}` per
 decision. Lines of steps that a checkpoint holds are dropped when the journal is opened and when a checkpoint commits

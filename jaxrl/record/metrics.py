@@ -4,7 +4,7 @@ Purpose: `MetricsWriter` appends `{"step": .., "time": .., "<metric>": ..}` per 
 helpers compute the figures that verl's users know (`response_length/mean` ...). It uses no jax, and a clock only for a
 line's wall time.
 
-Source: metric names follow verl (design §4). Departures: `response_length/{p50,p95}` are added, because a mean hides
+Source: metric names follow verl. Departures: `response_length/{p50,p95}` are added, because a mean hides
 the long tail.
 
 Non-finite numbers are written as the strings "nan", "inf" and "-inf" (JSON has no others) and read back as floats.

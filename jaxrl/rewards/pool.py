@@ -6,8 +6,8 @@ these costs only the sample at hand (reward 0, a status, a counted warning).
 Only the scoring itself is timed: a worker loads the scorer before its first task, and the clock starts when it takes a
 task. `duration_s` is measured in the worker; for a sample that timed out it is the limit, for a crashed one 0.
 
-Verdicts come in the order in which scoring ended; a round wants them in the order in which samples completed (design
-section 3), and sorts them itself.
+Verdicts come in the order in which scoring ended; a round wants them in the order in which samples
+completed, and the backend sorts them (docs/architecture.md).
 """
 
 from __future__ import annotations

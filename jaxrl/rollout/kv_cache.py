@@ -2,7 +2,7 @@
 
 A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim), dp split over the
 layout's dp axes and K over the axes that `Layout.kv_axes` gives. Heads come before blocks because a gather of blocks
-then yields [K, R, S, D], the order in which XLA:CPU decodes fastest (design §6). Block numbers are local to a pool.
+then yields [K, R, S, D], the order in which XLA:CPU decodes fastest. Block numbers are local to a pool.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drawing tokens so that they depend on the sample's identity and never on the schedule (design §7).
+"""Drawing tokens so that they depend on the sample's identity and never on the schedule (docs/architecture.md).
 
 A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample
 index, attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race

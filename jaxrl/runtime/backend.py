@@ -4,7 +4,7 @@ Purpose: carries out a round's commands and turns what happens into its events (
 samples are still decoding, finished ones are being scored; their verdicts are handed to the round in the order in which
 the samples completed, even when one arrives late.
 
-Source: design §3 (two seams, logical time). Rewards beside the rollout: RollPacker §4.3.
+Source: docs/architecture.md. Rewards beside the rollout: RollPacker §4.3.
 
 Real and simulated runs differ in what they give to the backend: a mesh, a pool of processes, a tokenizer, a journal and
 the machine's clock; or modelled devices and scoring, both on one simulated clock, and no journal. The host waits for a

@@ -3,10 +3,10 @@
 Purpose: `plan_num_blocks` and `layout_sizes` alone decide the size of the KV pool; `plan_remat` decides what the update
 recomputes; `memory_plan` serves `jaxrl explain-config`.
 
-Source: design §5 (which weight is split how) and §6 (memory has phases). The bytes of weights, optimizer, gradients and
-KV follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the backward pass
-keeps of each layer, and one layer's working set. Compared with the temporaries that XLA reports for the gradient of
-SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
+Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights, optimizer, gradients
+and KV follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the backward
+pass keeps of each layer, and one layer's working set. Compared with the temporaries that XLA reports for the gradient
+of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
 
   full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
 

@@ -3,7 +3,7 @@
 Purpose: `Overlap` is `jaxrl.loop.Together` on a real machine. The rollout stays in the calling thread, where the host
 loop feeds its devices plan by plan; the update has a second thread, which mostly waits for its own devices. Neither
 reads what the other writes: weights pass from the trainer to the rollout only between the two. On CPU, programs over
-several devices run one after another in any case (design §5), so only submeshes of one device overlap there.
+several devices run one after another in any case (docs/architecture.md), so only submeshes of one device overlap there.
 """
 
 from __future__ import annotations

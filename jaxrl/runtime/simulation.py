@@ -2,7 +2,7 @@
 
 Purpose: `build` makes a simulated run of a configuration, a cost model and a workload. Never imports jax.
 
-Source: design §3 (two seams). Departures from a real run: prompts have lengths but no text, and their order is not
+Source: docs/architecture.md. Departures from a real run: prompts have lengths but no text, and their order is not
 grain's; losses and gradients do not exist; evaluation draws prompts beside the training ones, `data.val_size` of them;
 weights for devices of the rollout's own are charged as if they lay there already, split.
 """

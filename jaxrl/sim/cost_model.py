@@ -9,7 +9,7 @@ Source: the roofline of Williams et al. (2009) over the bytes and FLOPs of a den
 (batch, total context) is PAT §4.2 (Fig. 6); the move of KV is PAT §4.3 (equations 1-2); each method names the mechanism
 behind its terms.
 
-Departures: weights are resharded as design §5 nests them (a higher TP degree slices what is there, a lower one
+Departures: weights are resharded as docs/architecture.md says (a higher TP degree slices what is there, a lower one
 gathers), where PAT gathers and slices either way. Norms, biases and rope count as parameters and are taken as split.
 All factors by which software falls short of a peak are fields of `Efficiency`.
 
@@ -331,7 +331,7 @@ class RooflineCost:
         return (params - kv) / tp + kv / self._kv_split(tp)
 
     def _kv_split(self, tp: int) -> int:
-        """Over how many of `tp` devices the key/value heads are split; over the rest they are copied (design §5)."""
+        """Over how many of `tp` devices the key/value heads are split; over the rest they are copied."""
         return math.gcd(self.model.num_kv_heads, tp)
 
     def _attention_flops(self, pairs: float) -> float:

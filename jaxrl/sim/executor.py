@@ -4,7 +4,7 @@ Purpose: `SimulatedExecutor` stands for `rollout.executor` on a modelled machine
 each with a KV pool and rows. It jumps from stop to stop instead of going token by token.
 
 Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; the depth (one plan ahead) and the rule for
-leaving a plan early are design §3 and §6. `jaxrl.sim.replay.ReplayExecutor` does the same step by step; tests compare
+leaving a plan early: docs/architecture.md. `jaxrl.sim.replay.ReplayExecutor` does the same step by step; tests compare
 the two: rows, tokens, steps and stops are equal.
 
 Time: a plan starts when it has been submitted and the previous plan is over, so the host works on the next plan while

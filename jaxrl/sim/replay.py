@@ -3,7 +3,7 @@
 Purpose: `jaxrl simulate`, and tests of everything above the executor. Engine, batcher and block accounting are the real
 ones. So are the depth (one plan ahead) and, step by step, the decode loop's rule for leaving early.
 
-Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; design §3.
+Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; docs/architecture.md.
 
 Departures: lengths go by the sample's identity, not by order of arrival, so a schedule may change without changing what
 is generated. Tokens are fillers that depend on identity and position alone. A response that a stop string ended is

@@ -5,8 +5,8 @@ A step holds three items: `state` (arrays, restored straight onto the target's s
 arrays are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays. Saving is
 asynchronous; Orbax renames a step's folder when everything is written, so an incomplete step is never chosen.
 
-Source: Orbax `CheckpointManager`; DESIGN §7. Departure from its defaults: nothing is restored without a target, which
-would bring arrays back onto the devices that wrote them.
+Source: Orbax `CheckpointManager`; docs/architecture.md. Departure from its defaults: nothing is restored without a
+target, which would bring arrays back onto the devices that wrote them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine and the attention kernels on a GPU: run with JAX_PLATFORMS=cuda and `-m gpu`.
 
 Float32 with precision="highest"; a first difference between two runs that should agree must be a near-tie in the
-sampling race (design §7), and the rate of such differences is printed.
+sampling race (docs/architecture.md), and the rate of such differences is printed.
 """
 
 import time

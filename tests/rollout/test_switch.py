@@ -2,8 +2,8 @@
 
 Walks run in processes of their own (this file, called with what to do): a layout change that XLA cannot compile aborts
 the process on some versions, and must not take the other tests along. In float64 tokens are compared for equality. In
-float32 a first difference must be a near-tie (design §7): shifting the two tokens' logits by `EPSILON` against each
-other makes the race draw either.
+float32 a first difference must be a near-tie (docs/architecture.md): shifting the two tokens' logits by `EPSILON`
+against each other makes the race draw either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A workload of known samples: the records of each response by identity, and nothing else.
 
-Purpose: to play a recorded round again, sample for sample (design §3), and for tests in which every number is given.
-`jaxrl.sim.recorded` draws from a run's lengths; this one repeats them.
+Purpose: to play a recorded round again, sample for sample (docs/architecture.md), and for tests in which every number
+is given. `jaxrl.sim.recorded` draws from a run's lengths; this one repeats them.
 """
 
 from __future__ import annotations

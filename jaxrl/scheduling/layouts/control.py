@@ -12,8 +12,8 @@ switches compose.
 
 So with a planner tp never falls while rows are live, and the planner compares rounds that began in its own degrees.
 
-Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); design §3 (what a clock
-decides is journalled before it takes effect).
+Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); docs/architecture.md (what
+a clock decides is journalled before it takes effect).
 
 Collecting the plans in flight changes what is known when a plan is made, and so the logical order in which responses
 end. It is therefore a decision of the clock as well: if plans were collected and no switch followed, that is written

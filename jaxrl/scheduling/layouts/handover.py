@@ -1,8 +1,8 @@
 """Moving requests from one worker to another in the middle of a batch.
 
-Purpose: `hand_over` moves live requests, with their KV, between engines on disjoint devices (design §3: a worker is one
-engine on one submesh). Scale-down and ranking groups rest on it. Both workers must have the same weights; otherwise a
-response has tokens of two versions (each token's version is recorded).
+Purpose: `hand_over` moves live requests, with their KV, between engines on disjoint devices (docs/architecture.md: a
+worker is one engine on one submesh). Scale-down and ranking groups rest on it. Both workers must have the same weights;
+otherwise a response has tokens of two versions (each token's version is recorded).
 
 Requests that do not fit into the other worker's free rows and blocks wait there and are recomputed.
 """

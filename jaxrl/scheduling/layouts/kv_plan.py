@@ -4,8 +4,8 @@ Purpose: `plan_migration` is told which requests are live, what each holds, and 
 afterwards (`situation.regroup`); it fills the block pools of the new layout and lists the copies.
 `jaxrl.sharding.kv_migration` moves the bytes; it takes `KvPlan.lanes`.
 
-Source: design §5 (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per group when
-groups split, and joined again when they merge); PAT §4.3 for migrating at all.
+Source: docs/architecture.md (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per
+group when groups split, and joined again when they merge); PAT §4.3 for migrating at all.
 
 The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher simply goes on with
 that manager. Requests of one `share` find the prompt blocks of the first of them, which is the one that has written
@@ -13,7 +13,7 @@ most of the prompt. So a request with an incomplete prefill may end up with more
 `Placement.num_written` says how much.
 
 A *lane* is one dp group of the layout that has more of them: blocks move along it between a group before and a group
-after. Neighbouring groups merge and split (design §5), so a lane's two groups follow from its number.
+after. Neighbouring groups merge and split (docs/architecture.md), so a lane's two groups follow from its number.
 """
 
 from __future__ import annotations

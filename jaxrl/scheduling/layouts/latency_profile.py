@@ -3,7 +3,8 @@
 Source: PAT §4.2 (offline profiler). `jaxrl.scheduling.layouts.latency` predicts from it.
 
 A batch is the rows of one dp group, and every group is measured with as many: the dp groups of a layout run one program
-in lockstep (design §3), so the fullest group sets the pace. (The paper counts the rows of the whole deployment.)
+in lockstep (docs/architecture.md), so the fullest group sets the pace. (The paper counts the rows of the whole
+deployment.)
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Purpose: `plan_relayout` works out from the batcher's state alone which request 
 requests have to give up their rows. The executor carries it out on the devices, and only then does `apply` change the
 batcher. So a failure before anything has moved leaves the engine as it was.
 
-Source: design §5 (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3 (migrate or
-recompute).
+Source: docs/architecture.md (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3
+(migrate or recompute).
 
 To recompute is to preempt: every request waits with its tokens and is admitted again like any other; samples of a
 prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.

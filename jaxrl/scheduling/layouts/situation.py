@@ -1,6 +1,6 @@
 """The live rows of each dp group, which layout decisions look at, and how rows regroup when the layout changes.
 
-Source: PAT §4.2, Algorithm 1, lines 4, 7 and 8; design §5 for how dp groups merge and split.
+Source: PAT §4.2, Algorithm 1, lines 4, 7 and 8; docs/architecture.md (The mesh) for how dp groups merge and split.
 
 Legend: S decode steps.
 """
@@ -82,9 +82,9 @@ class Situation:
 def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
     """Which rows share a dp group once there are `dp` of them (Algorithm 1, lines 7 and 23).
 
-    If groups become fewer, neighbours merge, as the factored mesh requires (design §5). If they become more, each group
-    deals its rows to the groups that it splits into, longest first, each row to the group with the fewest rows and
-    among equals to the one with the fewest tokens. The rule's predictions assume an engine that does the same.
+    If groups become fewer, neighbours merge, as the factored mesh requires (docs/architecture.md). If they become more,
+    each group deals its rows to the groups that it splits into, longest first, each row to the group with the fewest
+    rows and among equals to the one with the fewest tokens. The rule's predictions assume an engine that does the same.
     """
     if dp <= len(groups):
         assert len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"

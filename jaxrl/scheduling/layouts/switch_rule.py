@@ -10,7 +10,7 @@ several times.
 Departures:
 
 - The paper uses one step time for the rest of the generation. Here, step by step, rows leave at their own limits and
-  contexts grow; every dp group waits for the fullest (lockstep, design §3).
+  contexts grow; every dp group waits for the fullest (lockstep, docs/architecture.md).
 - `bound="expected"` takes a row's expected remaining length (from history) instead of its limit.
 - Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of the time left; `cooldown` plans lie
   between switches; and a switch in the direction opposite to the last one needs a batch `reversal_factor` times smaller

@@ -1,4 +1,4 @@
-"""Which rules combine (design §9): the settings that exclude each other, each with the reason."""
+"""Which rules combine (docs/rollout-rules.md): the settings that exclude each other, each with the reason."""
 
 from __future__ import annotations
 

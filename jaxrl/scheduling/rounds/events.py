@@ -1,4 +1,4 @@
-"""What happened and what to do: the round-level seam (design §3).
+"""What happened and what to do: the round-level seam (docs/architecture.md).
 
 A round receives events and answers with commands; time is a field of the event, in seconds on the backend's own clock.
 What enters a batch depends on logical time only, so an event that ends a sample carries its dispatch number, and

@@ -5,7 +5,7 @@ not fit it; a *rule* decides what to launch, what to do with what finishes, and 
 synchronous rule is here; rules that cut the long tail have their own files, and Round works with any of them. A
 `BatchRule` (`jaxrl.scheduling.rounds.batches`) makes the rounds and keeps what outlives them (queues, buffers).
 
-Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wait for all). Design §3 and §7.
+Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wait for all).
 
 Departures: time decides nothing here. Verdicts must come in the order in which their samples completed; the backend
 holds back a verdict that arrives early.

@@ -23,7 +23,7 @@ Departures:
 Defined behaviour at the edges: with prompt_factor 1 nothing is ever deferred, and the queue stays empty; a data set
 smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
 
-A relaunched prompt draws new responses: their `attempt` is one higher (design §7).
+A relaunched prompt draws new responses: their `attempt` is one higher (docs/architecture.md).
 """
 
 from __future__ import annotations

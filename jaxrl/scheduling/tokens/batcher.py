@@ -3,7 +3,7 @@
 Purpose: `Batcher.schedule()` makes the next `Plan`; `Batcher.update(result)` takes in the result of an earlier one.
 
 Source: iteration-level scheduling (Orca, Yu et al. 2022), preemption by recomputation as in vLLM (Kwon et al. 2023),
-chunked prefill (Sarathi-Serve, Agrawal et al. 2024); nano-vllm's scheduler for the shape. Design §3 and §6.
+chunked prefill (Sarathi-Serve, Agrawal et al. 2024); nano-vllm's scheduler for the shape.
 
 Departures: the device is one plan ahead, so a plan is made before the outcome of the previous plan is known. Three
 rules follow from that.

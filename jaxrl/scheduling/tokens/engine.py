@@ -1,6 +1,7 @@
 """The engine: schedule, submit, collect the previous plan, update. The device is always one plan ahead of the host.
 
-Purpose: requests in, finished samples out, over any `Executor`: the model on a mesh or a simulation. Design §3.
+Purpose: requests in, finished samples out, over any `Executor`: the model on a mesh or a simulation
+(docs/architecture.md).
 
 Source: nano-vllm's `LLMEngine.step`; the overlap of host and device as in mini-sglang's overlap scheduler.
 

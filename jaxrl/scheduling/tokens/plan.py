@@ -1,4 +1,4 @@
-"""The token-level seam (design §3): plans that the engine gives to an executor, and the results that come back.
+"""The token-level seam (docs/architecture.md): plans that the engine gives to an executor, and their results.
 
 A `Plan` is one dispatch: prefill chunks first, then up to `num_steps` decode steps over the named rows. The device is
 always one plan ahead of the host, so a plan rests on the state of one plan ago: a row that it names may have stopped
