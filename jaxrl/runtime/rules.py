@@ -1,8 +1,7 @@
 """The rules that a configuration asks for, or why its settings do not go together.
 
-Purpose: the switches `rollout.tail_batching`, `rollout.partial_rollout`, `rollout.over_provisioning`,
-`algorithm.filter_groups` and `trainer.one_step_off` as one `BatchRule`, for real and simulated runs alike. What each
-does and what composes with what: docs/rollout-rules.md.
+Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, for real and simulated runs alike. What each does
+and what composes with what is said there.
 """
 
 from __future__ import annotations
