@@ -84,6 +84,7 @@ class FakeRollout:
         self._rows: list[SampleKey | None] = [None] * num_slots
         self._waiting: deque[SampleKey] = deque()
         self._versions: dict[SampleKey, list[int]] = {}
+        self._begun: set[SampleKey] = set()  # those that have drawn tokens, in any round
         self._events: deque[SampleFinished | SampleAborted] = deque()
         self._due: deque[tuple[SampleKey, int]] = deque()
         self._awaited: SampleKey | None = None
@@ -139,6 +140,7 @@ class FakeRollout:
             written = self._versions[key]
             gain = min(self.plan_tokens, self.length(key) - len(written))
             written += [self.version] * gain
+            self._begun.add(key)
             self.num_drawn += gain
             if len(written) == self.length(key):
                 self._rows[slot] = None
@@ -151,6 +153,10 @@ class FakeRollout:
                 begun = {sample.key: sample for sample in resumed}
                 for key in keys:
                     self.num_launched += 1
+                    assert key in begun or key not in self._begun, (
+                        f"{key} starts from scratch, and has drawn tokens before: a prompt that is launched again "
+                        "needs a higher `attempt`, or its responses draw the same tokens once more"
+                    )
                     self._versions[key] = begun[key].versions.tolist() if key in begun else []
                     if key in begun:
                         expected = make_sample(key, self._versions[key], "abort")
@@ -222,7 +228,14 @@ class FakeTraining:
     def carried(self) -> list[tuple[int, int]]:
         """Keys of the prompts that the rule carries."""
         state = self.rule.state_dict()
-        rows = state.get("queue", state.get("groups", []))
+        rows = state.get("queue", state.get("groups"))
+        if rows is None:
+            assert self.rule.num_carried == 0, (
+                f"{self.rule.name} carries {self.rule.num_carried} prompts, and its state has only {sorted(state)}: "
+                "`state_dict` must have an array 'queue' or 'groups' with a row for each of them, which begins with "
+                "its epoch and its index"
+            )
+            return []
         return [(int(row[0]), int(row[1])) for row in rows]
 
     def state(self) -> dict[str, Any]:
