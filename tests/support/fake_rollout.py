@@ -90,6 +90,7 @@ class FakeRollout:
         self._awaited: SampleKey | None = None
         self._tick = self._dispatch = 0
         self.num_launched = 0
+        self.max_live = 0  # responses under way at once, of all rounds
         self.num_drawn = 0  # tokens
 
     def play(self, current: Round, version: int) -> None:
@@ -164,6 +165,7 @@ class FakeRollout:
                         assert np.array_equal(begun[key].rollout_logprobs, expected.rollout_logprobs)
                         assert np.array_equal(begun[key].sampled_logprobs, expected.sampled_logprobs)
                     self._waiting.append(key)
+                self.max_live = max(self.max_live, len(self._versions))
             case Score(sample=sample):
                 self._due.append((sample.key, self._tick + self.delay(sample.key)))
             case CancelScore(keys=keys):
@@ -217,6 +219,8 @@ class FakeTraining:
         version = (self.step - 1) // self.steps_per_version
         current = self.rule.plan(self.prompts, RoundTime(self.step, version, left))
         self.rollout.play(current, version)
+        _, max_samples = self.rule.max_under_way
+        assert self.rollout.max_live <= max_samples, f"{self.rule.name} had more under way than it says"
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
