@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import rule_sections
 from sim_machine import SMALL
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
@@ -31,6 +32,12 @@ RULES: dict[str, dict[str, Any]] = {
     "tail batching": {"rollout.tail_batching": {"enable": True, "prompt_factor": 1.5}},
     "partial rollout": {"rollout.partial_rollout": ON},
 }
+
+
+def test_every_rule_is_among_these():
+    switched = {path for case in RULES.values() for path in case}
+    missing = {f"rollout.{section}" for section in rule_sections()} - switched
+    assert not missing, f"RULES has no case with {sorted(missing)}"
 
 
 class Killed(Exception):

@@ -18,7 +18,6 @@ from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.runtime.build import device_bytes, prepare_jax
 from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, row_tokens
 from jaxrl.runtime.rules import batch_rule
-from jaxrl.scheduling.rounds.batches import provisioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts
     evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
     dp, _ = _layout(config, num_devices)
     training = num_devices - config.rollout.num_devices
-    launched_prompts, launched_samples = _launched(config)
+    launched_prompts, launched_samples = batch_rule(config).max_under_way
     return Counts(
         step_prompts=prompts,
         step_samples=prompts * n,
@@ -144,19 +143,6 @@ def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts
         epoch_steps=None if num_prompts is None else num_prompts / prompts,
         total_steps=total_steps(config, num_prompts),
     )
-
-
-def _launched(config: Config) -> tuple[int, int]:
-    """The most prompts and samples that a round of the configured rule has under way."""
-    rollout, prompts, samples = config.rollout, config.data.train_batch_size, config.rollout.n
-    if rollout.partial_rollout.enable:
-        prompts = provisioned("rollout.partial_rollout.over_provision", rollout.partial_rollout.over_provision, prompts)
-    for name in ("tail_batching", "over_provisioning"):
-        section = getattr(rollout, name)
-        if section.enable:
-            prompts = provisioned(f"rollout.{name}.prompt_factor", section.prompt_factor, prompts)
-            samples = provisioned(f"rollout.{name}.response_factor", section.response_factor, samples)
-    return prompts, min(prompts * samples, rollout.max_active_requests or prompts * samples)
 
 
 def _warnings(config: Config, counts: Counts, memory: MemoryPlan) -> Iterator[str]:

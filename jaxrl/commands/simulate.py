@@ -27,7 +27,7 @@ from jaxrl.record.run_dir import SIMULATED, RunDir
 from jaxrl.record.run_record import Outcome, open_record
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
-from jaxrl.runtime.rules import carried
+from jaxrl.runtime.rules import batch_rule, carried
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.sim.configured import (
     cost_model,
@@ -47,6 +47,7 @@ STATE_FILE = "state.json"
 
 def simulate(config: Config, say: Callable[[str], None] = print) -> Outcome:
     """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend."""
+    batch_rule(config)  # its settings may be refused, and nothing is written then
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
         raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")

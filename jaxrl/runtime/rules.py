@@ -1,8 +1,7 @@
 """The batch rule that a configuration asks for, or why its settings exclude each other.
 
-Purpose: the switches `rollout.tail_batching`, `rollout.partial_rollout`, `rollout.over_provisioning`,
-`algorithm.filter_groups` and `trainer.one_step_off` as one `BatchRule`, for real and simulated runs alike.
-docs/rollout-rules.md says what each does and which of them combine.
+Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, for real and simulated runs alike. That page says
+what each does and which of them combine.
 """
 
 from __future__ import annotations

@@ -352,6 +352,17 @@ def test_the_section_is_part_of_the_configuration():
             config(**values)
 
 
+def test_rules_that_exclude_each_other_leave_nothing_behind(
+    training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rules = ("rollout.tail_batching.enable=true", "rollout.partial_rollout.enable=true")
+    assert run(training, tmp_path / "a", *rules) == 2
+    said = capsys.readouterr()
+    assert "tail batching and partial rollout exclude each other" in said.err
+    assert said.out == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["training.yaml"]
+
+
 def test_state_of_another_kind_is_refused():
     for text, match in (("{}", "schema 1"), ("[1]", "schema 1"), ("{", "not a simulation's state")):
         with pytest.raises(ValueError, match=match):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import combinations, takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.runtime.rules import batch_rule, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
+from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
+
+RULES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "rollout-rules.md"
 
 
 def config(**options: Any) -> Config:
@@ -71,6 +77,28 @@ def test_partial_rollout(one_step_off: bool, staleness: int):
 
 
 ON = {"enable": True}
+
+
+@pytest.mark.parametrize("section", rule_sections())
+def test_every_rule_is_made_and_stands_in_its_page(section: str):
+    rule = batch_rule(config(**{f"rollout__{section}": ON}))
+    assert rule.name != "plain batches", f"jaxrl/runtime/rules.py makes no rule of rollout.{section}"
+    lines = RULES_PAGE.read_text(encoding="utf-8").splitlines()
+    headings = [line for line in lines if line.startswith("### ") and f"`rollout.{section}`" in line]
+    assert len(headings) == 1, f"{RULES_PAGE.name} needs a heading with `rollout.{section}`"
+    table = takewhile(lambda line: line.startswith("|"), lines[lines.index("## What composes with what") + 2 :])
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+    assert rule.name in header, f"{RULES_PAGE.name}: no column {rule.name!r} in what composes with what"
+    assert rule.name in [row[0] for row in rows], f"{RULES_PAGE.name}: no row {rule.name!r} in what composes with what"
+    assert all(len(row) == len(header) for row in rows)
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(rule_sections(), 2)))
+def test_every_rule_excludes_every_other(one: str, other: str):
+    problem = composition_problem(config(**{f"rollout__{one}": ON, f"rollout__{other}": ON}))
+    names = [batch_rule(config(**{f"rollout__{section}": ON})).name for section in (one, other)]
+    assert problem is not None, f"{names[0]} and {names[1]} must exclude each other: see composition.py"
+    assert all(name in problem for name in names)
 
 
 @pytest.mark.parametrize(

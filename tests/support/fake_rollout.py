@@ -84,11 +84,13 @@ class FakeRollout:
         self._rows: list[SampleKey | None] = [None] * num_slots
         self._waiting: deque[SampleKey] = deque()
         self._versions: dict[SampleKey, list[int]] = {}
+        self._begun: set[SampleKey] = set()  # those that have drawn tokens, in any round
         self._events: deque[SampleFinished | SampleAborted] = deque()
         self._due: deque[tuple[SampleKey, int]] = deque()
         self._awaited: SampleKey | None = None
         self._tick = self._dispatch = 0
         self.num_launched = 0
+        self.max_live = 0  # responses under way at once, of all rounds
         self.num_drawn = 0  # tokens
 
     def play(self, current: Round, version: int) -> None:
@@ -139,6 +141,7 @@ class FakeRollout:
             written = self._versions[key]
             gain = min(self.plan_tokens, self.length(key) - len(written))
             written += [self.version] * gain
+            self._begun.add(key)
             self.num_drawn += gain
             if len(written) == self.length(key):
                 self._rows[slot] = None
@@ -151,6 +154,10 @@ class FakeRollout:
                 begun = {sample.key: sample for sample in resumed}
                 for key in keys:
                     self.num_launched += 1
+                    assert key in begun or key not in self._begun, (
+                        f"{key} starts from scratch, and has drawn tokens before: a prompt that is launched again "
+                        "needs a higher `attempt`, or its responses draw the same tokens once more"
+                    )
                     self._versions[key] = begun[key].versions.tolist() if key in begun else []
                     if key in begun:
                         expected = make_sample(key, self._versions[key], "abort")
@@ -158,6 +165,7 @@ class FakeRollout:
                         assert np.array_equal(begun[key].rollout_logprobs, expected.rollout_logprobs)
                         assert np.array_equal(begun[key].sampled_logprobs, expected.sampled_logprobs)
                     self._waiting.append(key)
+                self.max_live = max(self.max_live, len(self._versions))
             case Score(sample=sample):
                 self._due.append((sample.key, self._tick + self.delay(sample.key)))
             case CancelScore(keys=keys):
@@ -212,6 +220,8 @@ class FakeTraining:
         version = (self.step - 1) // self.steps_per_version
         current = self.rule.plan(self.prompts, RoundTime(self.step, version, left))
         self.rollout.play(current, version)
+        _, max_samples = self.rule.max_under_way
+        assert self.rollout.max_live <= max_samples, f"{self.rule.name} had more under way than it says"
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
@@ -223,7 +233,14 @@ class FakeTraining:
     def carried(self) -> list[tuple[int, int]]:
         """Keys of the prompts that the rule carries."""
         state = self.rule.state_dict()
-        rows = state.get("queue", state.get("groups", []))
+        rows = state.get("queue", state.get("groups"))
+        if rows is None:
+            assert self.rule.num_carried == 0, (
+                f"{self.rule.name} carries {self.rule.num_carried} prompts, and its state has only {sorted(state)}: "
+                "`state_dict` must have an array 'queue' or 'groups' with a row for each of them, which begins with "
+                "its epoch and its index"
+            )
+            return []
         return [(int(row[0]), int(row[1])) for row in rows]
 
     def state(self) -> dict[str, Any]:

@@ -10,9 +10,8 @@ loop calls it without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-This module has the seam and the two baselines. The other rules are in `tail_batching.py` and
-`partial_rollout.py`. `carried.py` packs what they carry for a checkpoint, and `composition.py` says which settings
-exclude each other.
+This module has the seam, the two baselines, and what rules share. Each other rule has a file of its own in this folder.
+`carried.py` packs what rules carry for a checkpoint, and `composition.py` says which settings exclude each other.
 
 Source: the baselines of RollPacker §6.1 and §3: plain synchronous batches, optionally with all rewards after the
 rollout, and over-provisioning that discards its losers. (So it trains on fewer long responses than the data holds,
@@ -31,7 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.config.options import OverProvisioningSection
+from jaxrl.config.options import AtEnd, OverProvisioningSection
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind, RoundLedger
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -89,6 +88,11 @@ class BatchRule(Protocol):
         """Prompts drawn from the source and still in the system: a run that ended now would leave them behind."""
         ...
 
+    @property
+    def max_under_way(self) -> tuple[int, int]:
+        """The most that a round of it has under way at once, as (prompts, samples); `RaceLimits.max_under_way`."""
+        ...
+
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         """The next round. It draws prompts from `prompts` as it launches them."""
         ...
@@ -140,6 +144,10 @@ class FreshBatches:
     def num_carried(self) -> int:
         return 0
 
+    @property
+    def max_under_way(self) -> tuple[int, int]:
+        return self.limits.max_under_way
+
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         assert self._open is None, "a round is planned before the one before it is settled"
         race = Race(self.limits, lambda: new_group(prompts, self.limits.num_responses, time.step))
@@ -179,6 +187,18 @@ def new_group(prompts: PromptStream, num_responses: int, step: int, round_index:
     (prompt,) = prompts.next(1)
     keys = tuple(SampleKey(prompt.epoch, prompt.index, i) for i in range(num_responses))
     return PlannedGroup(prompt, keys, first_step=step, first_round=round_index)
+
+
+def spare_until_end(num_spare: int, at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting: int = 0) -> int:
+    """How many prompts beyond P0 a round launches, of the `num_spare` that its rule asks for.
+
+    With `at_end="flush"` the steps after this one must be able to train on all prompts that are then carried: those
+    beyond P0, and `num_waiting` that the rule carries and this round does not launch. The result is below 0 where the
+    steps have no room even for those that wait: this round must take some of them.
+    """
+    if at_end == "leave" or time.steps_left is None:
+        return num_spare
+    return min(num_spare, num_groups * (time.steps_left - 1) - num_waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +260,31 @@ def close_round(opened: OpenRound | None, current: Round) -> OpenRound:
     return opened
 
 
-def spread_of_ages(name: str, ages: Sequence[int]) -> dict[str, float]:
-    """Mean and maximum of the ages; zeros if no prompt waits."""
+class CarriedPrompt(Protocol):
+    """A prompt that a rule carries; a frozen dataclass with these fields is one."""
+
+    @property
+    def first_step(self) -> int:
+        """The step that first launched it."""
+        ...
+
+    @property
+    def first_round(self) -> int:
+        """The round that first launched it, as its rule counts them."""
+        ...
+
+
+def queue_metrics(carried: Collection[CarriedPrompt], step: int, round_index: int) -> dict[str, float]:
+    """What every rule that carries prompts reports of them after a round: how many, and how long they have waited."""
+    return {
+        "rollout/queue_length": float(len(carried)),
+        **_spread_of_ages("rollout/queue_age_steps", [step - prompt.first_step for prompt in carried]),
+        **_spread_of_ages("rollout/queue_age_rounds", [round_index - prompt.first_round for prompt in carried]),
+    }
+
+
+def _spread_of_ages(name: str, ages: Sequence[int]) -> dict[str, float]:
+    """Mean and maximum; zeros where none waits."""
     return {f"{name}/mean": float(np.mean(ages)) if ages else 0.0, f"{name}/max": float(max(ages, default=0))}
 
 

@@ -46,7 +46,8 @@ from jaxrl.scheduling.rounds.batches import (
     new_group,
     open_round,
     provisioned,
-    spread_of_ages,
+    queue_metrics,
+    spare_until_end,
 )
 from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
@@ -114,6 +115,10 @@ class PartialRollout:
     def num_carried(self) -> int:
         return len(self.buffer)
 
+    @property
+    def max_under_way(self) -> tuple[int, int]:
+        return self._limits(self.num_spare).max_under_way
+
     def _limits(self, num_spare: int) -> RaceLimits:
         return RaceLimits(self.batch, self.batch.group_size, num_spare, keep_unfinished=True)
 
@@ -129,9 +134,7 @@ class PartialRollout:
         due = set(late[: batch.num_groups])
         # stable sort: oldest first among the due, the complete and the other groups
         self.buffer = deque(sorted(waiting, key=lambda group: (group.key not in due, not group.is_complete)))
-        num_spare = self.num_spare
-        if self.options.at_end == "flush" and time.steps_left is not None:
-            num_spare = min(num_spare, batch.num_groups * (time.steps_left - 1))
+        num_spare = spare_until_end(self.num_spare, self.options.at_end, batch.num_groups, time)
 
         def supply() -> PlannedGroup:
             if self.buffer:
@@ -183,7 +186,7 @@ class PartialRollout:
 
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
-        race, ledger, step = opened.race, opened.ledger, opened.time.step
+        race, ledger = opened.race, opened.ledger
         gone = {*race.batch, *race.filtered}
         kept: list[BufferedGroup] = []
         for prompt_key, group in race.groups.items():
@@ -197,10 +200,7 @@ class PartialRollout:
         groups = current.groups()
         carried = {sample.key for entry in kept for sample in entry.samples}
         metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens)
-        metrics["rollout/queue_length"] = float(len(self.buffer))
-        metrics |= spread_of_ages("rollout/queue_age_steps", [step - entry.first_step for entry in self.buffer])
-        ages = [self.num_rounds - entry.first_round for entry in self.buffer]
-        metrics |= spread_of_ages("rollout/queue_age_rounds", ages)
+        metrics |= queue_metrics(self.buffer, opened.time.step, self.num_rounds)
         metrics |= self._partial_metrics(opened)
         return RoundResult(current.kind, groups, dict(race.filtered), metrics)
 

@@ -120,6 +120,13 @@ class RaceLimits:
         """Whether it matters which responses finish first."""
         return self.num_spare > 0 or self.num_responses > self.batch.group_size
 
+    @property
+    def max_under_way(self) -> tuple[int, int]:
+        """The most that is under way at once, as (prompts, samples); `max_active_requests` caps the samples."""
+        prompts = self.batch.num_groups + self.num_spare
+        samples = prompts * self.num_responses
+        return prompts, min(samples, self.batch.max_active_requests or samples)
+
 
 @dataclass(slots=True, eq=False)
 class RacingGroup:

@@ -46,7 +46,8 @@ from jaxrl.scheduling.rounds.batches import (
     new_group,
     open_round,
     provisioned,
-    spread_of_ages,
+    queue_metrics,
+    spare_until_end,
 )
 from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
@@ -116,6 +117,10 @@ class TailBatching:
         return len(self.queue)
 
     @property
+    def max_under_way(self) -> tuple[int, int]:
+        return self._limits("short", self.num_spare).max_under_way
+
+    @property
     def least_age_bound(self) -> int:
         """Steps until all prompts deferred by one short round have run, if only long rounds follow."""
         return -(-self.num_spare // self.batch.num_groups)
@@ -143,17 +148,11 @@ class TailBatching:
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
         """The kind of the next round, and how many prompts it launches beyond P0."""
-        num_groups = self.batch.num_groups
-        if len(self.queue) >= num_groups or self._age_forces_long(time.step):
+        num_groups, num_waiting = self.batch.num_groups, len(self.queue)
+        if num_waiting >= num_groups or self._age_forces_long(time.step):
             return "long", 0
-        num_spare = self.num_spare
-        if self.options.at_end == "flush" and time.steps_left is not None:
-            # this many prompts can still run after this step, the queued ones included
-            left = num_groups * (time.steps_left - 1) - len(self.queue)
-            if left < 0:
-                return "long", 0
-            num_spare = min(num_spare, left)
-        return "short", num_spare
+        num_spare = spare_until_end(self.num_spare, self.options.at_end, num_groups, time, num_waiting)
+        return ("long", 0) if num_spare < 0 else ("short", num_spare)
 
     def _age_forces_long(self, step: int) -> bool:
         """Whether a prompt could exceed the age bound if this round were short and all later ones long."""
@@ -191,7 +190,7 @@ class TailBatching:
 
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
-        race, step = opened.race, opened.time.step
+        race = opened.race
         deferred: list[Deferred] = []
         for group in race.unfinished:
             planned = group.planned
@@ -207,10 +206,7 @@ class TailBatching:
         self._forgotten_tokens = 0
         metrics = opened.metrics(groups, thrown)
         metrics["rollout/deferred_prompts"] = float(len(deferred))
-        metrics["rollout/queue_length"] = float(len(self.queue))
-        metrics |= spread_of_ages("rollout/queue_age_steps", [step - entry.first_step for entry in self.queue])
-        ages = [self.num_rounds - entry.first_round for entry in self.queue]
-        metrics |= spread_of_ages("rollout/queue_age_rounds", ages)
+        metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
         return RoundResult(current.kind, groups, dict(race.filtered), metrics)
 
     # -- state -------------------------------------------------------------------------------------------------------

@@ -1,39 +1,16 @@
-"""Active partial rollout: tables of events and commands by hand, and random runs on a small fake rollout."""
+"""Active partial rollout: tables of events and commands by hand, and small runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_rollout import (
-    FakePrompts,
-    FakeRollout,
-    FakeTraining,
-    count_tokens,
-    fingerprint,
-    make_sample,
-    run_with_crashes,
-    tangled,
-    through_disk,
-)
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fake_rollout import FakePrompts, FakeRollout, FakeTraining, make_sample, through_disk
+from rounds import START, Table, aborted, batch_keys, check_table, finish, key, verdict
 
-from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection
+from jaxrl.config.options import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.events import (
-    Abort,
-    Command,
-    Event,
-    Launch,
-    RoundStarted,
-    SampleAborted,
-    SampleFinished,
-    Score,
-    Verdict,
-)
 from jaxrl.scheduling.rounds.partial_rollout import (
     PartialRollout,
     old_logprobs_by_version,
@@ -41,10 +18,7 @@ from jaxrl.scheduling.rounds.partial_rollout import (
     version_spans,
 )
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.round import Round
-from jaxrl.types import Sample, SampleKey
-
-START = RoundStarted(0.0)
+from jaxrl.types import SampleKey
 
 
 def partial_rollout(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> PartialRollout:
@@ -53,53 +27,11 @@ def partial_rollout(num_groups: int, group_size: int, *, shared: Any = None, **o
     return PartialRollout(batch, PartialRolloutSection(enable=True, **options))
 
 
-def key(index: int, i: int, attempt: int = 0) -> SampleKey:
-    return SampleKey(0, index, i, attempt)
-
-
-def finish(k: SampleKey, versions: list[int]) -> SampleFinished:
-    return SampleFinished(1.0, make_sample(k, versions, "stop"), 1)
-
-
-def aborted(k: SampleKey, versions: list[int]) -> SampleAborted:
-    return SampleAborted(1.0, make_sample(k, versions, "abort"), 1)
-
-
-def verdict(k: SampleKey) -> Verdict:
-    return Verdict(2.0, k, float(k.sample_index))
-
-
-def names(commands: Iterable[Command]) -> list[tuple]:
-    """Commands as plain tuples; of resumed samples the versions that they have."""
-    out = []
-    for command in commands:
-        match command:
-            case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=ended):
-                has = [("has", sample.key) for sample in ended]
-                on = [("on", sample.key, sample.versions.tolist()) for sample in resumed]
-                out.append(("launch", prompt.index, *keys, *has, *on))
-            case Score(sample=sample):
-                out.append(("score", sample.key))
-            case Abort(keys=keys, keep=keep):
-                assert keep
-                out.append(("abort", *keys))
-            case _:
-                raise AssertionError(command)
-    return out
-
-
-def check_table(current: Round, table: list[tuple[Event, list[tuple]]]) -> None:
-    for event, commands in table:
-        assert not current.done
-        assert names(current.handle(event)) == commands, event
-    assert current.done
-
-
 def launch(p: int) -> tuple:
     return ("launch", p, key(p, 0), key(p, 1))
 
 
-def verdicts(*keys: SampleKey) -> list[tuple[Event, list[tuple]]]:
+def verdicts(*keys: SampleKey) -> Table:
     return [(verdict(k), []) for k in keys]
 
 
@@ -119,7 +51,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
             (verdict(key(1, 0)), []),
             (
                 finish(key(0, 1), [0, 0]),
-                [("score", key(0, 0)), ("score", key(0, 1)), ("abort", key(2, 0), key(2, 1))],
+                [("score", key(0, 0)), ("score", key(0, 1)), ("stop", key(2, 0), key(2, 1))],
             ),
             (finish(key(2, 0), [0, 0]), []),  # it ended in the plan in flight
             *verdicts(key(1, 1), key(0, 0), key(0, 1)),
@@ -147,7 +79,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
             (finish(key(3, 1), [1, 1]), [("score", key(3, 0)), ("score", key(3, 1))]),
             (
                 finish(key(2, 1), [0, 0, 0, 1, 1]),
-                [("score", key(2, 0)), ("score", key(2, 1)), ("abort", key(4, 0), key(4, 1))],
+                [("score", key(2, 0)), ("score", key(2, 1)), ("stop", key(4, 0), key(4, 1))],
             ),
             (aborted(key(4, 0), [1]), []),
             (aborted(key(4, 1), []), []),
@@ -155,7 +87,7 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
         ],
     )
     result = rule.settle(current)
-    assert [[s.key for s in g.samples] for g in result.groups] == [[key(2, 0), key(2, 1)], [key(3, 0), key(3, 1)]]
+    assert batch_keys(result.groups) == [[key(2, 0), key(2, 1)], [key(3, 0), key(3, 1)]]
     expected = {
         "rollout/launched_prompts": 3,
         "rollout/launched_samples": 5,
@@ -183,7 +115,7 @@ def test_groups_that_complete_too_late_are_the_first_of_the_next_round():
         current,
         [
             (START, [("launch", p, one[p]) for p in range(3)]),
-            (finish(one[0], [0]), [("score", one[0]), ("abort", one[1], one[2])]),
+            (finish(one[0], [0]), [("score", one[0]), ("stop", one[1], one[2])]),
             (aborted(one[1], [0]), []),
             (finish(one[2], [0]), []),
             (verdict(one[0]), []),
@@ -280,118 +212,3 @@ def test_states_of_another_make_are_refused():
         partial_rollout(2, 3).load_state_dict(state)
     with pytest.raises(ValueError, match="4 samples for 1 groups of 2"):
         rule.load_state_dict({**state, "groups": state["groups"][:1]})
-
-
-# -- random runs -------------------------------------------------------------------------------------------------------
-
-
-def lengths(seed: int) -> Callable[[SampleKey], int]:
-    def length(k: SampleKey) -> int:
-        own = tangled(seed, k.epoch, k.prompt_index, k.sample_index, k.attempt)
-        return 1 + own % 4 + (10 if tangled(seed, k.prompt_index) % 6 == 0 else 0) + (25 if own % 9 == 0 else 0)
-
-    return length
-
-
-@st.composite
-def configurations(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSection]:
-    filtering = draw(st.builds(FilterGroupsSection, st.booleans(), st.just(1000), st.integers(0, 3)))
-    lag = draw(st.integers(0, 1))
-    batch = BatchSettings(
-        draw(st.integers(1, 4)),
-        draw(st.integers(2 if filtering.enable else 1, 3)),
-        filter_groups=filtering,
-        max_active_requests=draw(st.sampled_from([0, 3, 7])),
-        version_lag=lag,
-    )
-    return batch, PartialRolloutSection(
-        enable=True,
-        over_provision=draw(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.5])),
-        max_staleness=draw(st.just(-1) | st.integers(lag, lag + 2)),
-        max_restarts=draw(st.integers(0, 2)),
-        at_end=draw(st.sampled_from(["flush", "leave"])),
-    )
-
-
-@given(
-    configuration=configurations(),
-    seed=st.integers(0, 1000),
-    num_prompts=st.integers(1, 12),
-    num_slots=st.integers(2, 20),
-    plan_tokens=st.integers(1, 4),
-    total=st.integers(1, 8),
-    crashes=st.dictionaries(st.integers(1, 8), st.sampled_from(["boundary", "round"])),
-)
-@settings(max_examples=60, deadline=None)
-def test_random_runs_keep_the_book(
-    configuration: tuple[BatchSettings, PartialRolloutSection],
-    seed: int,
-    num_prompts: int,
-    num_slots: int,
-    plan_tokens: int,
-    total: int,
-    crashes: Any,
-):
-    batch, options = configuration
-
-    def make(slow: int, eager: bool = False) -> FakeTraining:
-        rollout = FakeRollout(
-            lengths(seed),
-            lambda k: (float(tangled(seed, k.prompt_index, k.sample_index, k.attempt, k.epoch) % 2), "ok"),
-            num_slots,
-            plan_tokens,
-            delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
-            eager=eager,
-        )
-        return FakeTraining(PartialRollout(batch, options), FakePrompts(num_prompts), rollout, total)
-
-    training = run_with_crashes(lambda: make(0), total, crashes)
-    for version, result in enumerate(training.results):
-        assert len(result.groups) == batch.num_groups
-        assert result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).num_spare
-        for group in result.groups:
-            assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
-            for sample in group.samples:
-                check_trained(sample, version, batch.version_lag, options.max_staleness, lengths(seed))
-    if options.at_end == "flush":
-        assert training.rule.num_carried == 0
-        assert training.departures.counts["trained"] == total * batch.num_groups
-    for slow, eager in ((0, False), (2, True), (5, False)):
-        other = make(slow, eager)
-        for result in training.results:
-            assert fingerprint(other.run_step()) == fingerprint(result)
-            check_resumption(other)
-        buffered = len(other.rule.state_dict()["samples"]["token_ids"])
-        tokens = count_tokens(other)
-        assert other.rollout.num_drawn == sum(tokens.values()) + buffered
-        if options.max_staleness < 0:
-            assert tokens["thrown"] == 0
-
-
-def check_trained(
-    sample: Sample, version: int, lag: int, max_staleness: int, length: Callable[[SampleKey], int]
-) -> None:
-    """Whole, scored, with each token's own records, and within the cap."""
-    assert sample.reward is not None
-    assert len(sample) == length(sample.key)
-    assert np.all(np.diff(sample.versions) >= 0)
-    assert sample.versions.max() <= version
-    expected = make_sample(sample.key, sample.versions.tolist(), "stop")
-    for name in ("token_ids", "rollout_logprobs", "sampled_logprobs"):
-        assert np.array_equal(getattr(sample, name), getattr(expected, name))
-    if max_staleness < 0:
-        assert sample.key.attempt == 0
-    else:
-        assert version + lag - sample.versions.min() <= max_staleness
-
-
-def check_resumption(training: FakeTraining) -> None:
-    """Without a cap, incomplete prompts are launched in the order in which they were drawn: old ones first."""
-    assert isinstance(training.rule, PartialRollout)
-    if training.rule.options.max_staleness >= 0:
-        return
-    drawn = FakePrompts(training.prompts.num_prompts).next(training.prompts.position)
-    place = {prompt.key: i for i, prompt in enumerate(drawn)}
-    launches = [c for c in training.rollout.commands if isinstance(c, Launch) and c.keys]
-    places = [place[command.prompt.key] for command in launches]
-    assert places == sorted(places)

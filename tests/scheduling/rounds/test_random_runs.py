@@ -1,4 +1,4 @@
-"""Tail batching on random workloads with crashes and failed rewards: each prompt leaves exactly once, runs repeat."""
+"""Rules on random workloads with crashes and failed rewards: each prompt leaves exactly once, runs repeat."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from fake_rollout import (
     FakeTraining,
     count_tokens,
     fingerprint,
+    make_sample,
     run_with_crashes,
     tangled,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config.options import FilterGroupsSection, OverProvisioningSection, TailBatchingSection
+from jaxrl.config.options import (
+    FilterGroupsSection,
+    OverProvisioningSection,
+    PartialRolloutSection,
+    TailBatchingSection,
+)
 from jaxrl.scheduling.rounds.batches import FreshBatches
+from jaxrl.scheduling.rounds.events import Launch
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
-from jaxrl.types import SampleKey
+from jaxrl.types import Sample, SampleKey
 
 
 def tail_lengths(seed: int) -> Callable[[SampleKey], int]:
     """Most are short, some prompts long in every attempt, some responses very long."""
 
     def length(k: SampleKey) -> int:
-        of_prompt = tangled(seed, k.prompt_index) % 8
+        of_prompt = tangled(seed, k.prompt_index) % 6
         own = tangled(seed, k.epoch, k.prompt_index, k.sample_index, k.attempt)
-        return 1 + own % 4 + (8 if of_prompt == 0 else 0) + (12 if own % 11 == 0 else 0)
+        return 1 + own % 4 + (10 if of_prompt == 0 else 0) + (25 if own % 9 == 0 else 0)
 
     return length
 
@@ -47,12 +55,31 @@ def random_rewards(seed: int) -> Callable[[SampleKey], Any]:
     return reward
 
 
+def random_rollout(seed: int, num_slots: int, plan_tokens: int, slow: int, eager: bool = False) -> FakeRollout:
+    """`slow` ticks times 0 to 4 until a verdict is there."""
+    return FakeRollout(
+        tail_lengths(seed),
+        random_rewards(seed),
+        num_slots,
+        plan_tokens,
+        delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
+        eager=eager,
+    )
+
+
+def crashes_until(step: int) -> st.SearchStrategy[dict[int, Any]]:
+    return st.dictionaries(st.integers(1, step), st.sampled_from(["boundary", "round"]))
+
+
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
 filter_groups = st.builds(FilterGroupsSection, st.booleans(), st.just(1000), st.integers(0, 3))
 
 
+# -- tail batching -----------------------------------------------------------------------------------------------------
+
+
 @st.composite
-def configurations(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]:
+def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]:
     filtering = draw(filter_groups)
     batch = BatchSettings(
         draw(st.integers(1, 4)),
@@ -73,17 +100,17 @@ def configurations(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
 
 
 @given(
-    configuration=configurations(),
+    configuration=tail_batchings(),
     seed=st.integers(0, 1000),
     num_prompts=st.integers(1, 12),
     num_slots=st.integers(2, 20),
     plan_tokens=st.integers(1, 4),
     total=st.integers(1, 7),
     steps_per_version=st.integers(1, 3),
-    crashes=st.dictionaries(st.integers(1, 9), st.sampled_from(["boundary", "round"])),
+    crashes=crashes_until(9),
 )
 @settings(max_examples=80, deadline=None)
-def test_random_runs_keep_the_book(
+def test_random_runs_of_tail_batching_keep_the_book(
     configuration: tuple[BatchSettings, TailBatchingSection],
     seed: int,
     num_prompts: int,
@@ -96,14 +123,7 @@ def test_random_runs_keep_the_book(
     batch, options = configuration
 
     def make(slow: int, eager: bool = False) -> FakeTraining:
-        rollout = FakeRollout(
-            tail_lengths(seed),
-            random_rewards(seed),
-            num_slots,
-            plan_tokens,
-            delay=lambda k: slow * (tangled(seed, k.prompt_index, k.sample_index) % 5),
-            eager=eager,
-        )
+        rollout = random_rollout(seed, num_slots, plan_tokens, slow, eager)
         return FakeTraining(TailBatching(batch, options), FakePrompts(num_prompts), rollout, total, steps_per_version)
 
     training = run_with_crashes_and_queue_checks(lambda: make(0), total, crashes)
@@ -147,6 +167,109 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
     return training
 
 
+# -- partial rollout ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSection]:
+    filtering = draw(filter_groups)
+    lag = draw(st.integers(0, 1))
+    batch = BatchSettings(
+        draw(st.integers(1, 4)),
+        draw(st.integers(2 if filtering.enable else 1, 3)),
+        filter_groups=filtering,
+        max_active_requests=draw(st.sampled_from([0, 3, 7])),
+        version_lag=lag,
+    )
+    return batch, PartialRolloutSection(
+        enable=True,
+        over_provision=draw(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.5])),
+        max_staleness=draw(st.just(-1) | st.integers(lag, lag + 2)),
+        max_restarts=draw(st.integers(0, 2)),
+        at_end=draw(st.sampled_from(["flush", "leave"])),
+    )
+
+
+@given(
+    configuration=partial_rollouts(),
+    seed=st.integers(0, 1000),
+    num_prompts=st.integers(1, 12),
+    num_slots=st.integers(2, 20),
+    plan_tokens=st.integers(1, 4),
+    total=st.integers(1, 8),
+    crashes=crashes_until(8),
+)
+@settings(max_examples=60, deadline=None)
+def test_random_runs_of_partial_rollout_keep_the_book(
+    configuration: tuple[BatchSettings, PartialRolloutSection],
+    seed: int,
+    num_prompts: int,
+    num_slots: int,
+    plan_tokens: int,
+    total: int,
+    crashes: Any,
+):
+    batch, options = configuration
+
+    def make(slow: int, eager: bool = False) -> FakeTraining:
+        rollout = random_rollout(seed, num_slots, plan_tokens, slow, eager)
+        return FakeTraining(PartialRollout(batch, options), FakePrompts(num_prompts), rollout, total)
+
+    training = run_with_crashes(lambda: make(0), total, crashes)
+    for version, result in enumerate(training.results):
+        assert len(result.groups) == batch.num_groups
+        assert result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).num_spare
+        for group in result.groups:
+            assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
+            for sample in group.samples:
+                check_trained(sample, version, batch.version_lag, options.max_staleness, tail_lengths(seed))
+    if options.at_end == "flush":
+        assert training.rule.num_carried == 0
+        assert training.departures.counts["trained"] == total * batch.num_groups
+    for slow, eager in ((0, False), (2, True), (5, False)):
+        other = make(slow, eager)
+        for result in training.results:
+            assert fingerprint(other.run_step()) == fingerprint(result)
+            check_resumption(other)
+        buffered = len(other.rule.state_dict()["samples"]["token_ids"])
+        tokens = count_tokens(other)
+        assert other.rollout.num_drawn == sum(tokens.values()) + buffered
+        if options.max_staleness < 0:
+            assert tokens["thrown"] == 0
+
+
+def check_trained(
+    sample: Sample, version: int, lag: int, max_staleness: int, length: Callable[[SampleKey], int]
+) -> None:
+    """Whole, scored, with each token's own records, and within the cap."""
+    assert sample.reward is not None
+    assert len(sample) == length(sample.key)
+    assert np.all(np.diff(sample.versions) >= 0)
+    assert sample.versions.max() <= version
+    expected = make_sample(sample.key, sample.versions.tolist(), "stop")
+    for name in ("token_ids", "rollout_logprobs", "sampled_logprobs"):
+        assert np.array_equal(getattr(sample, name), getattr(expected, name))
+    if max_staleness < 0:
+        assert sample.key.attempt == 0
+    else:
+        assert version + lag - sample.versions.min() <= max_staleness
+
+
+def check_resumption(training: FakeTraining) -> None:
+    """Without a cap, incomplete prompts are launched in the order in which they were drawn: old ones first."""
+    assert isinstance(training.rule, PartialRollout)
+    if training.rule.options.max_staleness >= 0:
+        return
+    drawn = FakePrompts(training.prompts.num_prompts).next(training.prompts.position)
+    place = {prompt.key: i for i, prompt in enumerate(drawn)}
+    launches = [c for c in training.rollout.commands if isinstance(c, Launch) and c.keys]
+    places = [place[command.prompt.key] for command in launches]
+    assert places == sorted(places)
+
+
+# -- the baselines -----------------------------------------------------------------------------------------------------
+
+
 @given(
     factor=factors,
     responses=factors,
@@ -154,7 +277,7 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
     sampling=filter_groups,
     num_slots=st.integers(2, 20),
     slow=st.integers(0, 4),
-    crashes=st.dictionaries(st.integers(1, 5), st.sampled_from(["boundary", "round"])),
+    crashes=crashes_until(5),
 )
 @settings(max_examples=30, deadline=None)
 def test_random_runs_of_the_baselines_keep_the_book(
@@ -163,7 +286,7 @@ def test_random_runs_of_the_baselines_keep_the_book(
     def make(delay: int) -> FakeTraining:
         batch = BatchSettings(3, 2, filter_groups=sampling)
         rule = FreshBatches(batch, OverProvisioningSection(True, factor, responses))
-        rollout = FakeRollout(tail_lengths(seed), random_rewards(seed), num_slots, 2, lambda k: delay)
+        rollout = random_rollout(seed, num_slots, 2, delay)
         return FakeTraining(rule, FakePrompts(7), rollout, None)
 
     training, other = run_with_crashes(lambda: make(0), 5, crashes), make(slow)

@@ -1,108 +1,41 @@
-"""Tail batching and the baselines: tables of events and commands by hand, and random runs on a small fake rollout."""
+"""Tail batching: tables of events and commands by hand, and small runs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_rollout import (
-    FakePrompts,
-    FakeRollout,
-    FakeTraining,
-    make_sample,
-    tangled,
-    through_disk,
+from fake_rollout import FakePrompts, through_disk
+from rounds import (
+    START,
+    Table,
+    aborted,
+    batch_keys,
+    check_table,
+    filtering,
+    finish,
+    key,
+    long_every_fifth,
+    names,
+    run_steps,
+    verdict,
 )
 
-from jaxrl.config.options import FilterGroupsSection, OverProvisioningSection, TailBatchingSection
-from jaxrl.scheduling.rounds.batches import (
-    BatchRule,
-    FreshBatches,
-    RoundTime,
-)
-from jaxrl.scheduling.rounds.carried import pack_samples, unpack_samples
-from jaxrl.scheduling.rounds.events import (
-    Abort,
-    AwaitVerdict,
-    CancelScore,
-    Command,
-    Event,
-    Launch,
-    RoundStarted,
-    SampleAborted,
-    SampleFinished,
-    Score,
-    Verdict,
-)
+from jaxrl.config.options import TailBatchingSection
+from jaxrl.scheduling.rounds.batches import RoundTime
+from jaxrl.scheduling.rounds.events import Event
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.round import Round, SynchronousRule
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.types import SampleKey
-
-START = RoundStarted(0.0)
 
 
 def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
     """The rule with options `rollout.tail_batching`; `shared` is what else all rules are given."""
     batch = BatchSettings(num_groups, group_size, **(shared or {}))
     return TailBatching(batch, TailBatchingSection(enable=True, **options))
-
-
-def fresh_batches(num_groups: int, group_size: int, **shared: Any) -> FreshBatches:
-    return FreshBatches(BatchSettings(num_groups, group_size, **shared))
-
-
-def filtering(**options: Any) -> dict[str, Any]:
-    return {"filter_groups": FilterGroupsSection(enable=True, **options)}
-
-
-def key(index: int, i: int, attempt: int = 0) -> SampleKey:
-    return SampleKey(0, index, i, attempt)
-
-
-def finish(k: SampleKey, length: int = 2, version: int = 0) -> SampleFinished:
-    return SampleFinished(1.0, make_sample(k, [version] * length, "stop"), 1)
-
-
-def aborted(k: SampleKey, length: int = 1, version: int = 0) -> SampleAborted:
-    return SampleAborted(1.0, make_sample(k, [version] * length, "abort"), 1)
-
-
-def verdict(k: SampleKey, reward: float | None = None, status: Any = "ok") -> Verdict:
-    return Verdict(2.0, k, float(k.sample_index) if reward is None else reward, status)
-
-
-def names(commands: Iterable[Command]) -> list[tuple]:
-    """Commands as plain tuples."""
-    out = []
-    for command in commands:
-        match command:
-            case Launch(prompt=prompt, keys=keys, finished=ended):
-                out.append(("launch", prompt.index, *keys, *(("has", sample.key) for sample in ended)))
-            case Score(sample=sample):
-                out.append(("score", sample.key))
-            case Abort(keys=keys):
-                out.append(("abort", *keys))
-            case CancelScore(keys=keys):
-                out.append(("cancel", *keys))
-            case AwaitVerdict(key=k):
-                out.append(("await", k))
-    return out
-
-
-def check_table(current: Round, table: list[tuple[Event, list[tuple]]]) -> None:
-    """Every event brings its commands; the round is done after the last one, and not before."""
-    for event, commands in table:
-        assert not current.done
-        assert names(current.handle(event)) == commands, event
-    assert current.done
-
-
-def batch_keys(groups: Any) -> list[list[SampleKey]]:
-    return [[sample.key for sample in group.samples] for group in groups]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -168,20 +101,10 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
     assert result.metrics == expected
 
 
-def run(rule: BatchRule, length: Callable[[SampleKey], int], steps: int, total: int | None = None, **rollout: Any):
-    training = FakeTraining(rule, FakePrompts(100), FakeRollout(length, num_slots=100, **rollout), total)
-    return training, [training.run_step() for _ in range(steps)]
-
-
-def long_every_fifth(k: SampleKey) -> int:
-    """Prompts 4, 9, 14, ... are long, and those with a higher index longer; sample i has i more tokens."""
-    return (100 + k.prompt_index if k.prompt_index % 5 == 4 else 10) + k.sample_index
-
-
 def test_four_short_rounds_and_a_long_one():
     """RollPacker §3: P0 = 4, R0 = 4, η = 1.25: one prompt of five is deferred, and the fifth round runs those four."""
     rule = tail_batching(4, 4)
-    training, results = run(rule, long_every_fifth, 6)
+    training, results = run_steps(rule, long_every_fifth, 6)
     assert [result.kind for result in results] == ["short"] * 4 + ["long", "short"]
     assert [result.metrics["rollout/launched_samples"] for result in results] == [25] * 4 + [16, 25]
     assert [result.metrics["rollout/queue_length"] for result in results] == [1, 2, 3, 4, 0, 1]
@@ -201,7 +124,7 @@ def test_four_short_rounds_and_a_long_one():
 def test_factors_scale_prompts_and_responses_apart():
     for prompts, responses, launched in ((1.0, 1.5, [4, 24]), (1.5, 1.0, [6, 24]), (1.1, 1.0, [5, 20])):
         rule = tail_batching(4, 4, prompt_factor=prompts, response_factor=responses)
-        _, (result,) = run(rule, long_every_fifth, 1)
+        _, (result,) = run_steps(rule, long_every_fifth, 1)
         metrics = result.metrics
         assert [metrics["rollout/launched_prompts"], metrics["rollout/launched_samples"]] == launched
     # the factor is taken as it is written: in binary, 1.1 * 50 is a little above 55
@@ -209,13 +132,13 @@ def test_factors_scale_prompts_and_responses_apart():
 
 
 def test_without_prompt_speculation_the_queue_stays_empty():
-    _, results = run(tail_batching(4, 4, prompt_factor=1.0), long_every_fifth, 5)
+    _, results = run_steps(tail_batching(4, 4, prompt_factor=1.0), long_every_fifth, 5)
     assert all(result.kind == "short" and result.metrics["rollout/queue_length"] == 0 for result in results)
 
 
 def test_the_age_bound_brings_the_long_round_forward():
     rule = tail_batching(4, 4, max_age_steps=2)
-    _, results = run(rule, long_every_fifth, 6)
+    _, results = run_steps(rule, long_every_fifth, 6)
     # the prompt deferred in step 1 must be run by step 3, with two new prompts to fill the batch
     assert [result.kind for result in results] == ["short", "short", "long"] * 2
     assert [group.prompt.index for group in results[2].groups] == [4, 9, 10, 11]
@@ -226,7 +149,7 @@ def test_the_age_bound_brings_the_long_round_forward():
 @pytest.mark.parametrize(("at_end", "carried"), [("flush", 0), ("leave", 2)])
 def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int):
     rule = tail_batching(4, 4, at_end=at_end)
-    training, results = run(rule, long_every_fifth, 7, total=7)
+    training, results = run_steps(rule, long_every_fifth, 7, total=7)
     assert rule.num_carried == carried
     kinds = [result.kind for result in results]
     # flush: of the 28 prompts that can be trained on, 4 * 5 are drawn by short rounds, 4 wait, and 8 are left: 5 and 3
@@ -278,7 +201,7 @@ def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
     """P0 = 2 of 3 prompts under way: verdicts are asked for when they could end the round, and then nothing decodes."""
     rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared=filtering())
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    table: list[tuple[Event, list[tuple]]] = [
+    table: Table = [
         (START, [("launch", p, key(p, 0), key(p, 1)) for p in range(3)]),
         (finish(key(0, 0)), [("score", key(0, 0))]),
         (finish(key(0, 1)), [("score", key(0, 1))]),
@@ -336,97 +259,12 @@ def test_few_verdicts_may_be_due_while_generation_goes_on():
     assert [names(current.handle(event))[-1] for event in events][-1] == ("await", key(0, 1))
 
 
-def test_where_nothing_races_replacements_come_at_a_logical_time_as_well():
-    """A prompt brought in by a verdict enters a plan, and decodes beside others: no clock may decide which."""
-    rule = fresh_batches(3, 2, **filtering(max_unscored_groups=1))
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    for event in (START, finish(key(0, 0)), finish(key(0, 1)), finish(key(1, 0))):
-        current.handle(event)
-    assert current.handle(verdict(key(0, 0), 1.0)) == current.handle(verdict(key(0, 1), 1.0)) == [], "not yet"
-    assert names(current.handle(finish(key(1, 1)))) == [
-        ("score", key(1, 1)),
-        ("launch", 3, key(3, 0), key(3, 1)),
-    ], "two are complete, one verdict may be due"
-
-
-def test_a_group_whose_scorings_all_fail_leaves_as_failed():
-    rule = fresh_batches(1, 2, **filtering())
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    for event in (
-        START,
-        *(finish(key(0, i)) for i in (0, 1)),
-        verdict(key(0, 0), 0.0, "timeout"),
-        verdict(key(0, 1), 0.0, "crash"),
-        *(finish(key(1, i)) for i in (0, 1)),
-        *(verdict(key(1, i)) for i in (0, 1)),
-    ):
-        current.handle(event)
-    result = rule.settle(current)
-    assert result.left == {(0, 0): "failed"}
-    assert result.metrics["rollout/failed_prompts"] == 1
-
-
-def test_dynamic_sampling_gives_up_on_problems_that_teach_nothing():
-    rule = fresh_batches(2, 2, **filtering(max_num_gen_batches=3))
-    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3, lambda k: (0.0, "ok")), None)
-    with pytest.raises(ValueError, match=r"6 prompts launched in one round, 5 of them .*max_num_gen_batches \(3\)"):
-        training.run_step()
-
-
 def test_the_cap_on_active_requests_lets_prompts_in_as_others_end():
     rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared={"max_active_requests": 4})
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     assert names(current.handle(START)) == [("launch", p, key(p, 0), key(p, 1)) for p in (0, 1)]
     assert names(current.handle(finish(key(0, 0)))) == [("score", key(0, 0))]
     assert names(current.handle(finish(key(1, 0)))) == [("score", key(1, 0)), ("launch", 2, key(2, 0), key(2, 1))]
-
-
-def test_synchronous_batches_do_what_the_synchronous_rule_does():
-    length = lambda k: 1 + tangled(3, k.prompt_index, k.sample_index) % 7  # noqa: E731
-    rollouts = [FakeRollout(length, num_slots=3) for _ in range(2)]
-    rounds = [
-        fresh_batches(3, 2).plan(FakePrompts(10), RoundTime(1, 0)),
-        Round(FakePrompts(10).next(3), 2, SynchronousRule()),
-    ]
-    for current, rollout in zip(rounds, rollouts, strict=True):
-        rollout.play(current, 0)
-    assert names(rollouts[0].commands) == names(rollouts[1].commands)
-    assert batch_keys(rounds[0].groups()) == batch_keys(rounds[1].groups())
-
-
-def test_rewards_after_the_rollout():
-    current = fresh_batches(2, 1, score_when="rollout").plan(FakePrompts(10), RoundTime(1, 0))
-    table: list[tuple[Event, list[tuple]]] = [
-        (START, [("launch", 0, key(0, 0)), ("launch", 1, key(1, 0))]),
-        (finish(key(1, 0)), []),
-        (finish(key(0, 0)), [("score", key(1, 0)), ("score", key(0, 0))]),
-        (verdict(key(1, 0)), []),
-        (verdict(key(0, 0)), []),
-    ]
-    check_table(current, table)
-    # with dynamic sampling: generate, score, and generate what is missing
-    sampling = fresh_batches(1, 2, score_when="rollout", **filtering())
-    current = sampling.plan(FakePrompts(10), RoundTime(1, 0))
-    table = [
-        (START, [("launch", 0, key(0, 0), key(0, 1))]),
-        (finish(key(0, 1)), []),
-        (finish(key(0, 0)), [("score", key(0, 1)), ("score", key(0, 0)), ("await", key(0, 0))]),
-        (verdict(key(0, 1), 1.0), []),
-        (verdict(key(0, 0), 1.0), [("launch", 1, key(1, 0), key(1, 1))]),
-        (finish(key(1, 0)), []),
-        (finish(key(1, 1)), [("score", key(1, 0)), ("score", key(1, 1)), ("await", key(1, 1))]),
-        (verdict(key(1, 0)), []),
-        (verdict(key(1, 1)), []),
-    ]
-    check_table(current, table)
-
-
-def test_over_provisioning_discards_those_that_lose():
-    rule = FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, 1.25, 1.25))
-    training, results = run(rule, long_every_fifth, 3)
-    assert [result.left for result in results] == [{(0, p): "filtered"} for p in (4, 9, 14)]
-    assert all(result.metrics["rollout/discarded_prompts"] == 1 for result in results)
-    assert training.departures.counts == {"trained": 12, "filtered": 3, "failed": 0}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -437,16 +275,11 @@ def test_over_provisioning_discards_those_that_lose():
     [
         (lambda: tail_batching(4, 4, prompt_factor=float("inf")), r"prompt_factor \(inf\) must be a finite number"),
         (lambda: tail_batching(4, 4, response_factor=float("nan")), "response_factor"),
-        (
-            lambda: FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, float("inf"))),
-            r"rollout\.over_provisioning\.prompt_factor",
-        ),
         (lambda: tail_batching(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
         (
             lambda: tail_batching(4, 4, shared={"max_active_requests": 4}),
             "must hold one prompt's responses .5 samples.",
         ),
-        (lambda: fresh_batches(4, 1, **filtering()), r"dynamic sampling needs rollout\.n >= 2, found 1"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str):
@@ -457,8 +290,6 @@ def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fresh_batches(0, 4),
-        lambda: fresh_batches(2, 0),
         lambda: tail_batching(4, 4, prompt_factor=0.5),
         lambda: tail_batching(4, 4, response_factor=0.5),
         lambda: tail_batching(4, 4, shared={"score_when": "rollout", **filtering()}),
@@ -479,21 +310,3 @@ def test_states_of_another_make_are_refused():
         rule.load_state_dict({**state, "schema": 9})
     with pytest.raises(ValueError, match="the queue counts 1"):
         rule.load_state_dict({**state, "queue": np.asarray([[0, 1, 0, 1, 1, 1]])})
-    fresh = fresh_batches(4, 4)
-    fresh.load_state_dict(through_disk(fresh.state_dict()))
-    with pytest.raises(ValueError, match="schema 2"):
-        fresh.load_state_dict({"schema": 2})
-
-
-def test_packed_samples_come_back_as_they_were():
-    samples = [make_sample(key(p, 1, 2), [p] * p, reason) for p, reason in enumerate(("stop", "abort", None, "length"))]
-    samples[3].text = "naïve \n text"
-    back = unpack_samples(through_disk(pack_samples(samples)))
-    for one, other in zip(samples, back, strict=True):
-        assert (one.key, one.finish_reason, one.text) == (other.key, other.finish_reason, other.text)
-        for name in ("token_ids", "rollout_logprobs", "sampled_logprobs", "versions"):
-            assert np.array_equal(getattr(one, name), getattr(other, name))
-            assert getattr(one, name).dtype == getattr(other, name).dtype
-    assert unpack_samples(through_disk(pack_samples([]))) == []
-    with pytest.raises(ValueError, match="must fit together"):
-        unpack_samples({**pack_samples(samples), "texts": []})

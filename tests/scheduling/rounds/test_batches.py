@@ -1,0 +1,71 @@
+"""The baselines, plain batches and over-provisioning, and what all rules share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_rollout import FakePrompts, FakeRollout, tangled, through_disk
+from rounds import batch_keys, fresh_batches, long_every_fifth, names, run_steps
+
+from jaxrl.config.options import OverProvisioningSection
+from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, spare_until_end
+from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import Round, SynchronousRule
+
+
+def test_synchronous_batches_do_what_the_synchronous_rule_does():
+    length = lambda k: 1 + tangled(3, k.prompt_index, k.sample_index) % 7  # noqa: E731
+    rollouts = [FakeRollout(length, num_slots=3) for _ in range(2)]
+    rounds = [
+        fresh_batches(3, 2).plan(FakePrompts(10), RoundTime(1, 0)),
+        Round(FakePrompts(10).next(3), 2, SynchronousRule()),
+    ]
+    for current, rollout in zip(rounds, rollouts, strict=True):
+        rollout.play(current, 0)
+    assert names(rollouts[0].commands) == names(rollouts[1].commands)
+    assert batch_keys(rounds[0].groups()) == batch_keys(rounds[1].groups())
+
+
+def test_over_provisioning_discards_those_that_lose():
+    rule = FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, 1.25, 1.25))
+    training, results = run_steps(rule, long_every_fifth, 3)
+    assert [result.left for result in results] == [{(0, p): "filtered"} for p in (4, 9, 14)]
+    assert all(result.metrics["rollout/discarded_prompts"] == 1 for result in results)
+    assert training.departures.counts == {"trained": 12, "filtered": 3, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    ("at_end", "steps_left", "num_waiting", "spare"),
+    [
+        ("leave", 1, 9, 5),
+        ("flush", None, 9, 5),
+        ("flush", 3, 0, 5),  # eight can be trained on in the two steps after this one
+        ("flush", 2, 0, 4),
+        ("flush", 2, 3, 1),
+        ("flush", 1, 0, 0),
+        ("flush", 2, 6, -2),  # this round must take two of the six
+    ],
+)
+def test_how_many_prompts_to_spare_a_run_can_still_train_on(
+    at_end: Any, steps_left: int | None, num_waiting: int, spare: int
+):
+    assert spare_until_end(5, at_end, 4, RoundTime(1, 0, steps_left), num_waiting) == spare
+
+
+def test_factors_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"rollout\.over_provisioning\.prompt_factor"):
+        FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, float("inf")))
+
+
+@pytest.mark.parametrize(("num_groups", "group_size"), [(0, 4), (2, 0)])
+def test_batches_of_nothing_are_a_mistake_in_code(num_groups: int, group_size: int):
+    with pytest.raises(AssertionError):
+        fresh_batches(num_groups, group_size)
+
+
+def test_states_of_another_make_are_refused():
+    fresh = fresh_batches(4, 4)
+    fresh.load_state_dict(through_disk(fresh.state_dict()))
+    with pytest.raises(ValueError, match="schema 2"):
+        fresh.load_state_dict({"schema": 2})

@@ -1,0 +1,86 @@
+"""Inside a round: when dynamic sampling looks at rewards, and when samples are scored."""
+
+from __future__ import annotations
+
+import pytest
+from fake_rollout import FakePrompts, FakeRollout, FakeTraining
+from rounds import START, Table, check_table, filtering, finish, fresh_batches, key, names, verdict
+
+from jaxrl.scheduling.rounds.batches import RoundTime
+from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
+
+
+def test_where_nothing_races_replacements_come_at_a_logical_time_as_well():
+    """A prompt brought in by a verdict enters a plan, and decodes beside others: no clock may say which."""
+    rule = fresh_batches(3, 2, **filtering(max_unscored_groups=1))
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    for event in (START, finish(key(0, 0)), finish(key(0, 1)), finish(key(1, 0))):
+        current.handle(event)
+    assert current.handle(verdict(key(0, 0), 1.0)) == current.handle(verdict(key(0, 1), 1.0)) == [], "not yet"
+    assert names(current.handle(finish(key(1, 1)))) == [
+        ("score", key(1, 1)),
+        ("launch", 3, key(3, 0), key(3, 1)),
+    ], "two are complete, one verdict may be due"
+
+
+def test_a_group_whose_scorings_all_fail_leaves_as_failed():
+    rule = fresh_batches(1, 2, **filtering())
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    for event in (
+        START,
+        *(finish(key(0, i)) for i in (0, 1)),
+        verdict(key(0, 0), 0.0, "timeout"),
+        verdict(key(0, 1), 0.0, "crash"),
+        *(finish(key(1, i)) for i in (0, 1)),
+        *(verdict(key(1, i)) for i in (0, 1)),
+    ):
+        current.handle(event)
+    result = rule.settle(current)
+    assert result.left == {(0, 0): "failed"}
+    assert result.metrics["rollout/failed_prompts"] == 1
+
+
+def test_dynamic_sampling_gives_up_on_problems_that_teach_nothing():
+    rule = fresh_batches(2, 2, **filtering(max_num_gen_batches=3))
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3, lambda k: (0.0, "ok")), None)
+    with pytest.raises(ValueError, match=r"6 prompts launched in one round, 5 of them .*max_num_gen_batches \(3\)"):
+        training.run_step()
+
+
+def test_rewards_after_the_rollout():
+    current = fresh_batches(2, 1, score_when="rollout").plan(FakePrompts(10), RoundTime(1, 0))
+    table: Table = [
+        (START, [("launch", 0, key(0, 0)), ("launch", 1, key(1, 0))]),
+        (finish(key(1, 0)), []),
+        (finish(key(0, 0)), [("score", key(1, 0)), ("score", key(0, 0))]),
+        (verdict(key(1, 0)), []),
+        (verdict(key(0, 0)), []),
+    ]
+    check_table(current, table)
+    # with dynamic sampling: generate, score, and generate what is missing
+    sampling = fresh_batches(1, 2, score_when="rollout", **filtering())
+    current = sampling.plan(FakePrompts(10), RoundTime(1, 0))
+    table = [
+        (START, [("launch", 0, key(0, 0), key(0, 1))]),
+        (finish(key(0, 1)), []),
+        (finish(key(0, 0)), [("score", key(0, 1)), ("score", key(0, 0)), ("await", key(0, 0))]),
+        (verdict(key(0, 1), 1.0), []),
+        (verdict(key(0, 0), 1.0), [("launch", 1, key(1, 0), key(1, 1))]),
+        (finish(key(1, 0)), []),
+        (finish(key(1, 1)), [("score", key(1, 0)), ("score", key(1, 1)), ("await", key(1, 1))]),
+        (verdict(key(1, 0)), []),
+        (verdict(key(1, 1)), []),
+    ]
+    check_table(current, table)
+
+
+def test_a_group_of_one_leaves_dynamic_sampling_nothing_to_compare():
+    with pytest.raises(ValueError, match=r"dynamic sampling needs rollout\.n >= 2, found 1"):
+        BatchSettings(4, 1, **filtering())
+
+
+@pytest.mark.parametrize(("max_active", "samples"), [(0, 30), (12, 12), (99, 30)])
+def test_the_most_under_way(max_active: int, samples: int):
+    """4 + 2 prompts of 5 samples, and the cap on active requests counts samples."""
+    limits = RaceLimits(BatchSettings(4, 3, max_active_requests=max_active), 5, 2)
+    assert limits.max_under_way == (6, samples)

@@ -1,0 +1,116 @@
+"""Rounds as tables: events that are told, the commands that they bring, and the switches of the rules across rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from fake_rollout import FakePrompts, FakeRollout, FakeTraining, make_sample
+
+from jaxrl.config.options import FilterGroupsSection, RolloutSection
+from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundResult
+from jaxrl.scheduling.rounds.events import (
+    Abort,
+    AwaitVerdict,
+    CancelScore,
+    Command,
+    Event,
+    Launch,
+    RoundStarted,
+    SampleAborted,
+    SampleFinished,
+    Score,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.types import Group, SampleKey
+
+START = RoundStarted(0.0)
+Table = list[tuple[Event, list[tuple]]]
+
+
+def rule_sections() -> list[str]:
+    """Sections of `rollout` that switch a batch rule on: those with an `enable`."""
+    sections = {each.name: getattr(RolloutSection(), each.name) for each in fields(RolloutSection)}
+    return [name for name, section in sections.items() if is_dataclass(section) and hasattr(section, "enable")]
+
+
+def filtering(**options: Any) -> dict[str, Any]:
+    """`BatchSettings` with dynamic sampling."""
+    return {"filter_groups": FilterGroupsSection(enable=True, **options)}
+
+
+def key(index: int, i: int, attempt: int = 0) -> SampleKey:
+    return SampleKey(0, index, i, attempt)
+
+
+def finish(k: SampleKey, tokens: int | list[int] = 2, version: int = 0) -> SampleFinished:
+    """`tokens`: how many, all of `version`; or the version of each."""
+    return SampleFinished(1.0, make_sample(k, _versions(tokens, version), "stop"), 1)
+
+
+def aborted(k: SampleKey, tokens: int | list[int] = 1, version: int = 0) -> SampleAborted:
+    """`tokens`: as for `finish`."""
+    return SampleAborted(1.0, make_sample(k, _versions(tokens, version), "abort"), 1)
+
+
+def verdict(k: SampleKey, reward: float | None = None, status: Any = "ok") -> Verdict:
+    """`reward`: the sample's index if it is not given."""
+    return Verdict(2.0, k, float(k.sample_index) if reward is None else reward, status)
+
+
+def names(commands: Iterable[Command]) -> list[tuple]:
+    """Commands as plain tuples. A launch: the keys, the samples that the prompt has, and the versions of the tokens of
+    those that go on. "stop" is an abort that asks for the tokens."""
+    out = []
+    for command in commands:
+        match command:
+            case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=ended):
+                has = [("has", sample.key) for sample in ended]
+                on = [("on", sample.key, sample.versions.tolist()) for sample in resumed]
+                out.append(("launch", prompt.index, *keys, *has, *on))
+            case Score(sample=sample):
+                out.append(("score", sample.key))
+            case Abort(keys=keys, keep=keep):
+                out.append(("stop" if keep else "abort", *keys))
+            case CancelScore(keys=keys):
+                out.append(("cancel", *keys))
+            case AwaitVerdict(key=k):
+                out.append(("await", k))
+    return out
+
+
+def check_table(current: Round, table: Table) -> None:
+    """Every event brings its commands; the round is done after the last one, and not before."""
+    for event, commands in table:
+        assert not current.done
+        assert names(current.handle(event)) == commands, event
+    assert current.done
+
+
+def batch_keys(groups: Iterable[Group]) -> list[list[SampleKey]]:
+    return [[sample.key for sample in group.samples] for group in groups]
+
+
+def run_steps(
+    rule: BatchRule, length: Callable[[SampleKey], int], steps: int, total: int | None = None, **rollout: Any
+) -> tuple[FakeTraining, list[RoundResult]]:
+    """Steps with a row for every response; `total`: of the run that they begin."""
+    training = FakeTraining(rule, FakePrompts(100), FakeRollout(length, num_slots=100, **rollout), total)
+    return training, [training.run_step() for _ in range(steps)]
+
+
+def long_every_fifth(k: SampleKey) -> int:
+    """Prompts 4, 9, 14, ... are long, and those with a higher index longer; sample i has i more tokens."""
+    return (100 + k.prompt_index if k.prompt_index % 5 == 4 else 10) + k.sample_index
+
+
+def fresh_batches(num_groups: int, group_size: int, **shared: Any) -> FreshBatches:
+    """Plain batches; `shared` is what else all rules are given."""
+    return FreshBatches(BatchSettings(num_groups, group_size, **shared))
+
+
+def _versions(tokens: int | list[int], version: int) -> list[int]:
+    return [version] * tokens if isinstance(tokens, int) else tokens
