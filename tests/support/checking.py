@@ -164,6 +164,9 @@ class CheckingExecutor:
             self._check_context(chunk.dp_group, chunk.block_table, chunk.request, end)
             if chunk.is_last:
                 assert end == len(chunk.request.prompt_ids) + chunk.num_generated
+                # a row that the request left at a preemption is no row of it any more
+                own = chunk.request.request_id
+                self._rows = {at: row for at, row in self._rows.items() if row.request.request_id != own}
                 self._rows[chunk.dp_group, chunk.slot] = _Row(chunk.request, end, chunk.num_generated)
 
     def _run_decode(self, plan: Plan, result: PlanResult) -> None:

@@ -68,7 +68,7 @@ class BatcherConfig:
     def __post_init__(self) -> None:
         if self.decode_steps < 1 or self.leave_after < 1:
             raise ValueError(
-                f"rollout.decode_steps ({self.decode_steps}) and rollout.leave_after ({self.leave_after}) must be >= 1"
+                f"rollout.decode_steps ({self.decode_steps}) and leave_after ({self.leave_after}) must be >= 1"
             )
 
 

@@ -85,6 +85,21 @@ def test_every_pair_of_degrees(start: int, target: int, how: str):
     assert (engine.counters.admissions > len(requests)) == (how == "recompute")
 
 
+def test_a_request_that_was_preempted_and_sits_elsewhere_moves_with_its_own_kv():
+    """Twenty requests in small pools; the longest is preempted, comes back in another row, and is then migrated."""
+    requests = [
+        make_request(i, num_prompt=3 + 7 * ((i // 3) % 4), prompt=i // 3, sample=i % 3, share=i % 3 != 0)
+        for i in range(20)
+    ]
+    wanted = [6, 2, 2, 6, 2, 2, 1, 1, 1, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 15]
+    lengths = {request.key: length for request, length in zip(requests, wanted, strict=True)}
+    engine = engine_of(lengths, 8, layouts(num_slots=4, num_blocks=14))
+    samples = run(engine, requests, {4: (2, "migrate"), 11: (1, "migrate")})
+    assert engine.counters.preemptions > 0
+    for request in requests:
+        assert_whole(samples[request.request_id], request, lengths[request.key])
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_switches_at_any_time(data: st.DataObject):
