@@ -24,7 +24,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.loop import Hooks
 from jaxrl.record.files import write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir
-from jaxrl.record.run_record import Outcome, open_record
+from jaxrl.record.run_record import RunOutcome, open_record
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import batch_rule, carried
@@ -45,7 +45,7 @@ from jaxrl.types import Group
 STATE_FILE = "state.json"
 
 
-def simulate(config: Config, say: Callable[[str], None] = print) -> Outcome:
+def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
     """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend."""
     batch_rule(config)  # its settings may be refused, and nothing is written then
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
@@ -89,7 +89,7 @@ def _run(
     workload: Workload,
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
-) -> Outcome:
+) -> RunOutcome:
     # no total: the time to go would be in simulated seconds
     opened = open_record(config, run_dir, -1 if state is None else state["step"], simulated=True)
     with rare_collections(), opened as record:
@@ -134,4 +134,4 @@ def _run(
         "report": str(report),
     }
     record.view.final_table(summary)
-    return Outcome(loop.step, finished, summary, report)
+    return RunOutcome(loop.step, finished, summary, report)

@@ -15,7 +15,7 @@ from jaxrl.data.prompts import PromptSource, load_train, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.run_dir import RunDir
-from jaxrl.record.run_record import Outcome, RunRecord, open_record
+from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool, build_pool
@@ -68,7 +68,7 @@ class StopSignal:
         self.asked = True
 
 
-def train(config: Config, say: Callable[[str], None] = print) -> Outcome:
+def train(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend."""
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
@@ -110,7 +110,7 @@ class _Run:
             for line in run_dir.resuming(changes, self.step, self.total_steps):
                 say(line)
 
-    def go(self) -> Outcome:
+    def go(self) -> RunOutcome:
         config, run_dir = self.config, self.run_dir
         described = {
             "platform": self.devices[0].platform,
@@ -138,7 +138,7 @@ class _Run:
             "report": str(report),
         }
         record.view.final_table(summary)
-        return Outcome(loop.step, finished, summary, report)
+        return RunOutcome(loop.step, finished, summary, report)
 
     def _loop(self, pool: RewardPool, record: RunRecord, stack: ExitStack) -> Loop:
         config, journal, timeline = self.config, record.journal, record.timeline

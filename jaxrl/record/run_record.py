@@ -82,7 +82,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: the last step, whether all steps are done, the summary shown, and the report."""
 
     step: int
