@@ -164,7 +164,8 @@ def test_every_number_has_bounds():
 
 
 def test_defaults_are_within_their_bounds():
-    from_mapping(to_mapping(Config()) | {"model": {"path": "m"}})
+    found = from_mapping(to_mapping(Config()) | {"model": {"path": "m"}})
+    assert found == dataclasses.replace(Config(), model=dataclasses.replace(Config().model, path="m"))
 
 
 @pytest.mark.parametrize(
