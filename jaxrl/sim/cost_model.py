@@ -66,7 +66,7 @@ class Efficiency:
       launch_s: seconds per layer and pass whatever the amount of work: launches, small kernels.
       step_s: seconds per decode step or prefill, once: host, sampling.
       collective_s: latency of one collective step between devices.
-      one_shot_s, one_shot_peer_s: latency of a reduction by one kernel on devices that are all linked (`Hardware`): of
+      one_shot_s, one_shot_peer_s: latency of a reduction by a single kernel where there is one (`Hardware.one_shot`): of
         the kernel, and for each device. SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2
         devices, 3.7 to 4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its
         4 MB in 20 to 34 µs are a `link` of 0.53 to 0.59.
@@ -248,7 +248,7 @@ class RooflineCost:
         """Seconds of one all-reduce over `tp` devices, the best of what there is.
 
         Ring: 2 (tp - 1) steps, each sending 1/tp of the bytes. Recursive doubling: log2(tp) steps, each sending all
-        (Thakur et al. 2005). Where all devices are linked also one shot: a kernel reads all bytes of all others; and
+        (Thakur et al. 2005). Where `Hardware.one_shot` holds also one shot: a kernel reads all bytes of all others; and
         two shots: a part of all, and then the sums of the other parts (TensorRT-LLM's, vLLM's and SGLang's kernels).
         """
         if tp == 1:
@@ -258,7 +258,7 @@ class RooflineCost:
         steps, doublings = 2 * (tp - 1), math.ceil(math.log2(tp))
         ring = steps * (eff.collective_s + num_bytes / tp / bandwidth)
         doubling = doublings * (eff.collective_s + num_bytes / bandwidth)
-        if not hw.all_linked or tp > hw.node_size:
+        if not hw.one_shot or tp > hw.node_size:
             return min(ring, doubling)
         shot_s = eff.one_shot_s + eff.one_shot_peer_s * tp
         one = shot_s + (tp - 1) * num_bytes / bandwidth

@@ -32,9 +32,9 @@ class Hardware:
       link_bytes_per_s: bandwidth from one device to the others of its node, in one direction.
       inter_node_bytes_per_s: one device's share of its node's network, in one direction.
       node_size: devices of a node.
-      all_linked: whether every device of a node reads every other's memory over links or a switch, at full bandwidth,
-        so that kernels can reduce without steps from device to device. Over PCIe engines turn these off (vLLM's and
-        SGLang's custom all-reduce from more than two devices on).
+      one_shot: whether reductions inside a node by a single kernel are modelled. Every device must read every other's
+        memory over links or a switch (over PCIe engines turn such kernels off), and its latency must be published: it is
+        for the H100 (`jaxrl.sim.cost_model.Efficiency`), and taken to be the same for the H200, which has its links.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Hardware:
     link_bytes_per_s: float
     inter_node_bytes_per_s: float
     node_size: int = 8
-    all_linked: bool = False
+    one_shot: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("name", "all_linked") and not value > 0:
+            if field.name not in ("name", "one_shot") and not value > 0:
                 raise ValueError(f"Hardware {self.name!r}: {field.name} ({value!r}) must be > 0")
 
     def bytes_per_s(self, num_devices: int) -> float:
@@ -77,7 +77,6 @@ A100 = Hardware(
     memory_bytes=80 * GIB,
     link_bytes_per_s=300e9,
     inter_node_bytes_per_s=200 * _GBIT_BYTES,
-    all_linked=True,
 )
 """NVIDIA A100 data sheet, 80GB SXM: BF16 tensor core 312 TFLOPS dense, 80 GB HBM2e, 2,039 GB/s, NVLink 600 GB/s (both
 directions). Network: DGX A100 data sheet, eight 200 Gb/s cards for eight devices."""
@@ -89,7 +88,7 @@ H100 = Hardware(
     memory_bytes=80 * GIB,
     link_bytes_per_s=450e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
-    all_linked=True,
+    one_shot=True,
 )
 """NVIDIA H100 data sheet, SXM: BF16 tensor core 1,979 TFLOPS with sparsity (989.4 dense, Hopper architecture white
 paper), 80 GB HBM3, 3.35 TB/s, NVLink 900 GB/s (both directions). Network: DGX H100 data sheet, eight 400 Gb/s cards."""
@@ -101,7 +100,6 @@ H800 = Hardware(
     memory_bytes=80 * GIB,
     link_bytes_per_s=200e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
-    all_linked=True,
 )
 """NVIDIA H800 SXM: the H100 SXM's data sheet but for NVLink, 400 GB/s (both directions; server makers' H800 product
 briefs: NVIDIA publishes no data sheet of its own). Network: as for the H100."""
@@ -113,7 +111,7 @@ H200 = Hardware(
     memory_bytes=141 * GIB,
     link_bytes_per_s=450e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
-    all_linked=True,
+    one_shot=True,
 )
 """NVIDIA H200 data sheet, SXM: BF16 tensor core 1,979 TFLOPS with sparsity (989.4 dense), 141 GB HBM3e, 4.8 TB/s,
 NVLink 900 GB/s (both directions). Network: DGX H200 data sheet, eight 400 Gb/s cards."""
@@ -125,7 +123,6 @@ MI300X = Hardware(
     memory_bytes=192 * GIB,
     link_bytes_per_s=448e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
-    all_linked=True,
 )
 """AMD Instinct MI300X data sheet: BF16 matrix 1,307.4 TFLOPS dense, 192 GB HBM3, 5.3 TB/s peak. AMD Instinct MI300X
 Platform data sheet: 896 GB/s of xGMI links per device (seven of 128 GB/s, both directions). Network: eight 400 Gb/s
