@@ -66,9 +66,9 @@ class Efficiency:
       launch_s: seconds per layer and pass whatever the amount of work: launches, small kernels.
       step_s: seconds per decode step or prefill, once: host, sampling.
       collective_s: latency of one collective step between devices.
-      one_shot_s, one_shot_peer_s: latency of a reduction by a single kernel where there is one (`Hardware.one_shot`): of
-        the kernel, and for each device. SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2
-        devices, 3.7 to 4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its
+      one_shot_s, one_shot_peer_s: latency of a reduction by a single kernel (`Hardware.one_shot`): of the kernel, and
+        for each device. SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices, 3.7 to
+        4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its
         4 MB in 20 to 34 µs are a `link` of 0.53 to 0.59.
       train_fixed_s: seconds of a training step whatever its size: phases, loading of optimizer states, imbalance.
       sync_fixed_s: the same of a weight sync.

@@ -33,8 +33,8 @@ class Hardware:
       inter_node_bytes_per_s: one device's share of its node's network, in one direction.
       node_size: devices of a node.
       one_shot: whether reductions inside a node by a single kernel are modelled. Every device must read every other's
-        memory over links or a switch (over PCIe engines turn such kernels off), and its latency must be published: it is
-        for the H100 (`jaxrl.sim.cost_model.Efficiency`), and taken to be the same for the H200, which has its links.
+        memory over links or a switch (over PCIe engines turn such kernels off), and the latency must be published: it
+        is for the H100 (`jaxrl.sim.cost_model.Efficiency`), and taken to be the same for the H200, with its links.
     """
 
     name: str
