@@ -1,7 +1,7 @@
-"""The batch rule that a configuration asks for, or why its settings exclude each other.
+"""The batch rule and the batcher that a configuration asks for, or why its settings exclude each other.
 
-Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, for real and simulated runs alike. That page says
-what each does and which of them combine.
+Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, and the options of continuous batching, for real and
+simulated runs alike. That page says what each does and which of them combine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 
 
 def batch_rule(config: Config) -> BatchRule:
@@ -36,6 +37,15 @@ def batch_rule(config: Config) -> BatchRule:
         return FreshBatches(batch, rollout.over_provisioning)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def batcher_config(config: Config) -> BatcherConfig:
+    """What continuous batching takes from section `rollout`."""
+    return BatcherConfig(
+        decode_steps=config.rollout.decode_steps,
+        max_model_len=config.max_model_length,
+        spread_samples=config.rollout.sample_placement == "spread",
+    )
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:
