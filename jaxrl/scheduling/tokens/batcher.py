@@ -282,9 +282,10 @@ class Batcher:
         """The dp group to admit a request to, or None if it must wait.
 
         The group that has its prompt's blocks, if there is room; else the one with most room, because running the
-        prompt once more costs less than waiting for a row. With `spread_samples`, always the one with most room: the
-        longest responses of a prompt then load several groups, as behind a router that balances requests. If no group has room, all are closed, so that no later
-        request takes the room that this one waits for. If only prefill budget is lacking, later requests may go on.
+        prompt once more costs less than waiting for a row. With `spread_samples`, always the one with most room: a
+        prompt's responses then load several groups, as behind a router that balances requests. If no group has room,
+        all are closed, so that no later request takes the room that this one waits for. If only prefill budget is
+        lacking, later requests may go on.
         """
         request = progress.request
         home: tuple[int, ...] = ()
