@@ -193,11 +193,13 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are still being drawn, or the round has not yet been told that they ended.
+        """Whether samples are being drawn, or the round has not yet been told that they ended.
 
-        It ends when the last response has been told; a plan of rows that have all stopped may then still be in flight.
+        Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
+        has been told; a plan of rows that have all stopped may then still be in flight.
         """
-        return bool(self._requests) or any(not isinstance(event, Verdict) for event in self._events)
+        drawing = bool(self._requests) and not self._awaited
+        return drawing or any(not isinstance(event, Verdict) for event in self._events)
 
     def wait(self) -> Event:
         """The next event; blocks on the engine while it runs, then on the scoring.
