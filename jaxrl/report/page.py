@@ -373,7 +373,8 @@ margin-top:auto}svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:
 stroke-width:1}.line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;
 stroke:var(--ink)}rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{
 --c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}.c8{--c:var(--c8)}.c9{
---c:var(--c9)}.c10{--c:var(--c10)}table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{
+--c:var(--c9)}.c10{--c:var(--c10)}
+table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{
 color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:1px solid var(--rule);
 vertical-align:top}.step th{padding-top:20px}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;

@@ -152,7 +152,7 @@ def test_a_synthetic_profile_makes_it_switch_and_ten_updates_are_those_of_tp_1(r
 
 @pytest.mark.slow
 def test_evaluations_of_a_one_step_off_run_decide_for_themselves(runs: Runs):
-    """An evaluation comes after the next step's training round, and neither hears the other's switches in the journal."""
+    """An evaluation comes after the next step's training round; neither hears the other's switches in the journal."""
     runs.synthetic()
     off, held_out = runs.folder / "off", runs.folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"question": "y" * (1 + 2 * i), "answer": "1"}) + "\n" for i in range(5)))
