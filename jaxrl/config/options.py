@@ -104,7 +104,7 @@ class PartialRolloutSection:
     over_provision: Annotated[float, Ge(1), "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
     max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
     max_restarts: Annotated[
-        int, Ge(0), "How often a sample may lose its tokens to max_staleness before a round waits for it."
+        int, Ge(0), "The most times that a sample may lose its tokens to max_staleness: rounds then wait for it."
     ] = 1
     at_end: Annotated[
         AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."

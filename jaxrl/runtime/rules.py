@@ -28,6 +28,7 @@ def batch_rule(config: Config) -> BatchRule:
             config.algorithm.filter_groups,
             rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
+            max_response_length=config.data.max_response_length,
         )
         if rollout.tail_batching.enable:
             return TailBatching(batch, rollout.tail_batching)

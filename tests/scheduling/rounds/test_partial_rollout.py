@@ -161,11 +161,41 @@ def test_without_restarts_the_round_waits_before_tokens_are_over_the_cap():
 
 
 def test_the_pipelines_lag_counts_against_the_same_cap():
-    for lag, step_of_restart in ((0, 3), (1, 2)):
-        rule = partial_rollout(1, 1, max_staleness=1, max_restarts=9, shared={"version_lag": lag})
-        training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 if k.prompt_index else 1000), None)
-        restarted = [training.run_step().metrics["rollout/restarted_samples"] for _ in range(3)]
-        assert restarted.index(1) + 1 == step_of_restart
+    """Tokens of version 0 are over the cap of 2 in step 4, and those of the next attempt, which begins then, in step 7;
+    or in step 6, as they are of version 2 where the rollout comes before the update."""
+    for lag, steps_of_restarts in ((0, [4, 7]), (1, [4, 6])):
+        rule = partial_rollout(1, 1, max_staleness=2, max_restarts=9, shared={"version_lag": lag})
+        rollout = FakeRollout(lambda k: 3 if k.prompt_index else 1000)
+        training = FakeTraining(rule, FakePrompts(50), rollout, None, version_lag=lag)
+        restarted = [training.run_step().metrics["rollout/restarted_samples"] for _ in range(7)]
+        assert [step for step, count in enumerate(restarted, 1) if count] == steps_of_restarts
+
+
+def test_rounds_wait_early_enough_for_more_groups_than_a_batch_takes():
+    """N = 1 of 3, no restarts. Prompts 0 and 1 must be in a batch up to step 3, so step 2 waits for one of them."""
+    rule = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
+    rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
+    training = FakeTraining(rule, FakePrompts(50), rollout, None)
+    results = [training.run_step() for _ in range(3)]
+    assert [result.groups[0].prompt.index for result in results] == [2, 0, 1]
+    assert [result.groups[0].samples[0].key.attempt for result in results] == [0, 0, 0]
+    assert all(result.metrics["rollout/restarted_samples"] == 0 for result in results)
+
+
+def test_a_buffer_that_a_larger_cap_has_filled_keeps_to_the_smaller_one():
+    """More groups than one batch takes are at once over the new cap: it comes first, whatever `max_restarts` says."""
+    rule = partial_rollout(1, 1, over_provision=3.0, max_restarts=0)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 300 if k.prompt_index < 2 else 3), None)
+    for _ in range(4):
+        training.run_step()
+    state = training.state()
+    smaller = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
+    training = FakeTraining(smaller, FakePrompts(50), training.rollout, None)
+    training.load(through_disk(state))
+    results = [training.run_step() for _ in range(4)]
+    assert results[0].metrics["rollout/restarted_samples"] == 2
+    for step, result in enumerate(results, 5):
+        assert step - 1 - result.groups[0].samples[0].versions.min() <= 2
 
 
 @pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
@@ -192,13 +222,45 @@ def test_the_staleness_of_tokens_for_training():
     ("options", "message"),
     [
         ({"over_provision": float("inf")}, r"over_provision \(inf\) must be a finite number"),
-        ({"max_staleness": 0, "shared": {"version_lag": 1}}, "max_staleness .0 versions. must be >= 1"),
+        (
+            {"max_staleness": 0},
+            r"max_staleness \(0 versions\) must be >= 1, or -1 for no cap: 4 prompts are under way \(over_provision "
+            r"2\.0\) and a batch takes 2$",
+        ),
+        (
+            {"max_staleness": 1, "shared": {"version_lag": 1}},
+            r"max_staleness \(1 versions\) must be >= 2, .* and one-step-off adds one version to every token$",
+        ),
+        ({"max_staleness": 2, "over_provision": 3.25}, r"must be >= 3, .*: 7 prompts are under way"),
         ({"shared": {"max_active_requests": 1}}, "max_active_requests"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         partial_rollout(2, 2, **options)
+
+
+@pytest.mark.parametrize(("staleness", "over_provision", "lag"), [(0, 1.0, 0), (1, 1.0, 1), (1, 2.0, 0), (3, 3.0, 1)])
+def test_the_smallest_caps_that_can_be_kept(staleness: int, over_provision: float, lag: int):
+    shared = {"version_lag": lag}
+    rule = partial_rollout(2, 2, max_staleness=staleness, over_provision=over_provision, shared=shared)
+    assert rule.least_staleness == staleness
+
+
+def test_samples_that_are_too_long_for_a_resumed_run_are_refused():
+    """A sample that ended may be as long as the limit, one that goes on must be shorter."""
+    rule = partial_rollout(2, 2)
+    training = FakeTraining(rule, FakePrompts(50), FakeRollout(lambda k: 3 + 4 * k.prompt_index), None)
+    training.run_step()
+    held = [(len(s), s.finish_reason) for group in rule.buffer for s in group.samples]
+    assert held == [(8, "abort")] * 4
+    for limit in (0, 9):
+        partial_rollout(2, 2, shared={"max_response_length": limit}).load_state_dict(rule.state_dict())
+    with pytest.raises(
+        ValueError,
+        match=r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples in the buffer of",
+    ):
+        partial_rollout(2, 2, shared={"max_response_length": 8}).load_state_dict(rule.state_dict())
 
 
 def test_states_of_another_make_are_refused():
