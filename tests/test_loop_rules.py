@@ -235,7 +235,6 @@ def test_nothing_is_lost_whatever_happens(data: st.DataObject):
             "response_factor": draw(st.sampled_from([1.0, 1.5])),
             "max_age_steps": draw(st.sampled_from([0, 1, 3])),
             "at_end": draw(st.sampled_from(["flush", "leave"])),
-            "keep_finished": draw(st.booleans()),
         }
     one_step_off = draw(st.booleans())
     if "rollout.partial_rollout" in values:

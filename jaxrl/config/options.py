@@ -91,9 +91,6 @@ class TailBatchingSection:
     at_end: Annotated[
         AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
     ] = "flush"
-    keep_finished: Annotated[
-        bool, "The finished samples of a deferred prompt count later, if no weight update lies between."
-    ] = False
 
 
 @dataclass(frozen=True)

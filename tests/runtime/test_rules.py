@@ -55,7 +55,7 @@ def test_over_provisioning():
 
 
 def test_tail_batching():
-    tail = {"enable": True, "prompt_factor": 1.5, "max_age_steps": 7, "at_end": "leave", "keep_finished": True}
+    tail = {"enable": True, "prompt_factor": 1.5, "max_age_steps": 7, "at_end": "leave"}
     rule = batch_rule(
         config(
             rollout__tail_batching=tail,
@@ -67,7 +67,7 @@ def test_tail_batching():
     assert isinstance(rule, TailBatching)
     filtering = FilterGroupsSection(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
     assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
-    assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave", keep_finished=True)
+    assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave")
 
 
 @pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 1), (True, 2)])

@@ -93,7 +93,6 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
         prompt_factor=draw(factors),
         response_factor=draw(factors),
         at_end=draw(st.sampled_from(["flush", "leave"])),
-        keep_finished=draw(st.booleans()),
     )
     least = TailBatching(batch, options).least_age_bound
     return batch, replace(options, max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda a: a and max(a, least))))
@@ -163,7 +162,7 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
     state = straight.rule.state_dict()
     assert np.array_equal(state["queue"], training.rule.state_dict()["queue"])
     tokens = count_tokens(straight)
-    assert straight.rollout.num_drawn == sum(tokens.values()) + len(state["kept"]["token_ids"])
+    assert straight.rollout.num_drawn == sum(tokens.values())
     return training
 
 
