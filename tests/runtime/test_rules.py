@@ -80,6 +80,23 @@ def test_partial_rollout(one_step_off: bool, staleness: int):
     assert rule.options == PartialRolloutSection(True, 2.0, staleness, max_restarts=2, at_end="leave")
 
 
+def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def hold(groups, policy_version):\n    return {}\ndef wrong(buffer):\n    return buffer\n")
+    partial = {"enable": True, "buffer_filter_path": str(file), "buffer_filter_name": "hold"}
+    rule = batch_rule(config(rollout__partial_rollout=partial))
+    assert isinstance(rule, PartialRollout)
+    assert rule.buffer_filter is not None
+    assert rule.buffer_filter(groups=[], policy_version=0) == {}
+    for changed, message in (
+        ({"buffer_filter_name": "wrong"}, r"mine\.py: wrong must take \(groups, policy_version\), by these names"),
+        ({"buffer_filter_name": "none"}, r"rollout\.partial_rollout\.buffer_filter_name: .* must define a function"),
+        ({"buffer_filter_path": "no.py"}, r"rollout\.partial_rollout\.buffer_filter_path: no such file: .*no\.py"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            batch_rule(config(rollout__partial_rollout=partial | changed))
+
+
 ON = {"enable": True}
 
 

@@ -26,6 +26,9 @@ Departures:
 - Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
   they are the first of the next round.
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
+- A function of the user's may order the buffer, hold groups back, and let them start again (`buffer_filter.py`, after
+  slime's). Groups that it holds back count as under way, so that the bounds above hold; the cap, `max_restarts` and the
+  flush come before what it asks for.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
 came before the end of a round.
@@ -35,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -56,6 +59,7 @@ from jaxrl.scheduling.rounds.batches import (
     queue_metrics,
     spare_until_end,
 )
+from jaxrl.scheduling.rounds.buffer_filter import BufferFilter, WaitingGroup, decide
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import PromptKey, Round
@@ -90,6 +94,7 @@ class PartialRollout:
     Args:
       batch: N, the group size, and what else rules share. Its `score_when` is not used: samples are scored by group.
       options: `rollout.partial_rollout`.
+      buffer_filter: what becomes of buffered groups; None: all go on, the complete and then the oldest first.
 
     Raises ValueError for impossible limits.
 
@@ -97,8 +102,11 @@ class PartialRollout:
       num_spare: N' - N.
     """
 
-    def __init__(self, batch: BatchSettings, options: PartialRolloutSection) -> None:
+    def __init__(
+        self, batch: BatchSettings, options: PartialRolloutSection, buffer_filter: BufferFilter | None = None
+    ) -> None:
         self.batch, self.options = replace(batch, score_when="group"), options
+        self.buffer_filter = buffer_filter
         under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_groups)
         self.num_spare = under_way - batch.num_groups
         self._limits(self.num_spare)
@@ -109,7 +117,7 @@ class PartialRollout:
                 f"{self.least_staleness}, or -1 for no cap: {under_way} prompts are under way (over_provision "
                 f"{options.over_provision}) and a batch takes {batch.num_groups}{lag}"
             )
-        self.buffer: deque[BufferedGroup] = deque()  # by first launch
+        self.buffer: deque[BufferedGroup] = deque()  # by first launch; in a round, those that it has not launched
         self.num_rounds = 0
         self._open: OpenRound | None = None
         self._restarted = 0
@@ -143,26 +151,61 @@ class PartialRollout:
         batch = self.batch
         self.num_rounds += 1
         self._restarted = self._dropped_tokens = self._resumed_tokens = 0
-        waiting = [self._restart_stale(group, time.step) for group in self.buffer]
+        waiting = [self._restart(group, lambda sample: self._last_step(sample) < time.step) for group in self.buffer]
         due = self._due(waiting, time.step)
         # stable sort: oldest first among the due, the complete and the other groups
-        self.buffer = deque(sorted(waiting, key=lambda group: (group.key not in due, not group.is_complete)))
+        waiting.sort(key=lambda group: (group.key not in due, not group.is_complete))
         num_spare = spare_until_end(self.num_spare, self.options.at_end, batch.num_groups, time)
+        go_on, held_back = self._filtered(waiting, due, time, num_spare)
+        self.buffer = deque((*go_on, *held_back))
+        num_resumable = len(go_on)
 
         def supply() -> PlannedGroup:
-            if self.buffer:
+            nonlocal num_resumable
+            if num_resumable:
+                num_resumable -= 1
                 return self._resume(prompts)
             return new_group(prompts, batch.group_size, time.step, self.num_rounds)
 
-        race = Race(self._limits(num_spare), supply, due)
+        race = Race(self._limits(num_spare - len(held_back)), supply, due)
         self._open = open_round(race, "partial", time)
         return self._open.round
 
-    def _restart_stale(self, group: BufferedGroup, step: int) -> BufferedGroup:
-        """The group, with empty samples of the next attempt for those over the cap."""
+    def _filtered(
+        self, waiting: list[BufferedGroup], due: Collection[PromptKey], time: RoundTime, num_spare: int
+    ) -> tuple[list[BufferedGroup], list[BufferedGroup]]:
+        """The groups that go on in this round, in that order, and those that the user's function holds back."""
+        if self.buffer_filter is None:
+            return waiting, []
+        go_on = [group for group in waiting if group.key in due]
+        asked = {group.key: group for group in waiting if group.key not in due}
+        waits: list[BufferedGroup] = []
+        described = [self._describe(group, time.step) for group in asked.values()]
+        for prompt_key, action in decide(self.buffer_filter, described, time.policy_version).items():
+            group = asked[prompt_key]
+            if action == "restart":
+                group = self._restart(group, lambda sample: sample.key.attempt < self.options.max_restarts)
+            (waits if action == "wait" else go_on).append(group)
+        # those that the run ends too soon to hold back, or that a buffer filled by other options has too many of
+        num_more = max(len(waits) - num_spare, 0)
+        return go_on + waits[:num_more], waits[num_more:]
+
+    def _describe(self, group: BufferedGroup, step: int) -> WaitingGroup:
+        samples = group.samples
+        return WaitingGroup(
+            key=group.key,
+            steps_waited=step - group.first_step,
+            lengths=tuple(map(len, samples)),
+            finished=tuple(map(has_ended, samples)),
+            oldest_versions=tuple(int(sample.versions.min()) if len(sample) else None for sample in samples),
+            restarts=tuple(sample.key.attempt for sample in samples),
+        )
+
+    def _restart(self, group: BufferedGroup, asked: Callable[[Sample], bool]) -> BufferedGroup:
+        """The group, with empty samples of the next attempt for those with tokens that are `asked` to start again."""
         samples = list(group.samples)
         for place, sample in enumerate(samples):
-            if len(sample) and self._last_step(sample) < step:
+            if len(sample) and asked(sample):
                 self._restarted += 1
                 self._dropped_tokens += len(sample)
                 samples[place] = Sample.empty(replace(sample.key, attempt=sample.key.attempt + 1))
