@@ -35,7 +35,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
-from jaxrl.scheduling.rounds.carried import pack_groups, unpack_groups
+from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted
 from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round
@@ -202,7 +202,8 @@ class Loop:
     def load_host_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved boundary. A state of schema 1 was left by plain batches, which carry nothing.
 
-        Raises ValueError for another schema, or if prompts wait in the state of a rule that this run does not use.
+        Raises ValueError for another schema, if prompts wait in the state of a rule that this run does not use, or if
+        samples wait that are too long for this run.
         """
         if state["schema"] not in (1, STATE_SCHEMA):
             raise ValueError(
@@ -223,7 +224,10 @@ class Loop:
                 "parameters alone (trainer.init_from)"
             )
         if ahead is not None:
-            self._ahead = Collected(unpack_groups(ahead, self._prompts), dict(ahead["metrics"]))
+            groups = unpack_groups(ahead, self._prompts)
+            samples = [sample for group in groups for sample in group.samples]
+            check_lengths("in the batch that waits", samples, self.config.data.max_response_length)
+            self._ahead = Collected(groups, dict(ahead["metrics"]))
 
     # -- the run -------------------------------------------------------------------------------------------------------
 

@@ -237,14 +237,15 @@ def test_nothing_is_lost_whatever_happens(data: st.DataObject):
             "response_factor": draw(st.sampled_from([1.0, 1.5])),
             "max_age_steps": draw(st.sampled_from([0, 1, 3])),
             "at_end": draw(st.sampled_from(["flush", "leave"])),
-            "keep_finished": draw(st.booleans()),
         }
     one_step_off = draw(st.booleans())
     if "rollout.partial_rollout" in values:
+        over_provision = draw(st.sampled_from([1.0, 1.5, 2.0]))
+        least = int(one_step_off) + (over_provision > 1)
         values["rollout.partial_rollout"] = {
             "enable": True,
-            "over_provision": draw(st.sampled_from([1.0, 1.5, 2.0])),
-            "max_staleness": draw(st.sampled_from([-1, int(one_step_off), 2])),
+            "over_provision": over_provision,
+            "max_staleness": draw(st.sampled_from([-1, least, 2])),
             "max_restarts": draw(st.sampled_from([0, 1])),
             "at_end": draw(st.sampled_from(["flush", "leave"])),
         }
@@ -406,6 +407,25 @@ def test_one_step_off_may_be_switched_at_a_resume():
     house.config = make_config(on)
     assert house.run()
     assert staleness(house) == [0.0] * (stopped_at + 1) + [1.0] * (6 - stopped_at)
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (RULES["partial rollout"], "in the buffer of partial rollout"),
+        ({"trainer.one_step_off": True}, "in the batch that waits"),
+    ],
+)
+def test_samples_too_long_for_a_smaller_limit_are_refused_at_the_start(values: dict[str, Any], what: str):
+    """Not in the middle of the first step."""
+    house = House(make_config(values), make_workload(1))
+    house.run(("stop", 60))
+    assert house.saved
+    assert max(house.saved) < 7
+    again = House(make_config(values, **{"data.max_response_length": 5}), make_workload(1))
+    again.saved = house.saved
+    with pytest.raises(ValueError, match=rf"data\.max_response_length \(5 tokens\) must be >= \d+ .* samples {what}"):
+        again.run(("kill", 1))
 
 
 # ---------------------------------------------------------------- training on several versions
