@@ -325,10 +325,13 @@ class Loop:
         return batch, measured | numbers.spread("critic/advantages", values)
 
     def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote; for the others
-        recomputed under the current policy, if the config asks for that. None: all as recorded."""
+        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless
+        `rollout.stale_tokens` is recompute; for the others recomputed under the current policy, if the config asks for
+        that. None: all as recorded."""
         if self.config.actor.old_logprobs == "rollout":
             return None
+        if self.config.rollout.stale_tokens == "recompute":
+            return self._trainer.token_logprobs(batch, "actor")
         fresh = [on_policy_mask(sample.versions, step - 1) for sample in batch.samples]
         if not any(mask.any() for mask in fresh):
             return None

@@ -387,6 +387,19 @@ def test_tokens_of_earlier_versions_keep_their_recorded_logprobs():
     assert all(batch.old_logprobs is None for batch in learnt_from({"actor.old_logprobs": "rollout"}))
 
 
+def test_or_have_them_recomputed():
+    """As in APRIL: all denominators are those of the policy before the update, whatever version wrote the tokens."""
+    batches = learnt_from({"rollout.stale_tokens": "recompute"})
+    assert any((s.versions < step - 1).any() for step, batch in enumerate(batches, 1) for s in batch.samples)
+    for batch in batches:
+        assert batch.loss_masks is None
+        assert all((values == -9.0).all() for values in batch.old_logprobs)
+    ahead = learnt_from(
+        {"rollout.partial_rollout": {}, "trainer.one_step_off": True, "rollout.stale_tokens": "recompute"}
+    )
+    assert all((values == -9.0).all() for batch in ahead for values in batch.old_logprobs)
+
+
 def test_or_are_not_learnt_from():
     batches = learnt_from({"rollout.stale_tokens": "mask"})
     masked = 0

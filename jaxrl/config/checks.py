@@ -22,6 +22,7 @@ def check(c: Config) -> None:
         raise ConfigError("model.path is missing: give a Hugging Face folder or a .gguf file")
     _check_data(c)
     _check_batch(c)
+    _check_old_logprobs(c)
     _check_tokens(c)
     _check_devices(c)
 
@@ -54,6 +55,22 @@ def _check_batch(c: Config) -> None:
         raise ConfigError(f"actor.clip_ratio_c must be above 1, or 0 for off, found {c.actor.clip_ratio_c!r}")
     if c.actor.param_dtype == "float64" and c.actor.dtype != "float64":
         raise ConfigError(f"actor.dtype must be float64 where actor.param_dtype is, found {c.actor.dtype}")
+
+
+def _check_old_logprobs(c: Config) -> None:
+    if c.actor.old_logprobs == "recompute":
+        return
+    if c.rollout.stale_tokens == "recompute":
+        raise ConfigError(
+            "rollout.stale_tokens=recompute needs actor.old_logprobs=recompute, found rollout, with which no "
+            "log-probability is computed anew"
+        )
+    level = c.algorithm.rollout_correction.rollout_is
+    if level != "none":
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={level} needs actor.old_logprobs=recompute, found rollout: the "
+            "ratio's denominator is then what was recorded at sampling, and every weight would be 1"
+        )
 
 
 def _check_tokens(c: Config) -> None:
