@@ -29,7 +29,8 @@ from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.carried import pack_groups, unpack_groups
-from jaxrl.scheduling.rounds.events import Command, Event, Interrupted
+from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
+from jaxrl.scheduling.rounds.overlong import OverlongPenalty
 from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.train import advantages
@@ -157,6 +158,7 @@ class Loop:
         self._stop_token_ids = stop_token_ids
         self._num_devices = num_devices
         self._together = together
+        self._overlong = OverlongPenalty.configured(config)
         self._saved_step: int | None = None
         self._running_step = 0
         self._ahead: Collected | None = None  # for the next step
@@ -279,10 +281,10 @@ class Loop:
         self._backend.begin(step, params, current.kind)
         with self._phase("gen"):
             while not current.done and self._backend.generating:
-                self._handle(current)
+                self._handle(current, self._overlong)
         with self._phase("reward"):
             while not current.done:
-                self._handle(current)
+                self._handle(current, self._overlong)
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
@@ -294,14 +296,18 @@ class Loop:
         measured["critic/mixed_reward_groups"] = float(
             np.mean([len({s.reward for s in g.samples}) > 1 for g in result.groups])
         )
+        if self._overlong is not None:
+            measured |= self._overlong.metrics(samples)
         return Collected(result.groups, measured | result.metrics | self._backend.end())
 
-    def _handle(self, current: Round) -> None:
+    def _handle(self, current: Round, overlong: OverlongPenalty | None = None) -> None:
         try:
             event = self._backend.wait()
         except Interrupted:
             self._backend.cancel()
             raise
+        if overlong is not None and isinstance(event, Verdict):
+            event = overlong.shaped(event, len(current.ledger.finished[event.key]))
         for command in current.handle(event):
             self._backend.apply(command)
 

@@ -36,6 +36,12 @@ def _check_data(c: Config) -> None:
         raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
     if c.reward.kind == "task" and not c.data.task:
         raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
+    overlong, longest = c.reward.overlong_buffer, c.data.max_response_length
+    if overlong.enable and not 0 < overlong.len <= longest:
+        raise ConfigError(
+            f"reward.overlong_buffer.len ({overlong.len} tokens) must be at least 1 and at most "
+            f"data.max_response_length ({longest} tokens) where reward.overlong_buffer.enable is on"
+        )
 
 
 def _check_batch(c: Config) -> None:

@@ -279,6 +279,17 @@ class AlgorithmSection:
 
 
 @dataclass(frozen=True)
+class OverlongBufferSection:
+    """DAPO's overlong reward shaping: a response near data.max_response_length loses reward, in training only."""
+
+    enable: Annotated[bool, "Switch overlong reward shaping on."] = False
+    len: Annotated[
+        int, Ge(0), "Tokens before data.max_response_length over which the penalty grows; above 0 where it is on."
+    ] = 0
+    penalty_factor: Annotated[float, Ge(0), "What a response of data.max_response_length tokens loses."] = 1.0
+
+
+@dataclass(frozen=True)
 class RewardSection:
     """How samples are scored."""
 
@@ -306,6 +317,7 @@ class RewardSection:
         "When a sample is scored; sample: when it ends, group: when all of its prompt's have ended, rollout: when all "
         "of the round have.",
     ] = "sample"
+    overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
 
 
 @dataclass(frozen=True)
