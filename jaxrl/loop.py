@@ -36,7 +36,8 @@ from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
-from jaxrl.scheduling.rounds.events import Command, Event, Interrupted
+from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
+from jaxrl.scheduling.rounds.overlong import OverlongPenalty
 from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.train import advantages
@@ -170,6 +171,7 @@ class Loop:
         self._stop_token_ids = stop_token_ids
         self._num_devices = num_devices
         self._together = together
+        self._overlong = OverlongPenalty.configured(config)
         self._saved_step: int | None = None
         self._running_step = 0
         self._ahead: Collected | None = None  # for the next step
@@ -315,7 +317,7 @@ class Loop:
             generating = self._backend.generating
             with self._phase("gen" if generating else "reward"):
                 while not current.done and self._backend.generating == generating:
-                    self._handle(current)
+                    self._handle(current, self._overlong)
         seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
         seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         result = self.rule.settle(current)
@@ -329,14 +331,18 @@ class Loop:
         measured["critic/mixed_reward_groups"] = float(
             np.mean([len({s.reward for s in g.samples}) > 1 for g in result.groups])
         )
+        if self._overlong is not None:
+            measured |= self._overlong.metrics(samples)
         return Collected(result.groups, measured | result.metrics | self._backend.end() | seconds)
 
-    def _handle(self, current: Round) -> None:
+    def _handle(self, current: Round, overlong: OverlongPenalty | None = None) -> None:
         try:
             event = self._backend.wait()
         except Interrupted:
             self._backend.cancel()
             raise
+        if overlong is not None and isinstance(event, Verdict):
+            event = overlong.shaped(event, len(current.ledger.finished[event.key]))
         for command in current.handle(event):
             self._backend.apply(command)
 
@@ -360,10 +366,13 @@ class Loop:
         return batch, measured | numbers.spread("critic/advantages", values)
 
     def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote; for the others
-        recomputed under the current policy, if the config asks for that. None: all as recorded."""
+        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless
+        `rollout.stale_tokens` is recompute; for the others recomputed under the current policy, if the config asks for
+        that. None: all as recorded."""
         if self.config.actor.old_logprobs == "rollout":
             return None
+        if self.config.rollout.stale_tokens == "recompute":
+            return self._trainer.token_logprobs(batch, "actor")
         fresh = [on_policy_mask(sample.versions, step - 1) for sample in batch.samples]
         if not any(mask.any() for mask in fresh):
             return None

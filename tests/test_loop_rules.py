@@ -428,6 +428,78 @@ def test_samples_too_long_for_a_smaller_limit_are_refused_at_the_start(values: d
         again.run(("kill", 1))
 
 
+# ---------------------------------------------------------------- overlong reward shaping
+
+SHAPING = {"reward.overlong_buffer": {"enable": True, "len": 36, "penalty_factor": 0.5}}
+
+
+def of_samples(house: House) -> dict[Any, tuple[int, float, Any]]:
+    """Length, reward and error by step and sample."""
+    return {
+        (step, sample.key): (len(sample), sample.reward or 0.0, sample.reward_info.get("error"))
+        for step, groups in house.groups.items()
+        for group in groups
+        for sample in group.samples
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_long_responses_lose_reward_and_nothing_else_changes(rule: str):
+    plain, shaped = (House(make_config({**RULES[rule], **more}), make_workload(5)) for more in ({}, SHAPING))
+    assert plain.run()
+    assert shaped.run()
+    before, after = of_samples(plain), of_samples(shaped)
+    assert before.keys() == after.keys()
+    penalised = 0
+    for key, (length, reward, error) in before.items():
+        lost = 0.0 if error else max(length - 4, 0) / 36 * 0.5
+        assert after[key][:2] == (length, pytest.approx(reward - lost))
+        penalised += lost > 0
+    assert penalised > 5
+    for step, values in shaped.metrics.items():
+        rewards = [s.reward or 0.0 for g in shaped.groups[step] for s in g.samples]
+        assert values["critic/rewards/mean"] == pytest.approx(np.mean(rewards)), "what is logged is what is learnt from"
+        lost = plain.metrics[step]["critic/rewards/mean"] - values["critic/rewards/mean"]
+        assert values["reward/overlong_penalty/mean"] == pytest.approx(lost)
+        assert "reward/overlong_penalty/mean" not in plain.metrics[step]
+
+
+def test_advantages_and_dynamic_sampling_see_the_shaped_reward():
+    """All answers are right: without shaping every group would be filtered, with it those of unequal lengths stay."""
+    filtering = {"algorithm.filter_groups": {"enable": True, "max_num_gen_batches": 10}}
+    workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
+    with pytest.raises(ValueError, match="rewards that are all equal"):
+        House(make_config(filtering), workload).run()
+    house = House(make_config({**filtering, **SHAPING}), workload)
+    assert house.run()
+    assert all(len({s.reward for s in g.samples}) > 1 for groups in house.groups.values() for g in groups)
+    assert all(values["critic/advantages/max"] > 0 for values in house.metrics.values())
+
+
+def test_evaluation_is_not_shaped():
+    evaluated: list[tuple[Metrics, Any]] = []
+    config = make_config({**SHAPING, "trainer.test_freq": 1, "trainer.total_training_steps": 3})
+    workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, m, g: evaluated.append((m, g)), lambda *_: None, bool)
+    assert build(config, RooflineCost(SMALL, H100), workload, hooks).loop.run()
+    assert any(len(sample) > 10 for _, groups in evaluated for group in groups for sample in group.samples)
+    assert [measured["val/accuracy"] for measured, _ in evaluated] == [1.0, 1.0, 1.0]
+
+
+def test_a_batch_that_waits_keeps_its_shaping():
+    values = {**SHAPING, "trainer.one_step_off": True}
+    whole, cut = (House(make_config(values), make_workload(5)) for _ in range(2))
+    assert whole.run()
+    cut.run(("stop", 60))
+    assert 0 < max(cut.saved) < 7
+    assert cut.run()
+    assert of_samples(cut) == of_samples(whole)
+    for step, groups in whole.groups.items():
+        infos = [s.reward_info.get("overlong_reward") for g in groups for s in g.samples]
+        assert infos == [s.reward_info.get("overlong_reward") for g in cut.groups[step] for s in g.samples]
+        assert step == 1 or "reward/overlong_penalty/mean" in cut.metrics[step]
+
+
 # ---------------------------------------------------------------- training on several versions
 
 
@@ -455,6 +527,19 @@ def test_tokens_of_earlier_versions_keep_their_recorded_logprobs():
             old += int((sample.versions < step - 1).sum())
     assert old > 0
     assert all(batch.old_logprobs is None for batch in learnt_from({"actor.old_logprobs": "rollout"}))
+
+
+def test_or_have_them_recomputed():
+    """As in APRIL: all denominators are those of the policy before the update, whatever version wrote the tokens."""
+    batches = learnt_from({"rollout.stale_tokens": "recompute"})
+    assert any((s.versions < step - 1).any() for step, batch in enumerate(batches, 1) for s in batch.samples)
+    for batch in batches:
+        assert batch.loss_masks is None
+        assert all((values == -9.0).all() for values in batch.old_logprobs)
+    ahead = learnt_from(
+        {"rollout.partial_rollout": {}, "trainer.one_step_off": True, "rollout.stale_tokens": "recompute"}
+    )
+    assert all((values == -9.0).all() for batch in ahead for values in batch.old_logprobs)
 
 
 def test_or_are_not_learnt_from():

@@ -6,7 +6,14 @@
 
 from jaxrl.config.checks import ConfigError
 from jaxrl.config.mapping import differences, flatten, from_mapping, from_recorded, to_mapping
-from jaxrl.config.options import ActorSection, AlgorithmSection, Config, DataSection, OptimSection
+from jaxrl.config.options import (
+    ActorSection,
+    AlgorithmSection,
+    Config,
+    DataSection,
+    OptimSection,
+    RolloutCorrectionSection,
+)
 from jaxrl.config.simulation import SimulatedLengths, SimulatedScoring, SimulatedTask
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "ConfigError",
     "DataSection",
     "OptimSection",
+    "RolloutCorrectionSection",
     "SimulatedLengths",
     "SimulatedScoring",
     "SimulatedTask",
