@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
-from jaxrl.scheduling.layouts.situation import LiveRow, Rows, regroup
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import LiveRow, Rows
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.blocks import BlockManager
@@ -138,7 +139,7 @@ def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | Non
 def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
     """Works a change of layout out; nothing may be in flight.
 
-    Requests are regrouped as the switch rule assumes (`situation.regroup`). In a group with more rows or blocks than
+    Requests are regrouped as the switch rule assumes (`regroup`). In a group with more rows or blocks than
     its pool offers, the youngest give up their rows.
 
     Raises:

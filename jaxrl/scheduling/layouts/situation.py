@@ -1,6 +1,6 @@
-"""The live rows of each dp group, which layout decisions look at, and how rows regroup when the layout changes.
+"""The live rows of each dp group, which layout decisions look at.
 
-Source: PAT §4.2, Algorithm 1, lines 4, 7 and 8; docs/architecture.md (The mesh) for how dp groups merge and split.
+Source: PAT §4.2, Algorithm 1, lines 4 and 8. `jaxrl.scheduling.layouts.regroup` has line 7.
 
 Legend: S decode steps.
 """
@@ -8,7 +8,7 @@ Legend: S decode steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,27 +77,6 @@ class Situation:
     @property
     def num_live(self) -> int:
         return sum(map(len, self.groups))
-
-
-def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
-    """Which rows share a dp group once there are `dp` of them (Algorithm 1, lines 7 and 23).
-
-    If groups become fewer, neighbours merge, as the factored mesh requires (docs/architecture.md). If they become more,
-    each group deals its rows to the groups that it splits into, longest first, each row to the group with the fewest
-    rows and among equals to the one with the fewest tokens. The rule's predictions assume an engine that does the same.
-    """
-    if dp <= len(groups):
-        assert len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
-        size = len(groups) // dp
-        return tuple(tuple(row for rows in groups[i : i + size] for row in rows) for i in range(0, len(groups), size))
-    assert dp % len(groups) == 0, f"{len(groups)} dp groups cannot become {dp}"
-    split: list[Rows] = []
-    for rows in groups:
-        parts: list[list[LiveRow]] = [[] for _ in range(dp // len(groups))]
-        for row in sorted(rows, key=lambda row: (-row.length, row.request_id)):
-            min(parts, key=lambda part: (len(part), num_tokens(part))).append(row)
-        split.extend(map(tuple, parts))
-    return tuple(split)
 
 
 def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -40,7 +40,8 @@ import numpy as np
 
 from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
-from jaxrl.scheduling.layouts.situation import Bound, Rows, Situation, load_at, num_tokens, regroup
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import Bound, Rows, Situation, load_at, num_tokens
 
 SCHEMA = 1
 MAX_TERMS = 2048
@@ -292,7 +293,7 @@ class LayoutSwitchRule:
         return None
 
     def _next_step_s(self, now: Situation, tp: int) -> float:
-        groups = regroup(now.groups, self.model.num_devices // tp)
+        groups = now.groups if tp == now.tp else regroup(now.groups, self.model.num_devices // tp)
         return float(self.model.decode_steps_s(tp, *load_at(groups, self.options.bound, np.zeros(1, np.int64)))[0])
 
     def _check(self, now: Situation) -> None:
