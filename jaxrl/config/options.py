@@ -164,6 +164,11 @@ class RolloutSection:
     max_num_seqs: Annotated[int, Ge(1), "Samples that decode at once, per dp group."] = 32
     max_num_batched_tokens: Annotated[int, Ge(1), "Prefill tokens per plan, per dp group."] = 512
     decode_steps: Annotated[int, Ge(1), "Decode steps per plan."] = 16
+    sample_placement: Annotated[
+        Literal["together", "spread"],
+        "The dp group of a prompt's samples; together: the one that has the prompt's KV, while it has room, spread: "
+        "each sample goes where most room is.",
+    ] = "together"
     attention: Annotated[
         Literal["auto", "reference", "pallas"],
         "What reads the KV cache; auto: the Pallas kernels on GPU, the reference elsewhere.",

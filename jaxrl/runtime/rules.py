@@ -1,7 +1,7 @@
-"""The batch rule that a configuration asks for, or why its settings exclude each other.
+"""The batch rule and the batcher that a configuration asks for, or why its settings exclude each other.
 
-Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, for real and simulated runs alike. That page says
-what each does and which of them combine.
+Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, and the options of continuous batching, for real and
+simulated runs alike. That page says what each does and which of them combine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 
 
 def batch_rule(config: Config) -> BatchRule:
@@ -50,6 +51,15 @@ def _buffer_filter(options: PartialRolloutSection) -> BufferFilter | None:
     names = "rollout.partial_rollout.buffer_filter_path", "rollout.partial_rollout.buffer_filter_name"
     path = str(Path(options.buffer_filter_path).expanduser().resolve())
     return user_function(names, path, options.buffer_filter_name, ("groups", "policy_version"))
+
+
+def batcher_config(config: Config) -> BatcherConfig:
+    """What continuous batching takes from section `rollout`."""
+    return BatcherConfig(
+        decode_steps=config.rollout.decode_steps,
+        max_model_len=config.max_model_length,
+        spread_samples=config.rollout.sample_placement == "spread",
+    )
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:

@@ -60,11 +60,13 @@ class BatcherConfig:
       decode_steps: the most decode steps of one plan (`rollout.decode_steps`).
       leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
       max_model_len: the longest prompt + response that the model takes; None: no limit.
+      spread_samples: each request goes to the dp group with most room, wherever its prompt's blocks are.
     """
 
     decode_steps: int = 16
     leave_after: int = 1
     max_model_len: int | None = None
+    spread_samples: bool = False
 
     def __post_init__(self) -> None:
         if self.decode_steps < 1 or self.leave_after < 1:
@@ -270,12 +272,14 @@ class Batcher:
         """The dp group to admit a request to, or None if it must wait.
 
         The group that has its prompt's blocks, if there is room; else the one with most room, because running the
-        prompt once more costs less than waiting for a row. If no group has room, all are closed, so that no later
-        request takes the room that this one waits for. If only prefill budget is lacking, later requests may go on.
+        prompt once more costs less than waiting for a row. With `spread_samples`, always the one with most room: a
+        prompt's responses then load several groups, as behind a router that balances requests. If no group has room,
+        all are closed, so that no later request takes the room that this one waits for. If only prefill budget is
+        lacking, later requests may go on.
         """
         request = progress.request
         home: tuple[int, ...] = ()
-        if self.blocks.num_shareable(len(request.prompt_ids)):
+        if not self.config.spread_samples and self.blocks.num_shareable(len(request.prompt_ids)):
             home = self.blocks.groups_holding(request.share)
         everywhere = range(self.capacity.num_groups)
         candidates = self._with_room(draft, progress, home) or self._with_room(draft, progress, everywhere)
