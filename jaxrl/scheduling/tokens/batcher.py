@@ -41,6 +41,7 @@ from jaxrl.scheduling.tokens.progress import (
     Completed,
     Counters,
     Ended,
+    Named,
     Preempted,
     Progress,
     StopCheck,
@@ -72,17 +73,6 @@ class BatcherConfig:
             raise ValueError(
                 f"rollout.decode_steps ({self.decode_steps}) and leave_after ({self.leave_after}) must be >= 1"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A request in a plan in flight, with its slot in that plan (it may have moved since)."""
-
-    progress: Progress
-    dp_group: int
-    slot: int
-    max_new: int  # the most tokens that the plan can bring it
-    ends_prefill: bool
 
 
 @dataclass(slots=True)
@@ -384,6 +374,21 @@ class Batcher:
                     key, length = progress.request.key, progress.num_tokens
                     self.trace(Completed(index, key, named.dp_group, named.slot, length, reason))
         return ended
+
+    # What others look at
+
+    def fullest(self, plan: Plan) -> tuple[int, int]:
+        """The most rows, and the most tokens, that a dp group has in a plan just made: tokens before its steps."""
+        rows, tokens = [0] * self.capacity.num_groups, [0] * self.capacity.num_groups
+        for row in plan.decode:
+            rows[row.dp_group] += 1
+            tokens[row.dp_group] += self._requests[row.request_id].num_written + 1 - plan.num_steps
+        return max(rows), max(tokens)
+
+    def rows(self) -> Iterator[tuple[Progress, int]]:
+        """The requests that have a row, in the order of arrival, each with the tokens of its response so far. Only what
+        never changes and the dp group may be read from a `Progress` here: a batcher may count tokens elsewhere."""
+        return ((progress, progress.num_tokens) for progress in self._running)
 
     # Another layout
 
