@@ -6,19 +6,19 @@ own methods.
 
 Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1.
 
-Departures, where the papers are silent: the calibration file's assumptions; one pool of reward workers for the mix of
-three tasks, as large as the three pools of the calibration together; prompts of `PROMPT_TOKENS` tokens; vLLM's and
-SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory
+Departures, where the papers are silent: the calibration file's assumptions; prompts of `PROMPT_TOKENS` tokens; vLLM's
+and SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory
 during a rollout, as in veRL and slime.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config import Config, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost
@@ -28,13 +28,15 @@ from papers.calibrate import constant
 from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS, Setup
 from papers.lengths import lengths_of
+from papers.rollpacker import TASKS, task_lengths
 
 ROWS = 512  # per dp group
 NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
-TASKS = ("math", "code", "judge")
 
 GROUP = 8  # responses to a prompt where PAT does not say (verl's example); its lengths are independent either way
+
+_OWN_PROBLEM = ("rollpacker.7b", "rollpacker.32b")  # set-ups with machines of their own; the others share their paper's
 
 Rule = Literal["plain", "tail", "partial", "adaptive"]
 
@@ -76,7 +78,11 @@ class Case:
     def problem(self) -> str:
         """The calibration problem that its constants are from."""
         paper, name = self.setup.split(".")[:2]
-        return f"{paper}_{name}" if paper == "pat" else paper
+        return f"{paper}_{name}" if paper == "pat" or self.setup in _OWN_PROBLEM else paper
+
+    @property
+    def paper(self) -> str:
+        return self.setup.split(".", maxsplit=1)[0]
 
     @property
     def title(self) -> str:
@@ -115,8 +121,8 @@ class Case:
 
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
-    setup, april = case.of, case.problem == "april"
-    rollpacker = case.problem == "rollpacker"
+    setup, april = case.of, case.paper == "april"
+    rollpacker = case.paper == "rollpacker"
     rollout: dict[str, Any] = {
         "n": setup.group_size if setup.group_size > 1 else GROUP,
         "tensor_model_parallel_size": case.degree,
@@ -125,6 +131,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         # SGLang prefills all that waits before it decodes on, and a resumed response has thousands of tokens
         "max_num_batched_tokens": 1 << 20 if april else 8192,
         "decode_steps": case.decode_steps,
+        "sample_placement": "spread" if april else "together",
     }
     if case.rule == "tail":
         rollout["tail_batching"] = {
@@ -137,9 +144,6 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         rollout["partial_rollout"] = {"enable": True, "over_provision": case.prompt_factor, "at_end": "leave"}
     if case.rule == "adaptive":
         rollout["layout"] = {"switch": True, "profile": "of the modelled devices", "devices_per_host": NODE}
-    workers = 1
-    if rollpacker:
-        workers = sum(int(constant(calibration, case.problem, f"reward.{task}.workers")) for task in case.tasks)
     return from_mapping(
         {
             "model": {"path": setup.model},
@@ -160,7 +164,6 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             },
             # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end
             "reward": {
-                "num_workers": workers,
                 "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
                 "score_when": "rollout" if rollpacker else "sample",
             },
@@ -169,6 +172,8 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "hardware": setup.hardware,
                 "num_devices": case.num_devices,
                 "num_prompts": DATASET_PROMPTS,
+                "tasks": _own_workers(case, calibration) if rollpacker else [],
+                "score_in_turn": rollpacker,
             },
         }
     )
@@ -177,10 +182,9 @@ def configuration(case: Case, calibration: Calibration) -> Config:
 def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:
     """Costs and lengths."""
     cost = RooflineCost(named_shape(case.of.model), HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
-    pat = case.problem.startswith("pat")
-    lengths = lengths_of(calibration.of("pat_lengths" if pat else case.problem))
+    values = calibration.of(case.problem)
 
-    def task(name: str, correlation: float, scoring: SimulatedScoring) -> SimulatedTask:
+    def task(name: str, lengths: SimulatedLengths, correlation: float, scoring: SimulatedScoring) -> SimulatedTask:
         return SimulatedTask(
             name,
             response=lengths,
@@ -190,15 +194,14 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
             scoring=scoring,
         )
 
-    if pat or case.problem == "april":
-        correlation = 0.0 if pat else constant(calibration, "april", "correlation")
-        plain = (task("math", correlation, SimulatedScoring()),)
+    if case.paper != "rollpacker":
+        pat = case.paper == "pat"
+        lengths = lengths_of(calibration.of("pat_lengths") if pat else values)
+        plain = (task("math", lengths, 0.0 if pat else values["correlation"], SimulatedScoring()),)
         return cost, ModelledWorkload(case.seed, plain, case.max_tokens, PROMPT_TOKENS)
-    tasks = []
-    for name in case.tasks:
-        # how stable the judge task's ranks are is not published: as math
-        correlation = constant(calibration, case.problem, f"{'code' if name == 'code' else 'math'}.correlation")
-        tasks.append(task(name, correlation, _scoring(calibration, case.problem, name)))
+    tasks = [
+        task(name, task_lengths(values, name), values["correlation"], _scoring(values, name)) for name in case.tasks
+    ]
     limit_s = _timeout_s(case, calibration)
     return cost, ModelledWorkload(case.seed, tuple(tasks), case.max_tokens, PROMPT_TOKENS, limit_s)
 
@@ -208,6 +211,11 @@ def _timeout_s(case: Case, calibration: Calibration) -> float:
     return constant(calibration, case.problem, "reward.code.timeout_s")
 
 
-def _scoring(calibration: Calibration, problem: str, task: str) -> SimulatedScoring:
-    values = calibration.of(problem)
+def _scoring(values: Mapping[str, float], task: str) -> SimulatedScoring:
     return SimulatedScoring(median_s=values[f"reward.{task}.median_s"], hang_share=values[f"reward.{task}.hang_share"])
+
+
+def _own_workers(case: Case, calibration: Calibration) -> list[dict[str, Any]]:
+    """The tasks' reward workers, in the order in which they score."""
+    values = calibration.of(case.problem)
+    return [{"name": name, "scoring": {"workers": int(values[f"reward.{name}.workers"])}} for name in case.tasks]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from papers import calibrate, closed_form, lengths, problems, solver
+from papers import calibrate, closed_form, lengths, machines, problems, rollpacker, slime, solver
 from papers.calibrate import constant, document, read, write
 from papers.closed_form import drain, rollout_ends
 from papers.facts import FACTS, SETUPS, Fact
 from papers.lengths import batches_of, lengths_of, quantile, spreads, survival
-from papers.problems import PROBLEMS, rank_up_share, reward_stage_s
+from papers.problems import PROBLEMS, april_throughput, rank_up_share
 from papers.reported import REPORTED
+from papers.rollpacker import capped_share, mixed_reward_s, reward_stage_s, task_lengths
 from papers.solver import Constant, Problem, Solution, residual, solve
 
 from jaxrl.config import SimulatedLengths
@@ -24,6 +26,7 @@ from jaxrl.models.shapes import SHAPES, named_shape
 from jaxrl.sim.cost_model import RooflineCost, causal_pairs
 from jaxrl.sim.hardware import H800, HARDWARE
 
+FILE = Path(__file__).resolve().parents[2] / "docs" / "reproductions" / "calibration.json"
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
 COST = RooflineCost(named_shape("Qwen2.5-7B"), H800)
 
@@ -51,7 +54,7 @@ def test_facts_are_well_formed():
 
 
 def test_no_calibration_sees_what_the_papers_methods_reached():
-    for module in (calibrate, closed_form, lengths, problems, solver):
+    for module in (calibrate, closed_form, lengths, machines, problems, rollpacker, slime, solver):
         assert module.__file__ is not None
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -131,6 +134,80 @@ def test_the_reward_stage_by_hand():
     assert reward_stage_s(values | {"reward.x.hang_share": 0.1, "reward.x.workers": 99.0}, "x", 100) == 9
 
 
+def test_stages_of_a_mixed_batch_add_up_or_run_beside_one_another():
+    values = {}
+    for task, seconds in (("math", 1.0), ("code", 2.0), ("judge", 3.0)):
+        values |= {f"reward.{task}.median_s": seconds, f"reward.{task}.workers": 4.0}
+        values |= {f"reward.{task}.hang_share": 0.0, f"reward.{task}.timeout_s": 9.0}
+    setup = replace(SETUPS["rollpacker.7b"], num_prompts=6, group_size=2)
+    assert mixed_reward_s(values, setup) == pytest.approx(4 / 4 * (1 + 2 + 3))
+    assert mixed_reward_s(values, setup, in_turn=False) == pytest.approx(3)
+
+
+def test_the_share_of_batches_at_the_limit_by_drawing():
+    values = dict(calibrate.read(FILE).of("rollpacker"))
+    setup = replace(SETUPS["rollpacker.14b"], num_prompts=48)
+    tasks = [task_lengths(values, task) for task in rollpacker.TASKS]
+    drawn = np.array(lengths.mixed_batches(setup, tasks, values["correlation"], 60))
+    assert capped_share(setup, values) == pytest.approx((drawn.max((1, 2)) >= setup.max_tokens).mean(), abs=0.12)
+
+
+# ---------------------------------------------------------------- APRIL's rollouts
+
+
+def made_up_groups(dropped: set[int], rows: dict[int, list[int]]) -> Callable[[], slime.Group]:
+    indices = iter(rows)
+
+    def fresh() -> slime.Group:
+        group = slime.Group(index := next(indices), index in dropped)
+        group.rows = [slime.Row(group, length) for length in rows[index]]
+        return group
+
+    return fresh
+
+
+def plan_of(batch: int, submit: int, **more: bool) -> slime.Plan:
+    return slime.Plan(COST, 1, num_engines=2, batch=batch, submit=submit, **more)
+
+
+def test_a_rollout_of_plain_batches_drains_its_servers():
+    rows = {i: [100 * (i + 1), 50 * (i + 1)] for i in range(6)}
+    (found,) = slime.rollouts(plan_of(6, 6, spread=False), made_up_groups(set(), rows), 1)
+    servers = [[n for i in own for n in rows[i]] for own in ((0, 2, 4), (1, 3, 5))]
+    ends = [drain(COST, 1, [closed_form.PROMPT_TOKENS] * len(own), own)[-1] for own in servers]
+    assert found.seconds == pytest.approx(max(ends), rel=1e-9)
+    assert found.tokens == found.trained == sum(map(sum, rows.values()))
+    assert (found.samples, found.stale, found.resumed) == (12, 0, 0)
+
+
+def test_a_dropped_group_brings_a_second_batch_whose_tokens_count():
+    rows = {0: [10], 1: [1000], 2: [3000], 3: [500], 4: [3000], 5: [3000]}
+    plain = made_up_groups(set(), rows)
+    (kept,) = slime.rollouts(plan_of(3, 3), plain, 1)
+    (filtered,) = slime.rollouts(plan_of(3, 3), made_up_groups({0}, rows), 1)
+    assert kept.tokens == 10 + 1000 + 3000
+    assert filtered.trained == 500 + 1000 + 3000, "groups 3 to 5 were launched when group 0 was dropped"
+    assert filtered.tokens > filtered.trained + 10 + 2 * 2900, "what was aborted counts"
+    assert filtered.seconds > kept.seconds
+
+
+def test_unfinished_groups_are_resumed_and_their_tokens_are_stale():
+    rows = {i: [length] for i, length in enumerate((400, 1000, 300, 300))}
+    first, second = slime.rollouts(plan_of(1, 2, partial=True), made_up_groups(set(), rows), 2)
+    assert (first.trained, first.stale, first.resumed) == (400, 0, 0)
+    assert 380 <= second.resumed <= 420, "of the resumed request"
+    assert (second.trained, second.stale, second.samples) == (300, 0, 1), "group 2 is done before group 1 is"
+    third = list(slime.rollouts(plan_of(1, 2, partial=True), made_up_groups(set(), rows | {3: [2000]}), 3))[2]
+    assert (third.trained, third.stale_samples) == (1000, 1)
+    assert third.stale == pytest.approx(700, abs=20), "in two segments"
+    assert third.resumed == pytest.approx(300, abs=20), "the authors count the last one"
+
+
+def test_dropping_groups_raises_the_throughput_of_april_s_baseline():
+    values = dict(calibrate.read(FILE).of("april"))
+    assert april_throughput("4b", values, 0.35, 2) > 1.1 * april_throughput("4b", values, 0.0, 2)
+
+
 # ---------------------------------------------------------------- solving
 
 
@@ -155,7 +232,7 @@ def test_constants_are_recovered_from_made_up_facts():
 def test_length_constants_are_recovered_from_made_up_facts():
     april = BY_NAME["april"]
     truth = {"lengths.median": 3000.0, "lengths.sigma": 1.0, "correlation": 0.6, "efficiency.memory": 0.8}
-    launch = {"efficiency.launch_s": 90e-6}
+    launch = {"efficiency.launch_s": 90e-6, "efficiency.kv": 0.3, "filtered_share": 0.3}
     facts = {name: made_up(name, value, tolerance=2e-3) for name, value in april.predict(truth | launch).items()}
     free = tuple(each for each in april.constants if each.name in truth)
     found = solve(replace(april, constants=free, fixed=launch), {}, facts)
@@ -287,5 +364,5 @@ def test_the_whole_calibration_explains_its_facts(tmp_path: Path):
         for row in solution.facts:
             if row.fact.role == "fit":
                 assert abs(row.residual) < 0.2, row
-    assert kept.efficiency("rollpacker").launch_s > 0
+    assert kept.efficiency("rollpacker_32b").launch_s > 0
     assert FACTS["rollpacker.code.timeout"].low == constant(kept, "rollpacker", "reward.code.timeout_s")

@@ -123,15 +123,15 @@ class LayoutExecutor(Executor, Protocol):
         ...
 
 
-def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | None = None) -> tuple[Rows, ...]:
+def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = None) -> tuple[Rows, ...]:
     """The rows of each dp group, as the switch rule sees them: without what the plans in flight will bring.
 
-    `expected`: how many more tokens history expects a request to gain.
+    `expected`: how many more tokens history expects a response of so many to gain.
     """
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
-    for progress in batcher.running():
-        length = progress.num_prompt + progress.num_tokens
-        remaining = None if expected is None else expected(progress)
+    for progress, num_tokens in batcher.rows():
+        length = progress.num_prompt + num_tokens
+        remaining = None if expected is None else expected(num_tokens)
         groups[progress.group].append(LiveRow(progress.request.request_id, length, progress.limit, remaining))
     return tuple(map(tuple, groups))
 

@@ -23,6 +23,10 @@ def test_load_at(rows: list[list[tuple[int, int]]]):
         live = [[row.length + step for row in group if row.limit - row.length > step] for group in groups]
         assert batch_S[step] == max(map(len, live))
         assert tokens_S[step] == max(map(sum, live))
+    for width in (3, 7):
+        some_batch_S, some_tokens_S = load_at(groups, "max_length", np.arange(1, 32, width))
+        assert (some_batch_S == batch_S[1::width]).all()
+        assert (some_tokens_S == tokens_S[1::width]).all()
     assert remaining_s(SIMPLE, 1, ()) == 0.0
 
 

@@ -240,6 +240,19 @@ def test_a_chain_over_a_draining_batch():
     assert seen == [(0, 1, 2), (9, 2, 4)]
 
 
+def test_rows_are_looked_at_only_where_they_matter():
+    rule = LayoutSwitchRule(replace(MOVE, direction="up", cooldown=3), DEGREES, SIMPLE)
+    assert rule.considers(0, 4, num_live=1, num_waiting=0)
+    assert not rule.considers(0, 8, num_live=1, num_waiting=0)  # the largest
+    assert not rule.considers(0, 4, num_live=0, num_waiting=0)
+    assert not rule.considers(0, 4, num_live=1, num_waiting=1)
+    assert rule.decide(situation(1, [[(10, 10_000)]], dispatch=5, capacities={2: ROOMY})) is not None
+    assert [rule.considers(dispatch, 2, 1, 0) for dispatch in range(5, 9)] == [False, False, False, True]
+    back = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, SIMPLE)
+    assert back.decide(situation(1, [[(10, 10_000)]], capacities={8: ROOMY})) is not None
+    assert [back.considers(1, 8, num_live, 0) for num_live in (1, 2)] == [False, True]  # down: only if it has grown
+
+
 def test_cooldown_counts_plans():
     rule = LayoutSwitchRule(replace(BOTH, cooldown=3), DEGREES, SIMPLE)
     one_row = [[(10, 10_000)]]
