@@ -281,24 +281,38 @@ _PAT = (
     _fact("pat.a40.tp8_batch1", "PAT: §3.1, Fig. 4", "s", 9.64e-3),
     _fact("pat.a40.tp2_batch128", "PAT: §3.1, Fig. 4", "s", 24.41e-3, "batch over all dp groups"),
     _fact("pat.a40.tp8_batch128", "PAT: §3.1, Fig. 4", "s", 30.87e-3),
-    _fact("pat.share_over_8k", "PAT: §2.3, Fig. 3b", "share", 0.1085, "LLaMA3.1-8B on DeepScaleR", tolerance=0.02),
-    _fact("pat.share_over_16k", "PAT: §2.3, Fig. 3b", "share", 0.0218, tolerance=0.02),
     _fact(
-        "pat.a40.generation_share",
+        "pat.a40.single_row_share_6k",
         "PAT: §2.3, Fig. 3a",
         "share",
-        (0.6422, 0.817),
-        "of an iteration, over the maximum lengths tried; predicted for 16K",
+        0.4629,
+        "of generation, 'with only a single remaining sample': 46.29 % to 81.58 % over the maximum lengths tried, "
+        "which the text does not name; taken as 6K and 16K, the ends of Fig. 10a's axis",
+    ),
+    _fact("pat.a40.single_row_share_16k", "PAT: §2.3, Fig. 3a", "share", 0.8158, "as for 6K", tolerance=0.02),
+    _fact(
+        "pat.a40.generation_share_6k",
+        "PAT: §2.3, Fig. 3a",
+        "share",
+        0.6422,
+        "of an iteration: 64.22 % to 81.7 %, growing with the maximum length; 6K and 16K as above",
+    ),
+    _fact("pat.a40.generation_share_16k", "PAT: §2.3, Fig. 3a", "share", 0.817, "as for 6K", tolerance=0.02),
+    _fact(
+        "pat.share_over_8k",
+        "PAT: §2.3, Fig. 3b",
+        "share",
+        0.1085,
+        "LLaMA3.1-8B on DeepScaleR. 14 of 128 responses over 8K leave no single row for 46 % of a generation up to "
+        "16K, as Fig. 3a has it: not of the same runs",
         role="check",
     ),
     _fact(
-        "pat.a40.single_row_share",
-        "PAT: §2.3, Fig. 3a",
+        "pat.share_over_16k",
+        "PAT: §2.3, Fig. 3b",
         "share",
-        (0.4629, 0.8158),
-        "of generation, 'with only a single remaining sample'; over the maximum lengths tried, predicted for 16K over "
-        "all devices. Fig. 3b's 2.8 responses over 16K per batch would end together at that cap: the text's two "
-        "statements agree only if the first is meant per engine, or Fig. 3b of other runs",
+        0.0218,
+        "2.8 of 128 responses, which a limit of 16K would end together: as above",
         role="check",
     ),
     _fact("pat.h100.8b_generation", "PAT: §5.3, Fig. 11c (VeRL)", "s", 134.3, "LLaMA3.1-8B, 24K, 8 H100"),
@@ -309,7 +323,8 @@ _PAT = (
         "PAT: §5.2-5.3, Fig. 11a, 11c (VeRL)",
         "tokens",
         2570.6 * 172.5 / 128,
-        "VeRL's 2,570.6 tokens/s of an iteration, times its 172.5 s, over 128 responses",
+        "VeRL's 2,570.6 tokens/s of an iteration, times its 172.5 s, over 128 responses. Fig. 3a's lengths would need "
+        "three times as many responses in a step; how many GRPO draws for a prompt is not said",
         role="check",
     ),
 )

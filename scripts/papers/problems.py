@@ -18,10 +18,11 @@ import numpy as np
 
 from jaxrl.sim.workload import normal, uniform
 from papers import slime
-from papers.closed_form import PROMPT_TOKENS, rollout_ends, train_s
-from papers.facts import SETUPS, Setup
-from papers.lengths import SEED, batches_of, lengths_of, responses_of, spreads, survival
+from papers.closed_form import PROMPT_TOKENS
+from papers.facts import SETUPS
+from papers.lengths import SEED, batches_of, lengths_of, responses_of, spreads
 from papers.machines import cost_of, inference
+from papers.pat import PAT
 from papers.rollpacker import ROLLPACKER
 from papers.solver import Constant, Problem, Values
 
@@ -30,67 +31,6 @@ _NORMAL = NormalDist()
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-# ---------------------------------------------------------------- PAT
-
-
-def _pat_a40(values: Values) -> dict[str, float]:
-    setup = SETUPS["pat.a40.8b"]
-    cost = cost_of(setup, values)
-    facts = {}
-    for tp in (2, 8):
-        for batch in (1, 128):
-            rows = max(batch * tp // setup.num_devices, 1)
-            facts[f"pat.a40.tp{tp}_batch{batch}"] = cost.decode_step_s(tp, rows, rows * values["context"])
-    return facts
-
-
-def _pat_a40_checks(values: Values) -> dict[str, float]:
-    setup = SETUPS["pat.a40.8b"]
-    cost = cost_of(setup, values)
-    generation, single, rest = [], [], []
-    for batch in _pat_batches(setup, values):
-        ends = rollout_ends(cost, setup, batch, PROMPT_TOKENS)
-        generation.append(ends[-1])
-        single.append((ends[-1] - ends[-2]) / ends[-1])
-        rest.append(train_s(cost, setup, batch, PROMPT_TOKENS, forwards=1))
-    return {
-        "pat.a40.single_row_share": _mean(single),
-        "pat.a40.generation_share": _mean(generation) / (_mean(generation) + _mean(rest)),
-    }
-
-
-def _pat_batches(setup: Setup, values: Values) -> list[list[list[int]]]:
-    """Batches in which a response reaches the cap, as in every step that PAT reports (§5.1)."""
-    batches = batches_of(setup, lengths_of(values), 0.0, 5)
-    for batch in batches:
-        longest = max(range(len(batch)), key=lambda i: batch[i][0])
-        batch[longest][0] = setup.max_tokens
-    return batches
-
-
-def _pat_lengths(values: Values) -> dict[str, float]:
-    lengths = lengths_of(values)
-    return {"pat.share_over_8k": survival(lengths, 8192), "pat.share_over_16k": survival(lengths, 16384)}
-
-
-def _pat_h100(values: Values) -> dict[str, float]:
-    facts = {}
-    for size in ("8b", "14b"):
-        setup = SETUPS[f"pat.h100.{size}"]
-        cost = cost_of(setup, values)
-        batches = _pat_batches(setup, values)
-        generation = _mean([rollout_ends(cost, setup, batch, PROMPT_TOKENS)[-1] for batch in batches])
-        facts[f"pat.h100.{size}_generation"] = generation
-        if size == "8b":
-            rest = _mean([train_s(cost, setup, batch, PROMPT_TOKENS, forwards=1) for batch in batches])
-            facts["pat.h100.8b_step"] = generation + rest
-    return facts
-
-
-def _pat_h100_checks(values: Values) -> dict[str, float]:
-    return {"pat.h100.8b_mean_length": float(np.mean(_pat_batches(SETUPS["pat.h100.8b"], values)))}
 
 
 # ---------------------------------------------------------------- APRIL
@@ -164,49 +104,7 @@ def _rhymerl(values: Values) -> dict[str, float]:
 
 
 PROBLEMS: tuple[Problem, ...] = (
-    Problem(
-        name="pat_lengths",
-        constants=(
-            Constant("lengths.median", "tokens", 2000.0, 1.0, 100.0, 20000.0),
-            Constant("lengths.sigma", "log", 0.8, 0.5, 0.1, 2.5),
-        ),
-        facts=("pat.share_over_8k", "pat.share_over_16k"),
-        predict=_pat_lengths,
-        assumptions=("lognormal without a tail of its own",),
-    ),
-    Problem(
-        name="pat_h100",
-        constants=inference("memory", "launch_s", "mfu", "train_fixed_s"),
-        facts=("pat.h100.8b_generation", "pat.h100.14b_generation", "pat.h100.8b_step", "pat.h100.8b_mean_length"),
-        predict=_pat_h100,
-        predict_checks=_pat_h100_checks,
-        given={"lengths.median": "pat_lengths", "lengths.sigma": "pat_lengths"},
-        assumptions=(
-            "static TP 2 (tuned, not said)",
-            "Qwen3-14B's responses as long as LLaMA3.1-8B's",
-            "preparation is one forward pass, one update per step",
-            f"prompts of {PROMPT_TOKENS} tokens",
-        ),
-    ),
-    Problem(
-        name="pat_a40",
-        constants=inference("memory", "launch_s", "collective_s", "link"),
-        facts=(
-            *(f"pat.a40.tp{tp}_batch{batch}" for tp in (2, 8) for batch in (1, 128)),
-            "pat.a40.generation_share",
-            "pat.a40.single_row_share",
-        ),
-        predict=_pat_a40,
-        predict_checks=_pat_a40_checks,
-        fixed={"context": 1024.0},
-        given={
-            "lengths.median": "pat_lengths",
-            "lengths.sigma": "pat_lengths",
-            "efficiency.mfu": "pat_h100",
-            "efficiency.train_fixed_s": "pat_h100",
-        },
-        assumptions=("Fig. 4's contexts are not said: 1,024 tokens a row", "training as efficient as on the H100"),
-    ),
+    *PAT,
     Problem(
         name="april",
         constants=(

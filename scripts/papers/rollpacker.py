@@ -226,6 +226,7 @@ ROLLPACKER: tuple[Problem, ...] = (
         predict_checks=_checks,
         fixed={
             **_workers(32),
+            "efficiency.memory": 0.903174,
             "reward.math.hang_share": 0.0,
             "reward.judge.hang_share": 0.0,
             "reward.judge.timeout_s": 60.0,
@@ -235,9 +236,9 @@ ROLLPACKER: tuple[Problem, ...] = (
             "reward.code.timeout_s": "rollpacker.code.timeout",
             "reward.code.hang_share": "rollpacker.sandbox_timeout_share",
         },
-        given={"efficiency.memory": "pat_h100", **_LENGTHS},
+        given=_LENGTHS,
         assumptions=(
-            "memory efficiency as of PAT's baseline on the H100",
+            "memory efficiency of PAT's baseline on the H100, with the lengths of its Fig. 3b (0.82 with those of 3a)",
             "how much of a length its prompt decides is the same for all tasks; prior 0.85, RhymeRL's code",
             "Table 1's training holds two forward passes (old log-probabilities, reference) and one update",
             "rewards are scored after the rollout, by 2 (math), 64 (code) and 32 (judge) workers; of a mixed batch in "

@@ -28,13 +28,12 @@ from papers.calibrate import constant
 from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS, Setup
 from papers.lengths import lengths_of
+from papers.pat import GROUP, OneOutlier
 from papers.rollpacker import TASKS, task_lengths
 
 ROWS = 512  # per dp group
 NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
-
-GROUP = 8  # responses to a prompt where PAT does not say (verl's example); its lengths are independent either way
 
 _OWN_PROBLEM = ("rollpacker.7b", "rollpacker.32b")  # set-ups with machines of their own; the others share their paper's
 
@@ -51,6 +50,7 @@ class Case:
       prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
       tasks: in equal shares.
       tp, tokens, devices: in place of the set-up's TP degree, longest response and number of devices; 0: the set-up's.
+      degrees: that an adaptive layout may use; empty: all of a host.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -68,6 +68,7 @@ class Case:
     tp: int = 0
     tokens: int = 0
     devices: int = 0
+    degrees: tuple[int, ...] = ()
 
     @property
     def of(self) -> Setup:
@@ -89,6 +90,7 @@ class Case:
         """For people."""
         factors = f" P {self.prompt_factor:g} R {self.response_factor:g}" if self.rule in ("tail", "partial") else ""
         layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp else ""
+        layout += f", of tp {', '.join(map(str, self.degrees))}" if self.degrees else ""
         longest = f", {self.max_tokens} tokens" if self.tokens else ""
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
 
@@ -143,7 +145,12 @@ def configuration(case: Case, calibration: Calibration) -> Config:
     if case.rule == "partial":
         rollout["partial_rollout"] = {"enable": True, "over_provision": case.prompt_factor, "at_end": "leave"}
     if case.rule == "adaptive":
-        rollout["layout"] = {"switch": True, "profile": "of the modelled devices", "devices_per_host": NODE}
+        rollout["layout"] = {
+            "switch": True,
+            "profile": "of the modelled devices",
+            "devices_per_host": NODE,
+            "degrees": [degree for degree in case.degrees if degree <= case.num_devices],
+        }
     return from_mapping(
         {
             "model": {"path": setup.model},
@@ -152,6 +159,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "max_prompt_length": PROMPT_TOKENS,
                 "max_response_length": case.max_tokens,
                 "train_batch_size": case.num_prompts,
+                "shuffle": case.paper != "pat",  # an outlier for each batch goes by the order of the prompts
                 "val_size": 0,
             },
             "rollout": rollout,
@@ -195,10 +203,11 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
         )
 
     if case.paper != "rollpacker":
-        pat = case.paper == "pat"
-        lengths = lengths_of(calibration.of("pat_lengths") if pat else values)
-        plain = (task("math", lengths, 0.0 if pat else values["correlation"], SimulatedScoring()),)
-        return cost, ModelledWorkload(case.seed, plain, case.max_tokens, PROMPT_TOKENS)
+        plain = (task("math", lengths_of(values), values.get("correlation", 0.0), SimulatedScoring()),)
+        limits = (case.seed, plain, case.max_tokens, PROMPT_TOKENS)
+        if case.paper == "pat":
+            return cost, OneOutlier(*limits, num_prompts=case.num_prompts, group_size=GROUP)
+        return cost, ModelledWorkload(*limits)
     tasks = [
         task(name, task_lengths(values, name), values["correlation"], _scoring(values, name)) for name in case.tasks
     ]

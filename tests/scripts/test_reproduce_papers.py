@@ -23,7 +23,7 @@ from papers.setups import Case  # noqa: E402
 from papers.solver import Problem, residual  # noqa: E402
 
 FILE = ROOT / "docs" / "reproductions" / "calibration.json"
-QUICK = ("pat_lengths", "rhymerl")  # solved in a second
+QUICK = ("pat_a40", "pat_h100", "rhymerl")  # solved in a second
 
 
 # ---------------------------------------------------------------- the calibration file
