@@ -44,8 +44,8 @@ def _rollpacker(steps: int) -> list[Case]:
     for setup in ROLLPACKER_SETUPS.values():
         cases.append(Case(setup, "plain", steps=steps))  # Table 2, Fig. 10, 11
         cases.append(Case(setup, "tail", *JOINT, steps=steps))
-        cases += [Case(setup, "tail", *f, steps=min(steps, 10)) for f in FACTORS.values() if f != JOINT]  # Fig. 12
-    code = {"tasks": ("code",), "steps": steps}
+        cases += [Case(setup, "tail", *f, steps=min(steps, 5)) for f in FACTORS.values() if f != JOINT]  # Fig. 12
+    code = {"tasks": ("code",), "steps": min(steps, 10)}
     cases.append(Case("rollpacker.14b", "plain", **code))  # Fig. 4
     cases.append(Case("rollpacker.14b", "tail", *JOINT, **code))
     cases += [Case("rollpacker.14b", "plain", tasks=(task,), steps=min(steps, 10)) for task in TASKS if task != "code"]
@@ -53,6 +53,7 @@ def _rollpacker(steps: int) -> list[Case]:
 
 
 def _april(steps: int) -> list[Case]:
+    steps = min(steps, 20)  # the paper does not say how many; shares and tokens per second settle within a few
     return [
         case
         for setup in APRIL_SETUPS.values()
@@ -88,11 +89,10 @@ def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, sc
 
 
 def headline(cases: Iterable[Case]) -> list[Case]:
-    """One run per model of those that a paper's main table reports."""
+    """The runs, a model's seeds together, of those that a paper's main table reports."""
     return [
         case
         for case in cases
-        if not case.seed
-        and not case.setup.startswith("pat")
+        if not case.setup.startswith("pat")
         and (case.rule == "partial" or (case.tasks == TASKS and (case.prompt_factor, case.response_factor) == JOINT))
     ]

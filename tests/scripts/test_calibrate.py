@@ -131,7 +131,9 @@ def test_rank_stability_has_its_limits():
 def test_the_reward_stage_by_hand():
     values = {"reward.x.median_s": 0.5, "reward.x.workers": 4.0, "reward.x.hang_share": 0.0, "reward.x.timeout_s": 9.0}
     assert reward_stage_s(values, "x", 100) == 12.5
-    assert reward_stage_s(values | {"reward.x.hang_share": 0.1}, "x", 100) == pytest.approx(100 * (0.45 + 0.9) / 4)
+    # every tenth hangs: 90 scorings of 0.5 s and 10 of 9 s on four workers, the last of which hangs
+    mean = 100 * (0.45 + 0.9) / 4
+    assert mean < reward_stage_s(values | {"reward.x.hang_share": 0.1}, "x", 100) < mean + 9
     assert reward_stage_s(values | {"reward.x.hang_share": 0.1, "reward.x.workers": 99.0}, "x", 100) == 9
 
 
