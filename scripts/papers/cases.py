@@ -34,7 +34,14 @@ PAT_SERIES = {
 between the ends that it names)."""
 
 PAT_DEGREES = (1, 2, 4, 8)  # that the static baseline is the best of
-PAT_START = 2  # the degree that adaptive rounds start in (§5.4)
+PAT_ADAPTIVE = {
+    "{1, 2} from 1": (1, (1, 2)),
+    "{1, 2, 4, 8} from 1": (1, PAT_DEGREES),
+    "{1, 2, 4, 8} from 2": (2, PAT_DEGREES),  # §5.4
+}
+"""Adaptive layouts: the degree that rounds start in, and the candidates (within a round tp only grows)."""
+
+PAT_STEPS = 5  # that the paper's means are over (§5.1)
 
 APRIL_WARM_UP = 8  # steps until the buffer is what it stays; left out of all means, the baseline's too
 
@@ -68,9 +75,11 @@ def _pat(steps: int) -> list[Case]:
     found = []
     for _, setup, devices, longest in PAT_SERIES.values():
         for tokens in longest:
-            case = Case(setup, "plain", tasks=("math",), steps=min(steps, 10), tokens=tokens, devices=devices)
+            case = Case(setup, "plain", tasks=("math",), steps=min(steps, PAT_STEPS), tokens=tokens, devices=devices)
             found += [replace(case, tp=tp) for tp in PAT_DEGREES]
-            found.append(replace(case, rule="adaptive", tp=PAT_START))
+            found += [
+                replace(case, rule="adaptive", tp=tp, degrees=degrees) for tp, degrees in PAT_ADAPTIVE.values()
+            ]
     return found
 
 
