@@ -51,11 +51,12 @@ def _rollpacker(steps: int) -> list[Case]:
     for setup in ROLLPACKER_SETUPS.values():
         cases.append(Case(setup, "plain", steps=steps))  # Table 2, Fig. 10, 11
         cases.append(Case(setup, "tail", *JOINT, steps=steps))
-        cases += [Case(setup, "tail", *f, steps=min(steps, 5)) for f in FACTORS.values() if f != JOINT]  # Fig. 12
+    for setup in ROLLPACKER_SETUPS.values():  # Table 2, a part of the reward scheduler
+        cases.append(Case(setup, "tail", *JOINT, steps=min(steps, 10), score_when="sample"))
     code = {"tasks": ("code",), "steps": min(steps, 10)}
     cases.append(Case("rollpacker.14b", "plain", **code))  # Fig. 4
     cases.append(Case("rollpacker.14b", "tail", *JOINT, **code))
-    cases += [Case("rollpacker.14b", "plain", tasks=(task,), steps=min(steps, 10)) for task in TASKS if task != "code"]
+    cases += [Case("rollpacker.14b", "plain", tasks=(task,), steps=min(steps, 5)) for task in TASKS if task != "code"]
     return cases
 
 
@@ -103,5 +104,5 @@ def headline(cases: Iterable[Case]) -> list[Case]:
         case
         for case in cases
         if not case.setup.startswith("pat")
-        and (case.rule == "partial" or (case.tasks == TASKS and (case.prompt_factor, case.response_factor) == JOINT))
+        and (case.rule == "partial" or (case.rule == "tail" and case.tasks == TASKS and case.score_when == "rollout"))
     ]

@@ -49,6 +49,7 @@ class Case:
       rule: batches as the baseline makes them, tail batching, partial rollout, or the baseline in an adaptive layout.
       prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
       tasks: in equal shares.
+      score_when: rewards wait for the rollout's end, or begin as each response ends.
       tp, tokens, devices: in place of the set-up's TP degree, longest response and number of devices; 0: the set-up's.
       degrees: that an adaptive layout may use; empty: all of a host.
       steps, seed: of the run.
@@ -68,6 +69,7 @@ class Case:
     tp: int = 0
     tokens: int = 0
     devices: int = 0
+    score_when: Literal["rollout", "sample"] = "rollout"
     degrees: tuple[int, ...] = ()
 
     @property
@@ -92,6 +94,7 @@ class Case:
         layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp else ""
         layout += f", of tp {', '.join(map(str, self.degrees))}" if self.degrees else ""
         longest = f", {self.max_tokens} tokens" if self.tokens else ""
+        longest += ", scored beside the rollout" if self.score_when == "sample" else ""
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
 
     @property
@@ -170,10 +173,11 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "use_kl_loss": rollpacker,
                 "ppo_max_token_len_per_gpu": 1 << 16,
             },
-            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end
+            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
+            # for one another; scored beside the rollout, each task has its own workers
             "reward": {
                 "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
-                "score_when": "rollout" if rollpacker else "sample",
+                "score_when": case.score_when if rollpacker else "sample",
             },
             "trainer": {"total_training_steps": case.steps, "save_freq": 0, "seed": case.seed},
             "simulate": {
@@ -181,7 +185,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "num_devices": case.num_devices,
                 "num_prompts": DATASET_PROMPTS,
                 "tasks": _own_workers(case, calibration) if rollpacker else [],
-                "score_in_turn": rollpacker,
+                "score_in_turn": rollpacker and case.score_when == "rollout",
             },
         }
     )
