@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from papers import calibrate, what_if
+from papers import calibrate, pat_closed, what_if
 from papers.cases import APRIL_WARM_UP, EXPERIMENTS, cases_of, headline
 from papers.pages import page
 from papers.records import header, read
@@ -86,6 +86,8 @@ def other_readings(
     record: Mapping[str, Any], cases: Sequence[Case], options: argparse.Namespace
 ) -> dict[str, list[list[float]]]:
     """Speed-ups of the paper's main table, with one assumption changed at a time; over fewer steps, of every seed."""
+    if record["paper"] == "pat":
+        return pat_closed.readings(calibrate.read(options.calibration), cases[0].scale)
     chosen = [replace(case, steps=min(case.steps, MOST_STEPS)) for case in headline(cases)]
     skip = min([APRIL_WARM_UP, *(case.steps - 1 for case in chosen)])
     return what_if.readings(record["paper"], chosen, calibrate.read(options.calibration), skip)

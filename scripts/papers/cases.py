@@ -78,9 +78,7 @@ def _pat(steps: int) -> list[Case]:
         for tokens in longest:
             case = Case(setup, "plain", tasks=("math",), steps=min(steps, PAT_STEPS), tokens=tokens, devices=devices)
             found += [replace(case, tp=tp) for tp in PAT_DEGREES]
-            found += [
-                replace(case, rule="adaptive", tp=tp, degrees=degrees) for tp, degrees in PAT_ADAPTIVE.values()
-            ]
+            found += [replace(case, rule="adaptive", tp=tp, degrees=degrees) for tp, degrees in PAT_ADAPTIVE.values()]
     return found
 
 

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from papers import pat_page, tables
 from papers.cases import (
     APRIL_SETUPS,
     APRIL_WARM_UP,
     FACTORS,
     JOINT,
-    PAT_DEGREES,
-    PAT_SERIES,
-    PAT_START,
     ROLLPACKER_SETUPS,
 )
 from papers.facts import FACTS
@@ -43,13 +41,6 @@ class Runs:
         """Every seed of a case; none where it was not run."""
         wanted = (setup, rule, *factors, tuple(tasks))
         return [r for r in self._runs if _identity(r) == wanted]
-
-    def pat(self, setup: str, devices: int, tokens: int, rule: str, tp: int) -> list[Steps]:
-        """Every seed of a case of PAT."""
-        wanted = (setup, devices, tokens, rule, tp)
-        return [
-            r for r in self._runs if (r.case.setup, r.case.devices, r.case.tokens, r.case.rule, r.case.tp) == wanted
-        ]
 
     def __bool__(self) -> bool:
         return bool(self._runs)
@@ -78,11 +69,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def page(header: Mapping[str, Any], runs: Sequence[Steps]) -> str:
     """The whole page."""
+    if header["paper"] == "pat":
+        sections = pat_page.sections(tables.Runs(runs), header["what_if"])
+        return "\n\n".join([_top(header, runs), *sections]) + "\n"
     found = Runs(runs)
     sections = {
         "rollpacker": (_table2, _baselines, _figure4, _figure10, _figure11, _figure12),
         "april": (_april,),
-        "pat": (_pat, _pat_breakdown),
     }
     parts = [_top(header, runs), *(section(found) for section in sections[header["paper"]])]
     if header["what_if"]:
@@ -287,94 +280,3 @@ def _april(runs: Runs) -> str:
 Tokens that the engine generates over seconds of rollout, without the first {APRIL_WARM_UP} steps, in which the buffer
 fills; the paper's gain is its mean over three data sets. It finds about 40 % of a step's tokens carried over
 (§3.2.3)."""
-
-
-# ---------------------------------------------------------------- PAT
-
-
-def _capped(runs: Sequence[Steps], name: str) -> float:
-    """The mean over the steps in which a response reaches the limit, as PAT takes it (§5.1)."""
-    values = [
-        value
-        for r in runs
-        for value, longest in zip(getattr(r, name), r.longest, strict=True)
-        if longest >= r.case.max_tokens
-    ]
-    return float(np.mean(values)) if values else math.nan
-
-
-def _pat_point(runs: Runs, setup: str, devices: int, tokens: int) -> tuple[list[Steps], list[Steps], list[Steps]]:
-    """(static at PAT_START, the static degree with the shortest step, adaptive)."""
-    static = {tp: runs.pat(setup, devices, tokens, "plain", tp) for tp in PAT_DEGREES}
-    best = min(static.values(), key=lambda found: _capped(found, "step_s"))
-    return static[PAT_START], best, runs.pat(setup, devices, tokens, "adaptive", PAT_START)
-
-
-_PAT_PUBLISHED = {
-    ("Fig. 10a", 16384): ("PAT §5.2, A40, largest speed-up", "Llama-3.1-8B, 8 devices"),
-    ("Fig. 10b", 16384): ("PAT §5.2, A40, largest speed-up", "16 devices"),
-    ("Fig. 10c", 16384): ("PAT §5.2, A40, largest speed-up", "Qwen3-14B, 16"),
-    ("Fig. 11a", 24576): ("PAT §5.2-5.3, H100, speed-up of an iteration", "Llama-3.1-8B/24K"),
-    ("Fig. 11b", 16384): ("PAT §5.2-5.3, H100, speed-up of an iteration", "Qwen3-14B/16K"),
-}
-"""By figure and longest response: what the text says in numbers."""
-
-
-def _pat(runs: Runs) -> str:
-    rows = []
-    for figure, (model, setup, devices, longest) in PAT_SERIES.items():
-        for tokens in longest:
-            found = _pat_point(runs, setup, devices, tokens)
-            low, best, adaptive = (_capped(each, "drawn_tokens") / _capped(each, "step_s") for each in found)
-            known = _PAT_PUBLISHED.get((figure, tokens))
-            gain = adaptive / low
-            held = beside(gain, REPORTED[known[0]][known[1]]) if known else [f"{gain:.2f}", *[""] * 4]
-            rows.append(
-                [
-                    figure,
-                    model,
-                    f"{devices} x {found[0][0].case.of.hardware}",
-                    f"{tokens:,}",
-                    *(f"{value:,.0f}" for value in (low, adaptive)),
-                    f"{_capped(found[2], 'switches'):.1f}",
-                    *held,
-                    f"{found[1][0].case.degree}",
-                    f"{adaptive / best:.2f}",
-                ]
-            )
-    head = [
-        "figure",
-        "model",
-        "devices",
-        "longest",
-        f"static tp {PAT_START}, tokens/s",
-        "adaptive",
-        "switches",
-        *BESIDE,
-    ]
-    return f"""## PAT Fig. 10 and 11: tokens of a step over its seconds
-
-{table([*head, "best static tp", "speed-up over that"], rows)}
-
-Steps count whose longest response reaches the limit, as in the paper. Adaptive rounds start at tp {PAT_START} and may
-go up to a host's eight devices. The paper's static TP is tuned and not named; the calibration reads it as
-{PAT_START}. It prints numbers at the largest lengths only (on the A40 as "up to"), and says that the gain grows with
-the length, from 1.05."""
-
-
-def _pat_breakdown(runs: Runs) -> str:
-    rows = []
-    for model, setup, devices, longest in (PAT_SERIES["Fig. 11a"], PAT_SERIES["Fig. 11b"]):
-        low, best, adaptive = _pat_point(runs, setup, devices, longest[-1])
-        name = f"{model}/{longest[-1] // 1024}K"
-        short = "8b" if "8B" in model else "14b"
-        before = f"{FACTS[f'pat.h100.{short}_generation'].low:.1f}"
-        after = f"{REPORTED['PAT §5.3, H100, generation with PAT in s'][name]:.1f}"
-        shown = [(f"static tp {PAT_START}", low, before), ("adaptive", adaptive, after)]
-        shown.append((f"static tp {best[0].case.degree}, the best", best, ""))
-        for kind, found, published in shown:
-            seconds = [f"{_capped(found, each):.1f}" for each in ("gen_s", "train_s", "step_s")]
-            rows.append([name, kind, *seconds, published])
-    return f"""## PAT Fig. 11c: where a step's time goes
-
-{table(["model", "layout", "generation, s", "training, s", "step, s", "generation in the paper, s"], rows)}"""

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost
+from papers.cases import PAT_SERIES
 from papers.closed_form import PROMPT_TOKENS, drain, train_s
 from papers.facts import Setup
 from papers.machines import cost_of
 from papers.pat import batches
-
-NODE = 8  # devices, which TP does not leave
+from papers.setups import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,16 @@ def speedup(setup: Setup, values: Mapping[str, float], reading: Reading) -> floa
     return math.fsum(stay) / math.fsum(switched)
 
 
-def readings(points: Sequence[tuple[str, Setup]], calibration: Calibration) -> dict[str, list[float]]:
-    """By reading, the speed-up at each point (the calibration problem, and the set-up)."""
-    return {
-        reading.name: [speedup(setup, calibration.of(problem), reading) for problem, setup in points]
-        for reading in READINGS
-    }
+def readings(calibration: Calibration, scale: int = 1) -> dict[str, list[list[float]]]:
+    """By reading, the speed-up of each series of bars at its largest length: [series][1], as of one seed.
+
+    `scale` divides the longest response, to try the script out.
+    """
+    cases = [
+        Case(setup, "plain", tokens=longest[-1], devices=devices) for _, setup, devices, longest in PAT_SERIES.values()
+    ]
+    points = [
+        (calibration.of(case.problem), replace(case.of, num_devices=case.devices, max_tokens=case.tokens // scale))
+        for case in cases
+    ]
+    return {reading.name: [[speedup(setup, values, reading)] for values, setup in points] for reading in READINGS}

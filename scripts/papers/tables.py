@@ -36,12 +36,10 @@ class Runs:
         wanted = (setup, rule, *factors, tuple(tasks), score_when)
         return [r for r in self._runs if _identity(r) == wanted]
 
-    def pat(self, setup: str, devices: int, tokens: int, rule: str, tp: int) -> list[Steps]:
+    def pat(self, setup: str, devices: int, tokens: int, rule: str, tp: int, degrees: tuple[int, ...]) -> list[Steps]:
         """Every seed of a case of PAT."""
-        wanted = (setup, devices, tokens, rule, tp)
-        return [
-            r for r in self._runs if (r.case.setup, r.case.devices, r.case.tokens, r.case.rule, r.case.tp) == wanted
-        ]
+        wanted = (setup, devices, tokens, rule, tp, degrees)
+        return [each for each in self._runs if _pat_identity(each) == wanted]
 
     def __bool__(self) -> bool:
         return bool(self._runs)
@@ -50,6 +48,11 @@ class Runs:
 def _identity(steps: Steps) -> tuple[Any, ...]:
     case = steps.case
     return (case.setup, case.rule, case.prompt_factor, case.response_factor, case.tasks, case.score_when)
+
+
+def _pat_identity(steps: Steps) -> tuple[Any, ...]:
+    case = steps.case
+    return (case.setup, case.devices, case.tokens, case.rule, case.tp, case.degrees)
 
 
 def mean(runs: Sequence[Steps], name: str, long: bool | None = None, skip: int = 0) -> float:
