@@ -48,10 +48,27 @@ class LayoutSection:
     correction_max_factor: Annotated[
         float, Ge(1), "Measured step times count as at most this many times the predicted ones."
     ] = 2.0
+    planner_rule: Annotated[
+        Literal["paper", "confident"],
+        "What the planner takes for a rise of preemptions; paper: more than rollout.layout.planner_rise times those of "
+        "the step before, confident: the same in the mean, and beyond the noise of the steps before; it also tries to "
+        "come down again.",
+    ] = "paper"
     planner_rise: Annotated[
         float, Ge(1), "The planner raises tp where preemptions are more than this times those of the step before."
     ] = 1.05
     planner_quiet_rounds: Annotated[int, Ge(1), "The planner lowers tp after so many steps without preemption."] = 4
+    planner_level: Annotated[
+        float,
+        Interval(gt=0, lt=1),
+        "With rollout.layout.planner_rule=confident, the chance per step that noise alone raises tp.",
+    ] = 1e-4
+    planner_trial_rounds: Annotated[
+        int,
+        Ge(1),
+        "With rollout.layout.planner_rule=confident, the steps after which a raised tp is lowered on trial; doubled "
+        "each time that this fails.",
+    ] = 16
 
     @property
     def adapts(self) -> bool:
