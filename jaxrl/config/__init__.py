@@ -5,7 +5,7 @@
 """
 
 from jaxrl.config.checks import ConfigError
-from jaxrl.config.mapping import differences, flatten, from_mapping, to_mapping
+from jaxrl.config.mapping import differences, flatten, from_mapping, from_recorded, to_mapping
 from jaxrl.config.options import (
     ActorSection,
     AlgorithmSection,
@@ -30,5 +30,6 @@ __all__ = [
     "differences",
     "flatten",
     "from_mapping",
+    "from_recorded",
     "to_mapping",
 ]

@@ -91,9 +91,6 @@ class TailBatchingSection:
     at_end: Annotated[
         AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
     ] = "flush"
-    keep_finished: Annotated[
-        bool, "The finished samples of a deferred prompt count later, if no weight update lies between."
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,17 @@ class PartialRolloutSection:
     over_provision: Annotated[float, Ge(1), "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
     max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
     max_restarts: Annotated[
-        int, Ge(0), "How often a sample may lose its tokens to max_staleness before a round waits for it."
+        int, Ge(0), "The most times that a sample may lose its tokens and start again; rounds wait for it in time."
     ] = 1
     at_end: Annotated[
         AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."
     ] = "flush"
+    buffer_filter_path: Annotated[
+        str, "A Python file with a function that says what becomes of buffered prompts in a round; empty: none."
+    ] = ""
+    buffer_filter_name: Annotated[str, "The function in buffer_filter_path, called with groups and policy_version."] = (
+        "buffer_filter"
+    )
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,11 @@ class RolloutSection:
     max_num_seqs: Annotated[int, Ge(1), "Samples that decode at once, per dp group."] = 32
     max_num_batched_tokens: Annotated[int, Ge(1), "Prefill tokens per plan, per dp group."] = 512
     decode_steps: Annotated[int, Ge(1), "Decode steps per plan."] = 16
+    sample_placement: Annotated[
+        Literal["together", "spread"],
+        "The dp group of a prompt's samples; together: the one that has the prompt's KV, while it has room, spread: "
+        "each sample goes where most room is.",
+    ] = "together"
     attention: Annotated[
         Literal["auto", "reference", "pallas"],
         "What reads the KV cache; auto: the Pallas kernels on GPU, the reference elsewhere.",

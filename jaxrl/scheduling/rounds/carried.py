@@ -64,6 +64,20 @@ def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
     return samples
 
 
+def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int) -> None:
+    """Raises ValueError for samples of a checkpoint that are too long for the run that takes them in: rows, the cache
+    and packed batches have no room for them. `max_response_length` is in tokens; 0: no limit."""
+    # a sample that goes on draws one token more at least
+    needed = [len(sample) + (sample.finish_reason not in ("stop", "length")) for sample in samples]
+    num_over = sum(length > max_response_length for length in needed)
+    if max_response_length and num_over:
+        raise ValueError(
+            f"data.max_response_length ({max_response_length} tokens) must be >= {max(needed)} to go on from this "
+            f"checkpoint: {num_over} of {len(samples)} samples {what} are too long for it; or start a new run from the "
+            "parameters alone (trainer.init_from)"
+        )
+
+
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as in `pack_samples`, rewards
     float64, and why a scorer failed (empty if it did not); with overlong reward shaping also what of the rewards it is.
