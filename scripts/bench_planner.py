@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"\ncounts of mean {mean:g}, variance {scatter:g} times that")
             for rule in RULES:
                 for what, values in measure(rule, Counts(mean, scatter), layout, options.seeds, options.rounds):
-                    say(f"  {rule:<9}  {what:<15}  " + ", ".join(f"{k} {text(v)}" for k, v in values.items()))
+                    shown = ", ".join(f"{k} {text(v)}" for k, v in values.items())
+                    say(f"  {rule:<9}  {what:<15}  {'all seeds rose before' if values.get('seeds') == 0 else shown}")
     return 0
 
 

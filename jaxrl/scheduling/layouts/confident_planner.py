@@ -71,7 +71,8 @@ def risen(counts: Sequence[int], window: int, rise: float, level: float) -> bool
     freedom = 2.0 * (num - 1) / 3.0
     scatter = float(np.mean(np.diff(before) ** 2)) / 2.0 / (total / num) if num > 1 and total else 1.0
     dispersion = max((PRIOR_ROUNDS + freedom * scatter) / (PRIOR_ROUNDS + freedom), 1.0)
-    return _normal_of_t(deviance / dispersion, PRIOR_ROUNDS + freedom) > NormalDist().inv_cdf(1.0 - level)
+    # where both are nearly equal, rounding may leave less than nothing
+    return _normal_of_t(max(deviance, 0.0) / dispersion, PRIOR_ROUNDS + freedom) > NormalDist().inv_cdf(1.0 - level)
 
 
 def _normal_of_t(squared: float, freedom: float) -> float:
