@@ -18,12 +18,14 @@ E X = (X + S) · ρw / (ρw + n) and E S = (X + S) · n / (ρw + n), and
     t = sqrt(2 / φ · (X ln(X / E X) + S ln(S / E S)))
 
 is about Student's t with ν + ν₀ degrees of freedom. φ >= 1 is by how much counts scatter more than Poisson counts:
-the mean of ν₀ = 8 rounds' worth of belief in 1, and of ν = 2 (n - 1) / 3 rounds' worth of the estimate
-Σ (x_i - x_{i-1})² / (2 (n - 1)) / (S / n). tp rises if X > E X, and t is beyond the quantile of 1 - α / 4 for one of
-w = 1, 2, 4, 8: so in a round of which nothing has changed, noise raises it with a chance of at most α = `planner_level`
-(by the union bound over the four; the rest is approximation, and `scripts/bench_planner.py` measures it). All rounds
-of a kind at a degree are compared with, however long ago, so slow growth is found as well. Those that showed the rise
-are forgotten: later rounds at that degree are compared with what was normal there.
+the weighted mean of 1, which counts as ν₀ = 8 rounds, and of an estimate that counts as ν = 2 (n - 1) / 3: half the
+mean square of the differences between successive counts, over the mean count. tp rises if X > E X, and t is beyond the
+quantile of 1 - α / 4 for one of w = 1, 2, 4, 8. So in a round of which nothing has changed, noise raises it with a
+chance of at most α = `planner_level` (by the union bound over the four; the rest is approximation, and
+`scripts/bench_planner.py` measures it).
+
+All rounds of a kind at a degree are compared with, however long ago, so slow growth is found as well. Those that showed
+a rise are forgotten: later rounds at that degree are compared with what was normal there.
 
 **The way down.** As in the paper, `planner_quiet_rounds` without preemption lower tp. And a degree that was raised is
 left again after `planner_trial_rounds`, for the one that it was raised from. If preemptions there are still beyond what
