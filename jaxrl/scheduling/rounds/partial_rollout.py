@@ -43,13 +43,16 @@ from jaxrl.scheduling.rounds.batches import (
     RoundTime,
     check_schema,
     close_round,
+    discard_at_end,
     new_group,
     open_round,
     provisioned,
     queue_metrics,
+    room_until_end,
     spare_until_end,
 )
 from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
+from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import PromptKey, Round
 from jaxrl.types import Sample
@@ -102,6 +105,7 @@ class PartialRollout:
             )
         self.buffer: deque[BufferedGroup] = deque()  # by first launch
         self.num_rounds = 0
+        self.share = FilteredShare()
         self._open: OpenRound | None = None
         self._restarted = 0
         self._dropped_tokens = 0
@@ -119,8 +123,8 @@ class PartialRollout:
     def max_under_way(self) -> tuple[int, int]:
         return self._limits(self.num_spare).max_under_way
 
-    def _limits(self, num_spare: int) -> RaceLimits:
-        return RaceLimits(self.batch, self.batch.group_size, num_spare, keep_unfinished=True)
+    def _limits(self, num_spare: int, max_left_over: int | None = None) -> RaceLimits:
+        return RaceLimits(self.batch, self.batch.group_size, num_spare, True, max_left_over)
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +145,9 @@ class PartialRollout:
                 return self._resume(prompts)
             return new_group(prompts, batch.group_size, time.step, self.num_rounds)
 
-        race = Race(self._limits(num_spare), supply, due)
+        # a race cannot wait for all that dynamic sampling launches ahead, and must not lose any
+        room = room_until_end(self.options.at_end, batch.num_groups, time) if num_spare else None
+        race = Race(self._limits(num_spare, room), supply, due, self.share)
         self._open = open_round(race, "partial", time)
         return self._open.round
 
@@ -187,6 +193,7 @@ class PartialRollout:
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race, ledger = opened.race, opened.ledger
+        self.share = race.share
         gone = {*race.batch, *race.filtered}
         kept: list[BufferedGroup] = []
         for prompt_key, group in race.groups.items():
@@ -197,12 +204,15 @@ class PartialRollout:
                 planned = group.planned
                 kept.append(BufferedGroup(prompt_key, planned.first_step, planned.first_round, tuple(samples)))
         self.buffer = deque(sorted((*kept, *self.buffer), key=lambda entry: entry.first_round))  # stable
+        discarded = discard_at_end(self.buffer, room_until_end(self.options.at_end, self.batch.num_groups, opened.time))
         groups = current.groups()
-        carried = {sample.key for entry in kept for sample in entry.samples}
+        carried = {sample.key for entry in self.buffer for sample in entry.samples}
         metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens)
         metrics |= queue_metrics(self.buffer, opened.time.step, self.num_rounds)
         metrics |= self._partial_metrics(opened)
-        return RoundResult(current.kind, groups, dict(race.filtered), metrics)
+        if self.batch.filter_groups.enable:
+            metrics["rollout/discarded_prompts"] = float(len(discarded))
+        return RoundResult(current.kind, groups, dict(race.filtered) | dict.fromkeys(discarded, "filtered"), metrics)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
         spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]
@@ -224,6 +234,7 @@ class PartialRollout:
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
+            "filtered_share": self.share.state(),
             "groups": np.asarray(rows, np.int64).reshape(-1, 5),
             "samples": pack_samples([sample for entry in self.buffer for sample in entry.samples]),
         }
@@ -247,6 +258,7 @@ class PartialRollout:
             members = tuple(samples.popleft() for _ in range(count))
             buffer.append(BufferedGroup((epoch, index), first_step, first_round, members))
         self.buffer, self.num_rounds = buffer, int(state["num_rounds"])
+        self.share = FilteredShare.of_state(state.get("filtered_share", ()))
 
 
 # -- training on responses of several versions -------------------------------------------------------------------------
