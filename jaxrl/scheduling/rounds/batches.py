@@ -132,7 +132,8 @@ class FreshBatches:
     P0 × R0 are the batch. Prompts that lose leave the system as `filtered`, for good.
 
     With dynamic sampling a plain round launches ahead of verdicts. Prompts that were launched and not needed are the
-    first of the next round, where they draw new responses (verl drops them): nothing is off-policy and none is lost.
+    first of the next round, where they draw new responses (verl drops them): nothing is off-policy. Those that no step
+    is left for leave as `filtered`.
 
     Args:
       batch: P0, R0, and what else rules share.
@@ -198,12 +199,13 @@ class FreshBatches:
         self.share = race.share
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         planned = [group.planned for group in race.left_over]
-        discarded = [each.prompt.key for each in planned] if self.limits.is_race else []
+        discarded = [each.prompt.key for each in planned]
+        if not self.limits.is_race:
+            surplus = [Surplus(p.prompt.key, p.attempt, p.first_step, p.first_round) for p in planned]
+            self.queue.extendleft(reversed(surplus))
+            discarded = discard_at_end(self.queue, room_until_end("flush", self.limits.batch.num_groups, opened.time))
         for prompt_key in discarded:
             left[prompt_key] = "filtered"
-        if not self.limits.is_race:
-            surplus = (Surplus(p.prompt.key, p.attempt, p.first_step, p.first_round) for p in planned)
-            self.queue.extendleft(reversed(list(surplus)))
         metrics = opened.metrics(groups, thrown_tokens=opened.tokens_lost())
         metrics["rollout/discarded_prompts"] = float(len(discarded))
         if self.limits.batch.filter_groups.enable:

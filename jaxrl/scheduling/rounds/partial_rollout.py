@@ -54,7 +54,7 @@ from jaxrl.scheduling.rounds.batches import (
 from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.scheduling.rounds.round import PromptKey, Round
+from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round
 from jaxrl.types import Sample
 
 SCHEMA = 1
@@ -212,7 +212,9 @@ class PartialRollout:
         metrics |= self._partial_metrics(opened)
         if self.batch.filter_groups.enable:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
-        return RoundResult(current.kind, groups, dict(race.filtered) | dict.fromkeys(discarded, "filtered"), metrics)
+        left: dict[PromptKey, Outcome] = dict(race.filtered)
+        left |= dict.fromkeys(discarded, "filtered")
+        return RoundResult(current.kind, groups, left, metrics)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
         spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]
