@@ -131,7 +131,12 @@ class FilterGroupsSection:
     max_num_gen_batches: Annotated[
         int, Ge(1), "A round gives up with an error once it has launched this many times the prompts it started with."
     ] = 10
-    max_unscored_groups: Annotated[int, Ge(0), "Complete prompts that may lack rewards before generation waits."] = 8
+    max_unscored_groups: Annotated[
+        int,
+        Ge(-1),
+        "Complete prompts that may lack rewards before generation waits; -1: half as many as still decode, and at most "
+        "data.train_batch_size.",
+    ] = -1
 
 
 @dataclass(frozen=True)
