@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_tune(command: _Command) -> None:
     tune = command("tune", _tune, "Find a rule's fastest factors by simulation, from a run's recorded lengths.")
-    tune.add_argument("run_dir", metavar="RUN", help="a run directory, of a real or a simulated run")
+    # not a positional: options between it and the overrides would end both
+    tune.add_argument("--run", dest="run_dir", metavar="DIR", required=True, help="of a real or a simulated run")
     tune.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the run's own")
     tune.add_argument("--rule", default="tail_batching", choices=["tail_batching", "partial_rollout"])
     for name, text in (

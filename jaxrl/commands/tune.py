@@ -36,8 +36,11 @@ from jaxrl.sim.configured import cost_model, layout_sizes, machine_sizes, model_
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.tuning import PLAIN, SEARCHES, Factors, RuleName, Search, Table, Trial, Tried, label, trial
+from jaxrl.sim.workload import Workload
 
 LEAST_RESPONSES = 20  # with fewer, the longest is a matter of chance
+_STEPS = "trainer.total_training_steps"
+_FIXED = ("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,9 @@ class TuneOptions:
         for name, least in (("seeds", 1), ("steps", 0), ("processes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} ({getattr(self, name)}) must be >= {least}")
+        warm_up = SEARCHES[self.rule].warm_up
+        if 0 < self.steps <= warm_up:
+            raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")
         split = self.prompt_factors or self.response_factors
         if split and self.rule != "tail_batching":
             raise ValueError(f"--prompt-factors and --response-factors belong to --rule tail_batching, not {self.rule}")
@@ -90,7 +96,7 @@ class Job:
     """One simulated run: its configuration, its lengths, and the steps that its means leave out."""
 
     config: Config
-    workload: RecordedWorkload
+    workload: Workload
     warm_up: int
 
 
@@ -102,21 +108,17 @@ def tune(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Table:
     """Searches, and says what was found; raises ValueError for what a user can mend."""
-    search = SEARCHES[options.rule]
-    grid = options.grid(search)
-    given = [*_of_the_machine(run_dir), *overrides, "simulate.workload=recorded"]
-    given.append(f"simulate.recorded_run={json.dumps(run_dir)}")
-    config = _load(run_dir, given)
+    search, given = SEARCHES[options.rule], [*_of_the_run(run_dir), *overrides]
+    config, grid = _load(run_dir, given), options.grid(SEARCHES[options.rule])
     batch = config.data.train_batch_size, config.rollout.n
     values = (PLAIN, *search.distinct(grid, *batch))
     steps = options.steps or search.num_steps(values[1:], batch[0])
-    given += [f"trainer.total_training_steps={steps}", "trainer.test_freq=0", "trainer.val_before_train=false"]
-    configs = [_load(run_dir, [*given, *search.alone(factors)]) for factors in values]
+    configs = [_load(run_dir, [*given, *_FIXED, f"{_STEPS}={steps}", *search.alone(each)]) for each in values]
     for each in configs:
         _check(each)
     workload, lengths = workload_of(config)
-    assert isinstance(workload, RecordedWorkload)
-    _check_lengths(workload, run_dir)
+    if isinstance(workload, RecordedWorkload):
+        _check_lengths(workload)
     facts = {"costs": cost_model(config)[1], "lengths": lengths}
     say(f"{search.name} on {run_dir}: {options.seeds} seeds × {steps} simulated steps of {_size(config)}")
     for name, text in facts.items():
@@ -124,15 +126,11 @@ def tune(
     for line in (*_left_out(grid, values), *_doubts(config, workload, run_dir)):
         say(f"  note: {line}")
 
-    jobs = [
-        Job(_seeded(each, seed), workload.resampled(config.trainer.seed + seed), search.warm_up)
-        for seed in range(options.seeds)
-        for each in configs
-    ]
+    drawn = [_drawn(config, workload, seed) for seed in range(options.seeds)]
+    jobs = [Job(_seeded(each, i), own, search.warm_up) for i, own in enumerate(drawn) for each in configs]
     trials = _run(jobs, options.processes, progress)
-    tried = [
-        Tried(value, search.launched(value, *batch), tuple(trials[i :: len(values)])) for i, value in enumerate(values)
-    ]
+    by_value = [tuple(trials[i :: len(values)]) for i in range(len(values))]
+    tried = [Tried(each, search.launched(each, *batch), own) for each, own in zip(values, by_value, strict=True)]
     table = Table(search, tried[0], tuple(tried[1:]))
     for line in ("", *table.rows(), "", *table.verdict(), f"options: {' '.join(table.chosen)}"):
         say(line)
@@ -157,10 +155,11 @@ def _devices(run_dir: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["devices"]
 
 
-def _of_the_machine(run_dir: str) -> list[str]:
-    """Options of section `simulate`: how lengths are drawn; of a real run its devices, and its latencies if it names a
-    profile."""
-    found = ["simulate.recorded_rule=by_rank"]
+def _of_the_run(run_dir: str) -> list[str]:
+    """Options of section `simulate` that its record answers: lengths; of a real run the devices as well, and latencies
+    if it names a profile."""
+    lengths = f"simulate.recorded_run={json.dumps(str(run_dir))}"
+    found = ["simulate.workload=recorded", "simulate.recorded_rule=by_rank", lengths]
     devices = _devices(run_dir)
     if devices["platform"] == SIMULATED:
         return found
@@ -170,18 +169,18 @@ def _of_the_machine(run_dir: str) -> list[str]:
     return [*found, "simulate.cost=table", f"simulate.profile={json.dumps(profile)}"] if profile else found
 
 
-def _check_lengths(workload: RecordedWorkload, run_dir: str) -> None:
+def _check_lengths(workload: RecordedWorkload) -> None:
     """Raises ValueError for a record from which nothing can be learnt."""
     lengths = workload.lengths
     if len(lengths) < LEAST_RESPONSES:
         raise ValueError(
-            f"{run_dir}: samples.jsonl holds {len(lengths)} finished responses, and a search needs at least "
+            f"samples.jsonl holds {len(lengths)} finished responses, and a search needs at least "
             f"{LEAST_RESPONSES}: let the run make more steps"
         )
     if lengths[0] == lengths[-1]:
         limit = ", the run's limit" if workload.num_truncated else ""
         raise ValueError(
-            f"{run_dir}: all {len(lengths)} recorded responses have {lengths[0]} tokens{limit}, so there is no tail "
+            f"all {len(lengths)} recorded responses have {lengths[0]} tokens{limit}, so there is no tail "
             "for a rule to cut"
         )
 
@@ -191,20 +190,26 @@ def _left_out(grid: Sequence[Factors], values: Sequence[Factors]) -> Iterator[st
         yield f"left out, since they launch what another value launches: {', '.join(left_out)}"
 
 
-def _doubts(config: Config, workload: RecordedWorkload, run_dir: str) -> Iterator[str]:
+def _doubts(config: Config, workload: Workload, run_dir: str) -> Iterator[str]:
     """Why the figures may be off."""
-    rollout, longest = config.rollout, workload.lengths[-1]
-    if rollout.over_provisioning.enable or (rollout.tail_batching.enable and rollout.tail_batching.response_factor > 1):
-        yield "the run itself ended its slowest responses early, so long ones are missing from its record"
-    known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
-    if known > 1.25 * longest:
-        yield f"the run's longest response had {known:.0f} tokens, the longest in its record {longest}: more steps help"
+    if isinstance(workload, RecordedWorkload):
+        yield from _missing(config, workload, run_dir)
     devices = _devices(run_dir)
     if config.simulate.cost == "roofline" and devices["platform"] != SIMULATED:
         yield (
             f"the run was on {devices['count']} × {devices['kind']}, and these seconds are modelled: name a file of "
             "`jaxrl profile` as rollout.layout.profile for measured ones"
         )
+
+
+def _missing(config: Config, workload: RecordedWorkload, run_dir: str) -> Iterator[str]:
+    """Long responses that the record lacks."""
+    rollout, longest = config.rollout, workload.lengths[-1]
+    if rollout.over_provisioning.enable or (rollout.tail_batching.enable and rollout.tail_batching.response_factor > 1):
+        yield "the run itself ended its slowest responses early, so long ones are missing from its record"
+    known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
+    if known > 1.25 * longest:
+        yield f"the run's longest response had {known:.0f} tokens, the longest in its record {longest}: more steps help"
 
 
 def _size(config: Config) -> str:
@@ -228,6 +233,13 @@ def _seeded(config: Config, seed: int) -> Config:
     return replace(
         config, data=replace(data, seed=data.seed + seed), trainer=replace(trainer, seed=trainer.seed + seed)
     )
+
+
+def _drawn(config: Config, workload: Workload, seed: int) -> Workload:
+    """The lengths of one seed."""
+    if isinstance(workload, RecordedWorkload):
+        return workload.resampled(config.trainer.seed + seed)
+    return workload_of(_seeded(config, seed))[0]
 
 
 def _simulate(job: Job) -> Trial:

@@ -272,16 +272,12 @@ class Table:
         if len(self.plain.trials) == 1:
             return [f"best: {best.label}, {gain}; one seed shows no spread"]
         if not self.pays:
-            return [
-                f"no value beats plain batches by more than the spread over the seeds; the best, {best.label}: {gain}"
-            ]
+            return [f"no value beats plain batches by more than the spread over the seeds; {best.label}: {gain}"]
         said = [f"best: {best.label}, {gain}"]
         if self.as_good:
             labels = [each.label for each in self.as_good]
             listed = f"{', '.join(labels[:-1])} and {labels[-1]} are" if len(labels) > 1 else f"{labels[0]} is"
-            said.append(
-                f"{listed} within the noise of it: its lead is no larger than the spread of that over the seeds"
-            )
+            said.append(f"{listed} within the noise of it: the lead is no larger than its own spread over the seeds")
         elif len(self.tried) > 1:
             nearest = min((each for each in self.tried if each is not best), key=lambda each: best.gain(each).mean)
             lead = best.gain(nearest).text(self._digits)
@@ -289,7 +285,7 @@ class Table:
         return said + self._ends()
 
     def _speedup(self, each: Tried) -> str:
-        return each.speedup(self.plain).text(2 if self.best.speedup(self.plain).mean > 1.1 else 4)
+        return each.speedup(self.plain).text(3)
 
     @property
     def _digits(self) -> int:
@@ -312,6 +308,7 @@ class Table:
             step, speed = Spread.of(each.values("step_s")), each.speedup(self.plain)
             return {
                 "factors": dict(zip(self.search.options, each.factors, strict=bool(each.factors))),
+                "launched": list(each.launched),
                 "step_s": _known(step),
                 "speedup": _known(speed),
                 "trials": [asdict(one) for one in each.trials],
