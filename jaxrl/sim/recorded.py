@@ -100,7 +100,7 @@ class RecordedWorkload:
             pools = [tuple(response for pool in pools for response in pool)]
         self._pools = [_by_step(pool) for pool in pools]
         self.correlation = _correlation(prompts) if rule == "by_rank" else math.nan
-        self._by_length = {prompt.source: _ascending(prompts, prompt.source) for prompt in prompts}
+        self._by_length = {source: _ascending(prompts, source) for source in _sources(prompts)}
 
     @classmethod
     def read(
@@ -187,6 +187,11 @@ class RecordedWorkload:
         return responses[min(int(_NORMAL.cdf(score) * len(responses)), len(responses) - 1)]
 
 
+def _sources(prompts: Sequence[RecordedPrompt]) -> list[str]:
+    """The sources of the prompts, in the order in which they come."""
+    return list(dict.fromkeys(prompt.source for prompt in prompts))
+
+
 def _ascending(prompts: Sequence[RecordedPrompt], source: str) -> tuple[Response, ...]:
     """The responses to a source's prompts, by length."""
     found = [response for prompt in prompts if prompt.source == source for response in prompt.responses]
@@ -197,7 +202,7 @@ def _correlation(prompts: Sequence[RecordedPrompt]) -> float:
     """How much of a length its prompt decides: the mean product of two normal scores of a prompt, at least 0. A score
     is a rank within the source; equal lengths share theirs."""
     products: list[float] = []
-    for source in {prompt.source: None for prompt in prompts}:
+    for source in _sources(prompts):
         same = [prompt for prompt in prompts if prompt.source == source]
         lengths = np.array([response.length for response in _ascending(same, source)])
         known, first, count = np.unique(lengths, return_index=True, return_counts=True)

@@ -165,7 +165,7 @@ def test_a_grid_for_each_factor(write: Callable[..., str]):
 
 def test_lengths_from_a_distribution_in_place_of_the_record(write: Callable[..., str]):
     options = ("simulate.workload=modelled", "simulate.task.response.median=40")
-    table, said = search(write(heavy), *options, values=(1.5,))
+    table, said = search(write(heavy), *options, values=(1.5,), steps=6)
     assert "median 40" in said[2]
     assert len({one.step_s for one in table.plain.trials}) == 2
 
@@ -176,13 +176,15 @@ def test_lengths_from_a_distribution_in_place_of_the_record(write: Callable[...,
 def test_a_real_run_gives_its_devices(write: Callable[..., str]):
     gpus = {"platform": "gpu", "kind": "NVIDIA H200", "count": 4}
     simulate = {"num_devices": 0}
-    _, said = search(write(heavy, devices=gpus, simulate=simulate), values=(1.5,), seeds=1)
+    _, said = search(write(heavy, devices=gpus, simulate=simulate), values=(1.5,), steps=6, seeds=1)
     assert "on 4 × H200" in said[0]
     (note,) = [line for line in said if "note: " in line]
     assert note.startswith("  note: the run was on 4 × NVIDIA H200, and these seconds are modelled")
-    _, said = search(write(heavy, devices=gpus, simulate=simulate), "simulate.hardware=A100", values=(1.5,), seeds=1)
+    _, said = search(
+        write(heavy, devices=gpus, simulate=simulate), "simulate.hardware=A100", values=(1.5,), steps=6, seeds=1
+    )
     assert "on 4 × A100" in said[0]
-    _, said = search(write(heavy, simulate=simulate), values=(1.5,), seeds=1)
+    _, said = search(write(heavy, simulate=simulate), values=(1.5,), steps=6, seeds=1)
     assert "on 8 × H100" in said[0], "a simulated run's devices are in its options"
 
 
@@ -195,19 +197,19 @@ def test_a_real_run_s_own_latencies(write: Callable[..., str], tmp_path: Path):
     profile.write_text(json.dumps(table.to_json()))
     gpus = {"platform": "gpu", "kind": "made up", "count": 1}
     measured = write(heavy, devices=gpus, rollout={"layout": {"profile": str(profile)}})
-    found, said = search(measured, values=(1.5,), seeds=1)
+    found, said = search(measured, values=(1.5,), steps=6, seeds=1)
     assert f"table {profile} (tiny on made up)" in said[1]
     assert found.plain.mean("gen_s") > 400 * 0.5, "half a second for each token of a long response"
-    found, _ = search(measured, "simulate.cost=roofline", values=(1.5,), seeds=1)
+    found, _ = search(measured, "simulate.cost=roofline", values=(1.5,), steps=6, seeds=1)
     assert found.plain.mean("gen_s") < 100
 
 
 def test_what_the_record_lacks_is_said(write: Callable[..., str]):
-    _, said = search(write(heavy, longest=500.0), values=(1.5,), seeds=1)
+    _, said = search(write(heavy, longest=500.0), values=(1.5,), steps=6, seeds=1)
     assert not any("note" in line for line in said)
-    _, said = search(write(heavy, longest=900.0), values=(1.5,), seeds=1)
+    _, said = search(write(heavy, longest=900.0), values=(1.5,), steps=6, seeds=1)
     assert "  note: the run's longest response had 900 tokens, the longest in its record 410: more steps help" in said
-    _, said = search(write(heavy, rollout={"tail_batching": {"enable": True}}), values=(1.5,), seeds=1)
+    _, said = search(write(heavy, rollout={"tail_batching": {"enable": True}}), values=(1.5,), steps=6, seeds=1)
     assert any("ended its slowest responses early" in line for line in said)
 
 
@@ -235,10 +237,8 @@ def test_the_command_prints_a_table(write: Callable[..., str], capsys: pytest.Ca
     head = next(i for i, line in enumerate(lines) if "seconds a step" in line)
     assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["plain", "1.1", "*"]
     (options,) = [line for line in lines if line.startswith("options: ")]
-    folder = write(heavy)
-    assert main(["tune", "--run", folder, *options.split()[1:], "--values", "1.5", "--seeds", "1"]) == 0, (
-        "they can be typed"
-    )
+    typed = [*options.split()[1:], "--values", "1.5", "--seeds", "1"]
+    assert main(["tune", "--run", write(heavy), *typed]) == 0
 
 
 @pytest.mark.parametrize(

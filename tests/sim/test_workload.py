@@ -323,7 +323,7 @@ def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
 
 
 def test_by_rank_keeps_the_slowest_of_many_where_two_responses_are_recorded():
-    """Under `by_prompt` a prompt has no length but its two recorded ones; the slowest of eight is then far too short."""
+    """Under `by_prompt` a prompt has no length but its two recorded ones: the slowest of eight is far too short."""
     task = replace(MATH, correlation=0.3)
     true = ModelledWorkload(1, (task,), CAP)
     prompts = record_of(true, 600, 2)
