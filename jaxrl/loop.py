@@ -14,6 +14,13 @@ tokens are of version s - 1 and one version old when they are trained on. Its gr
 checkpoint. Rollout and update take turns on the same devices, or run at the same time, each on its own devices
 (`Together`). Neither reads what the other writes, so both ways give the same numbers. A resumed run may switch
 one-step-off on or off.
+
+**What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
+`timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
+update's. `timing_s/step` is the time from one boundary to the next. With one-step-off three figures connect the two:
+`timing_s/earlier` (of this batch's round, seconds that ran before this step), `timing_s/ahead` (seconds of the next
+step's round, in this step) and `timing_s/overlap` (seconds in which rollout and update ran at once). A step is the sum
+of its phases and `ahead`, less `earlier` and `overlap`.
 """
 
 from __future__ import annotations
@@ -28,14 +35,16 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
-from jaxrl.scheduling.rounds.carried import pack_groups, unpack_groups
-from jaxrl.scheduling.rounds.events import Command, Event, Interrupted
+from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
+from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
+from jaxrl.scheduling.rounds.overlong import OverlongPenalty
 from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
+UPDATE_PHASES = ("old_log_prob", "ref", "adv", "update_actor")
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -97,15 +106,20 @@ class Phases(Protocol):
 
     def phase(self, name: str, track: str = ..., **args: Any) -> AbstractContextManager[None]: ...
 
-    def take_phases(self) -> dict[str, float]: ...
+    def take_phases(self, *names: str) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a round has brought: the groups to train on, and its metrics."""
+    """What a round has brought: the groups to train on, and its metrics, its seconds with them."""
 
     groups: list[Group]
     metrics: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """How long the round took. 0 where an older version saved it."""
+        return numbers.seconds_of(numbers.ROUND_PHASES, self.metrics)
 
 
 @dataclass(slots=True)
@@ -157,6 +171,7 @@ class Loop:
         self._stop_token_ids = stop_token_ids
         self._num_devices = num_devices
         self._together = together
+        self._overlong = OverlongPenalty.configured(config)
         self._saved_step: int | None = None
         self._running_step = 0
         self._ahead: Collected | None = None  # for the next step
@@ -189,7 +204,8 @@ class Loop:
     def load_host_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved boundary. A state of schema 1 was left by plain batches, which carry nothing.
 
-        Raises ValueError for another schema, or if prompts wait in the state of a rule that this run does not use.
+        Raises ValueError for another schema, if prompts wait in the state of a rule that this run does not use, or if
+        samples wait that are too long for this run.
         """
         if state["schema"] not in (1, STATE_SCHEMA):
             raise ValueError(
@@ -210,7 +226,10 @@ class Loop:
                 "parameters alone (trainer.init_from)"
             )
         if ahead is not None:
-            self._ahead = Collected(unpack_groups(ahead, self._prompts), dict(ahead["metrics"]))
+            groups = unpack_groups(ahead, self._prompts)
+            samples = [sample for group in groups for sample in group.samples]
+            check_lengths("in the batch that waits", samples, self.config.data.max_response_length)
+            self._ahead = Collected(groups, dict(ahead["metrics"]))
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -237,7 +256,8 @@ class Loop:
         trainer = self.config.trainer
         evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
         with self._phases.phase("step", step=step):
-            now = self._collect(step) if self._ahead is None else self._ahead
+            earlier = self._ahead
+            now = self._collect(step) if earlier is None else earlier
             batch, learned = self._roll_out_and_learn(now, step)
             for group in now.groups:
                 self.departures.leave(group.prompt.key, "trained")
@@ -249,6 +269,7 @@ class Loop:
             if trainer.save_freq and step % trainer.save_freq == 0:
                 self._save()
         measured = now.metrics | off_policy_metrics(now.groups, step) | learned | self._phases.take_phases()
+        measured |= self._seconds_of_other_steps(measured, earlier)
         self._hooks.on_step(step, measured | self._throughput(batch, measured), now.groups)
 
     def _roll_out_and_learn(self, now: Collected, step: int) -> tuple[TrainBatch, dict[str, float]]:
@@ -259,9 +280,10 @@ class Loop:
             self._backend.leave_rollout()
             return self._learn_from(now.groups, step)
         try:
-            self._ahead, result = self._together(
-                lambda: self._collect(step + 1), lambda: self._learn_from(now.groups, step, "update")
-            )
+            with self._phases.phase("together"):
+                self._ahead, result = self._together(
+                    lambda: self._collect(step + 1), lambda: self._learn_from(now.groups, step, "update")
+                )
         except Interrupted as stop:
             raise RuntimeError(
                 f"step {step + 1}: its rollout ended early ({stop}), beside update {step}, which cannot be taken back: "
@@ -270,6 +292,20 @@ class Loop:
         self._backend.leave_rollout()  # as when both take turns: no old weights and no KV lie there
         return result
 
+    def _seconds_of_other_steps(self, measured: dict[str, float], earlier: Collected | None) -> dict[str, float]:
+        """What connects the phases of a step's line with the step's time; see the top of this file. Takes the time in
+        which two things ran at once out of `measured`."""
+        together_s = measured.pop("timing_s/together", None)
+        found: dict[str, float] = {}
+        if earlier is not None:
+            found["timing_s/earlier"] = earlier.seconds
+        if self._ahead is not None:
+            found["timing_s/ahead"] = self._ahead.seconds
+            if together_s is not None:
+                update_s = numbers.seconds_of(UPDATE_PHASES, measured)
+                found["timing_s/overlap"] = max(self._ahead.seconds + update_s - together_s, 0.0)
+        return found
+
     def _collect(self, step: int) -> Collected:
         """One round for training step `step`: the rule's groups, scored."""
         rollout = self.config.rollout
@@ -277,12 +313,13 @@ class Loop:
         with self._phase("data"):
             current = self.rule.plan(self._prompts, RoundTime(step, self.step, self.total_steps - step + 1))
         self._backend.begin(step, params, current.kind)
-        with self._phase("gen"):
-            while not current.done and self._backend.generating:
-                self._handle(current)
-        with self._phase("reward"):
-            while not current.done:
-                self._handle(current)
+        while not current.done:
+            generating = self._backend.generating
+            with self._phase("gen" if generating else "reward"):
+                while not current.done and self._backend.generating == generating:
+                    self._handle(current, self._overlong)
+        seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
+        seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
@@ -294,14 +331,18 @@ class Loop:
         measured["critic/mixed_reward_groups"] = float(
             np.mean([len({s.reward for s in g.samples}) > 1 for g in result.groups])
         )
-        return Collected(result.groups, measured | result.metrics | self._backend.end())
+        if self._overlong is not None:
+            measured |= self._overlong.metrics(samples)
+        return Collected(result.groups, measured | result.metrics | self._backend.end() | seconds)
 
-    def _handle(self, current: Round) -> None:
+    def _handle(self, current: Round, overlong: OverlongPenalty | None = None) -> None:
         try:
             event = self._backend.wait()
         except Interrupted:
             self._backend.cancel()
             raise
+        if overlong is not None and isinstance(event, Verdict):
+            event = overlong.shaped(event, len(current.ledger.finished[event.key]))
         for command in current.handle(event):
             self._backend.apply(command)
 
@@ -325,10 +366,13 @@ class Loop:
         return batch, measured | numbers.spread("critic/advantages", values)
 
     def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote; for the others
-        recomputed under the current policy, if the config asks for that. None: all as recorded."""
+        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless
+        `rollout.stale_tokens` is recompute; for the others recomputed under the current policy, if the config asks for
+        that. None: all as recorded."""
         if self.config.actor.old_logprobs == "rollout":
             return None
+        if self.config.rollout.stale_tokens == "recompute":
+            return self._trainer.token_logprobs(batch, "actor")
         fresh = [on_policy_mask(sample.versions, step - 1) for sample in batch.samples]
         if not any(mask.any() for mask in fresh):
             return None
@@ -400,7 +444,7 @@ class Loop:
         total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
         drawn = sum(len(sample) for sample in batch.samples)
         training_s = measured["timing_s/step"] - measured.get("timing_s/testing", 0.0)
-        gen_s = measured.get("timing_s/gen", 0.0)  # missing where the whole batch was collected before the step
+        gen_s = measured.get("timing_s/gen", 0.0)  # missing where an older version collected the batch
         return {
             "perf/total_num_tokens": total,
             "perf/throughput": total / training_s / self._num_devices,

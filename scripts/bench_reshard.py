@@ -39,7 +39,8 @@ from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
-from jaxrl.scheduling.layouts.situation import LiveRow, regroup
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import LiveRow
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.sharding import kv_migration
 from jaxrl.sharding.layout import Layout, tp_degrees
@@ -253,20 +254,20 @@ class Cache:
         layouts, shape = (self.setting.layouts[before], self.setting.layouts[after]), self._shape(before)
         dims = (layouts[0].dp, shape.num_kv_heads, shape.num_blocks, shape.block_size, shape.head_dim)
         array = jax.ShapeDtypeStruct(dims, shape.dtype, sharding=kv_cache.pool_sharding(layouts[0], shape))
-        size = self._plan(before, after).lanes()[0].shape[1]
+        sizes = [self._plan(before, after).lanes().sizes]
         pool = [(array, array)] * shape.num_layers
         return kv_migration.precompile(
-            *layouts, pool, self._num_blocks(after), [size], max_extra_bytes=self.setting.bound
+            *layouts, pool, self._num_blocks(after), sizes, max_extra_bytes=self.setting.bound
         )
 
     def move(self, before: int, after: int) -> tuple[float, Any, Callable[[], float]]:
         layouts = self.setting.layouts[before], self.setting.layouts[after]
         pool = kv_cache.allocate(layouts[0], self._shape(before))
-        sources, targets = self._plan(before, after).lanes()
+        lanes = self._plan(before, after).lanes()
         jax.block_until_ready(pool)
         began = time.perf_counter()
         pool, report = kv_migration.migrate(
-            pool, *layouts, sources, targets, self._num_blocks(after), max_extra_bytes=self.setting.bound
+            pool, *layouts, lanes, self._num_blocks(after), max_extra_bytes=self.setting.bound
         )
         jax.block_until_ready(pool)
         seconds = time.perf_counter() - began

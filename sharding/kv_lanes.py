@@ -7,6 +7,10 @@ Source: docs/architecture.md: KV merges in `shard_map`, with one all-to-all per 
 A lane is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
 over several axes stack them (`lane_order`); only the block numbers depend on that order.
 
+A home is one dp group of the layout that has fewer of them. Blocks that change their home (guests) take the last
+places of a lane, as many for each home in turn. They cross by an all-to-all of their own, over the axes of dp that both
+layouts have, to the lane of the same place in the other home, and are then exchanged with the others.
+
 Dims: l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D head dim,
 M places of a lane.
 """
@@ -43,8 +47,21 @@ def lane_order(before: Layout, after: Layout, heads: int) -> np.ndarray:
     return numbers.transpose([natural.index(axis) for axis in (*rest, *split)]).ravel()
 
 
-def exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int) -> jax.Array:
-    """Packed lanes [l, K', M, P, D] of a device in one layout to those in the other; inside `shard_map`."""
+def home_axes(before: Layout, after: Layout) -> tuple[str, ...]:
+    """The axes of dp that both layouts have, which tell homes apart."""
+    return min(before.dp_axes, after.dp_axes, key=len)
+
+
+def exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int, guests: int = 0) -> jax.Array:
+    """Packed lanes [l, K', M, P, D] of a device in one layout to those in the other; inside `shard_map`.
+
+    `guests`: places for each home, at the end of a lane.
+    """
+    if guests:
+        homes = home_axes(before, after)
+        first = lanes.shape[2] - guests * axes_size(before.mesh, homes)
+        crossed = lax.all_to_all(lanes[:, :, first:], homes, split_axis=2, concat_axis=2, tiled=True)
+        lanes = lax.concatenate([lanes[:, :, :first], crossed], 2)
     split, rest = _moved_axes(before, after, heads)
     if after.tp >= before.tp:
         if split:

@@ -17,6 +17,9 @@ collectives as here):
     K = 8  tp 2 to 8    32 / 19     42 / 22     26 / 14
     K = 2  tp 2 to 8     6 / 10      9 / 17      5 / 9
 
+Blocks that change their home (a group that others merge into, or that splits) take one all-to-all more, over the axes
+of dp that both layouts have. A switch without such blocks runs a program without it.
+
 For key/value heads that are replicated over a part of tp, the identity makes the partitioner replicate the whole array
 (it warns of an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees,
 with one all-to-all per array over the axes that split heads, and one all-gather over the other axes.
@@ -49,6 +52,9 @@ from jaxrl.sharding.reshard_plan import crossing_bytes
 
 MIN_LANE_BLOCKS = 8
 Pool = list[tuple[jax.Array, jax.Array]]
+Lanes = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""What `KvPlan.lanes` gives. Blocks in the old and the new pool, int32 [lanes, M], -1 for none; and those that change
+their home, [lanes, homes, G], by the home that they go to and by the one that they come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class MigrationReport:
 
     Attributes:
       num_blocks: live blocks that moved, of all lanes; a block is one of all layers, keys and values.
-      lane_blocks: places of a lane as packed: the fullest lane, rounded up.
+      lane_blocks: places of a lane as packed: the fullest lane, rounded up, and those for guests.
       live_bytes: of those blocks, key/value heads counted once.
       moved_bytes: bytes that crossed between devices, padding of the lanes and replicated heads included.
       num_chunks, num_programs: dispatches, and the different programs among them.
@@ -86,6 +92,7 @@ class _Shape:
     head_dim: int
     dtype: Any
     lane_blocks: int
+    guest_blocks: int  # of those places, for each home
     is_filled: bool  # whether the new pool exists and keeps what it holds
 
     @property
@@ -98,8 +105,7 @@ def migrate(
     pool: Pool,
     before: Layout,
     after: Layout,
-    sources: np.ndarray,
-    targets: np.ndarray,
+    lanes: Lanes,
     num_blocks: int,
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
@@ -108,7 +114,7 @@ def migrate(
 
     Args:
       pool: per layer (keys, values), [dp, K, N, P, D] as `before` shards them (`rollout.kv_cache`).
-      sources, targets: int32 [lanes, M] from `KvPlan.lanes`: block numbers in the old and the new pools, -1 for none.
+      lanes: the blocks that move.
       num_blocks: of a new pool, the reserved one included.
       max_extra_bytes: per device.
 
@@ -123,7 +129,7 @@ def migrate(
             f"KV migration: the layouts are of two meshes ({_describe(before)}; {_describe(after)}): migrate moves "
             "within one mesh, migrate_across between devices that are all others"
         )
-    shape, index = _checked(pool, before, after, sources, targets, num_blocks, None)
+    shape, index = _checked(pool, before, after, lanes, num_blocks, None)
     chunks = _chunks(shape, before, after, 2 * len(pool), max_extra_bytes)
     programs = [_move(shape, before, after, count) for count in chunks]
     old, new = [array for layer in pool for array in layer], []
@@ -135,7 +141,7 @@ def migrate(
         for array in own:
             array.delete()
         new += previous
-    return _layers(new), _report(shape, before, after, sources, chunks, max_extra_bytes)
+    return _layers(new), _report(shape, before, after, lanes, chunks, max_extra_bytes)
 
 
 def precompile(
@@ -143,7 +149,7 @@ def precompile(
     after: Layout,
     pool: Sequence[Sequence[jax.Array | jax.ShapeDtypeStruct]],
     num_blocks: int,
-    lane_blocks: Sequence[int] | None = None,
+    sizes: Sequence[tuple[int, int]] | None = None,
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> list[Any]:
@@ -151,17 +157,19 @@ def precompile(
 
     Args:
       pool: arrays or `jax.ShapeDtypeStruct`s in the layout `before`.
-      lane_blocks: sizes to compile for (rounded up as `lane_capacity` does); default: every one there is.
+      sizes: (M, G) of the lanes to compile for (rounded up as `lane_capacity` does); default: every pair there is.
     """
     keys = pool[0][0]
     most = lane_limit(before, after, keys.shape[2], num_blocks)
-    sizes = {lane_capacity(size, most) for size in (range(1, most + 1) if lane_blocks is None else lane_blocks)}
-    found: dict[tuple[int, int], Any] = {}
-    for size in sorted(sizes):
+    num_homes = min(before.dp, after.dp)
+    if sizes is None:
+        sizes = [(own, guests) for own in range(1, most + 1) for guests in range(most + 1 if num_homes > 1 else 1)]
+    found: dict[tuple[int, int, int], Any] = {}
+    for places, guests in sorted({_places(*size, most, num_homes) for size in sizes}):
         heads, old_blocks, block_size, head_dim = keys.shape[1:]
-        shape = _Shape(heads, old_blocks, num_blocks, block_size, head_dim, keys.dtype, size, False)
+        shape = _Shape(heads, old_blocks, num_blocks, block_size, head_dim, keys.dtype, places, guests, False)
         for count in _chunks(shape, before, after, 2 * len(pool), max_extra_bytes):
-            found[size, count] = _move(shape, before, after, count)
+            found[places, guests, count] = _move(shape, before, after, count)
     return list(found.values())
 
 
@@ -169,8 +177,7 @@ def migrate_across(
     pool: Pool,
     before: Layout,
     after: Layout,
-    sources: np.ndarray,
-    targets: np.ndarray,
+    lanes: Lanes,
     num_blocks: int,
     *,
     into: Pool | None = None,
@@ -182,7 +189,7 @@ def migrate_across(
       pool: the source pool; it stays as it is, because its other requests may go on.
       before, after: on meshes of equal shape that have no device in common.
       into: the target worker's pool, deleted afterwards; default: a new one.
-      sources, targets, num_blocks, max_extra_bytes: as in `migrate`.
+      lanes, num_blocks, max_extra_bytes: as in `migrate`.
 
     Raises:
       ValueError: as `migrate`; or the meshes share a device, or differ in shape.
@@ -193,7 +200,7 @@ def migrate_across(
             f"KV migration across: {_describe(before)} and {_describe(after)} must be meshes of equal shape without a "
             f"common device, and have {len(shared)}: the same spec must exist on both sides"
         )
-    shape, (source_index, target_index) = _checked(pool, before, after, sources, targets, num_blocks, into)
+    shape, (source_index, target_index) = _checked(pool, before, after, lanes, num_blocks, into)
     landing = Layout(after.mesh, before.tp)
     chunks = _chunks(shape, landing, after, 2 * len(pool), max_extra_bytes)
     packs = [_pack(shape, before, after, count) for count in chunks]
@@ -212,7 +219,7 @@ def migrate_across(
         for array in landed:
             array.delete()
         new += previous
-    return _layers(new), _report(shape, before, after, sources, chunks, max_extra_bytes)
+    return _layers(new), _report(shape, before, after, lanes, chunks, max_extra_bytes)
 
 
 # ---------------------------------------------------------------- sizes and checks
@@ -228,6 +235,12 @@ def lane_capacity(num_blocks: int, most: int) -> int:
     return min(max(MIN_LANE_BLOCKS, 1 << max(num_blocks - 1, 0).bit_length()), max(most, 1))
 
 
+def _places(own: int, guests: int, most: int, num_homes: int) -> tuple[int, int]:
+    """(places of a lane, those of them for the guests of each home) for so many blocks in the fullest of each."""
+    each = lane_capacity(guests, most) if guests else 0
+    return lane_capacity(own, most) + num_homes * each, each
+
+
 def _pool_spec(layout: Layout, shape: _Shape) -> PartitionSpec:
     """The spec of a pool array and of packed lanes: both split dp groups and heads alike."""
     return PartitionSpec(layout.dp_axes or None, layout.kv_axes(shape.num_kv_heads) or None)
@@ -238,58 +251,58 @@ def _describe(layout: Layout) -> str:
 
 
 def _checked(
-    pool: Pool,
-    before: Layout,
-    after: Layout,
-    sources: np.ndarray,
-    targets: np.ndarray,
-    num_blocks: int,
-    into: Pool | None,
+    pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, into: Pool | None
 ) -> tuple[_Shape, tuple[np.ndarray, np.ndarray]]:
     """Sizes, and the numbers of source and target blocks as devices stack their lanes, [lanes, places] both."""
-    keys = pool[0][0]
-    heads, old_blocks, block_size, head_dim = keys.shape[1:]
-    lanes = max(before.dp, after.dp)
-    if sources.shape != targets.shape or sources.ndim != 2 or len(sources) != lanes:
-        raise ValueError(
-            f"KV migration: sources {sources.shape} and targets {targets.shape} must both be [{lanes} lanes, M] for "
-            f"dp {before.dp} to dp {after.dp}"
-        )
+    heads, old_blocks, block_size, head_dim = pool[0][0].shape[1:]
+    num_lanes, num_homes = max(before.dp, after.dp), min(before.dp, after.dp)
+    for sources, targets, dims in ((*lanes[:2], (num_lanes,)), (*lanes[2:], (num_lanes, num_homes))):
+        if sources.shape != targets.shape or sources.shape[:-1] != dims:
+            raise ValueError(
+                f"KV migration: sources {sources.shape} and targets {targets.shape} must both be "
+                f"{[*dims, 'M']} for dp {before.dp} to dp {after.dp}: lanes{', homes' * (len(dims) > 1)}, places"
+            )
     most = lane_limit(before, after, old_blocks, num_blocks)
-    shape = _Shape(
-        heads,
-        old_blocks,
-        num_blocks,
-        block_size,
-        head_dim,
-        keys.dtype,
-        lane_capacity(sources.shape[1], most),
-        into is not None,
-    )
+    places, guests = _places(lanes[0].shape[-1], lanes[2].shape[-1], most, num_homes)
+    sizes = (heads, old_blocks, num_blocks, block_size, head_dim)
+    shape = _Shape(*sizes, pool[0][0].dtype, places, guests, into is not None)
     _check_pool("the pool", pool, before, shape, old_blocks)
     if into is not None:
         _check_pool("the pool to go into", into, after, shape, num_blocks)
         if len(into) != len(pool):
             raise ValueError(f"KV migration: the pools have {len(pool)} and {len(into)} layers")
-    is_used = targets >= 0
-    fits = np.all(is_used == (sources >= 0)) and sources.max(initial=0) < old_blocks
-    if not fits or np.any(targets == 0) or targets.max(initial=0) >= num_blocks or sources.shape[1] > most:
+    starts, ends = (each.reshape(num_homes, num_lanes // num_homes, *each.shape[1:]) >= 0 for each in lanes[2:])
+    is_paired = np.array_equal(lanes[0] >= 0, lanes[1] >= 0) and np.array_equal(starts, ends.transpose(2, 1, 0, 3))
+    fits = (
+        max(each.max(initial=0) for each in lanes[::2]) < old_blocks and max(each.shape[-1] for each in lanes) <= most
+    )
+    fits = fits and max(each.max(initial=0) for each in lanes[1::2]) < num_blocks
+    if not (is_paired and fits) or any(np.any(each == 0) for each in lanes[1::2]):
         raise ValueError(
             f"KV migration: sources must be in [0, {old_blocks}) and targets in [1, {num_blocks}), each -1 where the "
             f"other is, at most {most} in a lane: these pools have {old_blocks} and {num_blocks} blocks "
             "(rollout.num_blocks)"
         )
-    padding = ((0, 0), (0, shape.lane_blocks - sources.shape[1]))
-    source_index = np.pad(np.where(is_used, sources, 0), padding).astype(np.int32)
-    target_index = np.pad(np.where(is_used, targets, num_blocks), padding, constant_values=num_blocks)
+    source_index, target_index = (_padded(lanes[i], lanes[i + 2], shape) for i in range(2))
     order = lane_order(before, after, heads)
-    own = (order + len(order) * np.arange(lanes // len(order))[:, None]).ravel()
+    own = (order + len(order) * np.arange(num_lanes // len(order))[:, None]).ravel()
     # The side with several lanes per dp group stacks them; on the other side each lane is a group.
     if before.dp < after.dp:
         source_index = source_index[own]
     else:
         target_index = target_index[own]
-    return shape, (source_index, target_index.astype(np.int32))
+    return shape, (np.maximum(source_index, 0), np.where(target_index < 0, num_blocks, target_index).astype(np.int32))
+
+
+def _padded(own: np.ndarray, guests: np.ndarray, shape: _Shape) -> np.ndarray:
+    """Block numbers [lanes, places], -1 for none: a lane's own, and then those of guests, by home."""
+    num_lanes, num_homes, most = guests.shape
+    by_home = np.full((num_lanes, num_homes, shape.guest_blocks), -1, np.int32)
+    by_home[:, :, :most] = guests
+    index = np.full((num_lanes, shape.lane_blocks), -1, np.int32)
+    index[:, : own.shape[1]] = own
+    index[:, shape.lane_blocks - num_homes * shape.guest_blocks :] = by_home.reshape(num_lanes, -1)
+    return index
 
 
 def _check_pool(name: str, pool: Pool, layout: Layout, shape: _Shape, num_blocks: int) -> None:
@@ -316,10 +329,9 @@ def _move(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, sources, targets = arguments
-        return tuple(
-            _fresh(shape, exchange(take(array[0], sources), before, after, shape.num_kv_heads), targets)
-            for array in arrays
-        )
+        lanes = [take(array[0], sources) for array in arrays]
+        lanes = [exchange(each, before, after, shape.num_kv_heads, shape.guest_blocks) for each in lanes]
+        return tuple(_fresh(shape, each, targets) for each in lanes)
 
     old, new = _pool_spec(before, shape), _pool_spec(after, shape)
     rows = (PartitionSpec(before.dp_axes or None), PartitionSpec(after.dp_axes or None))
@@ -349,7 +361,7 @@ def _unpack(shape: _Shape, landing: Layout, after: Layout, count: int) -> Any:
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, targets = arguments
-        lanes = [exchange(array, landing, after, shape.num_kv_heads) for array in arrays[:count]]
+        lanes = [exchange(array, landing, after, shape.num_kv_heads, shape.guest_blocks) for array in arrays[:count]]
         if not shape.is_filled:
             return tuple(_fresh(shape, each, targets) for each in lanes)
         return tuple(put(pool[0], each, targets)[None] for pool, each in zip(arrays[count:], lanes, strict=True))
@@ -408,9 +420,10 @@ def _shard_bytes(layout: Layout, shape: _Shape, num_blocks: int, groups: int = 1
 
 
 def _working_bytes(shape: _Shape, before: Layout, after: Layout) -> int:
-    """Bytes on a device to move one array, beside its old and new form: the lanes, sent and received, twice."""
-    lanes = max(before.dp, after.dp)
-    sent = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp)
+    """Bytes on a device to move one array, beside its old and new form: the lanes, sent and received, twice; and those
+    of guests, sent and received."""
+    lanes, guests = max(before.dp, after.dp), shape.guest_blocks * min(before.dp, after.dp)
+    sent = _shard_bytes(before, shape, shape.lane_blocks + guests, lanes // before.dp)
     received = _shard_bytes(after, shape, shape.lane_blocks, lanes // after.dp)
     return 2 * (sent + received)
 
@@ -427,19 +440,22 @@ def _chunks(shape: _Shape, before: Layout, after: Layout, num_arrays: int, max_e
 
 
 def _report(
-    shape: _Shape, before: Layout, after: Layout, sources: np.ndarray, chunks: tuple[int, ...], max_extra_bytes: int
+    shape: _Shape, before: Layout, after: Layout, lanes: Lanes, chunks: tuple[int, ...], max_extra_bytes: int
 ) -> MigrationReport:
-    lanes, num_arrays = max(before.dp, after.dp), sum(chunks)
-    packed = (lanes, shape.num_kv_heads, shape.lane_blocks, shape.block_size, shape.head_dim)
+    num_lanes, num_homes, num_arrays = max(before.dp, after.dp), min(before.dp, after.dp), sum(chunks)
+    packed = (num_lanes, shape.num_kv_heads, shape.lane_blocks, shape.block_size, shape.head_dim)
     itemsize = np.dtype(shape.dtype).itemsize
     is_across = before.mesh != after.mesh
-    start, crossing = before, 0
+    start = before
+    # guests of all homes but a lane's own
+    crossing = _shard_bytes(before, shape, shape.guest_blocks * (num_homes - 1), num_lanes // before.dp)
     if is_across:  # the whole transfer with the same spec, then the exchange
         start = Layout(after.mesh, before.tp)
-        crossing = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp) * before.mesh.size
+        crossing += _shard_bytes(before, shape, shape.lane_blocks, num_lanes // before.dp)
+    crossing *= before.mesh.size
     specs = [NamedSharding(layout.mesh, _pool_spec(layout, shape)) for layout in (start, after)]
     crossing += crossing_bytes(packed, itemsize, specs[0], specs[1])
-    num_live = int(np.sum(sources >= 0))
+    num_live = sum(int(np.sum(sources >= 0)) for sources in lanes[::2])
     return MigrationReport(
         num_blocks=num_live,
         lane_blocks=shape.lane_blocks,

@@ -61,13 +61,15 @@ def make_config(values: dict[str, Any], **more: Any) -> Config:
     return from_mapping(base)
 
 
-def make_workload(seed: int, hang_share: float = 0.2, pass_rate: float = 0.5) -> ModelledWorkload:
+def make_workload(
+    seed: int, hang_share: float = 0.2, pass_rate: float = 0.5, scoring_s: float = 0.05
+) -> ModelledWorkload:
     task = SimulatedTask(
         "t",
         response=SimulatedLengths(9, 1.0),
         prompt_median=6,
         prompt_sigma=0.5,
-        scoring=SimulatedScoring(0.05, 1.5, hang_share=hang_share),
+        scoring=SimulatedScoring(scoring_s, 1.5, hang_share=hang_share),
         pass_rate=pass_rate,
         pass_spread=1.0,
     )
@@ -235,14 +237,15 @@ def test_nothing_is_lost_whatever_happens(data: st.DataObject):
             "response_factor": draw(st.sampled_from([1.0, 1.5])),
             "max_age_steps": draw(st.sampled_from([0, 1, 3])),
             "at_end": draw(st.sampled_from(["flush", "leave"])),
-            "keep_finished": draw(st.booleans()),
         }
     one_step_off = draw(st.booleans())
     if "rollout.partial_rollout" in values:
+        over_provision = draw(st.sampled_from([1.0, 1.5, 2.0]))
+        least = int(one_step_off) + (over_provision > 1)
         values["rollout.partial_rollout"] = {
             "enable": True,
-            "over_provision": draw(st.sampled_from([1.0, 1.5, 2.0])),
-            "max_staleness": draw(st.sampled_from([-1, int(one_step_off), 2])),
+            "over_provision": over_provision,
+            "max_staleness": draw(st.sampled_from([-1, least, 2])),
             "max_restarts": draw(st.sampled_from([0, 1])),
             "at_end": draw(st.sampled_from(["flush", "leave"])),
         }
@@ -325,10 +328,58 @@ def test_rollout_beside_the_update_changes_nothing_but_time(rule: str):
     assert beside.decided() == turns.decided()
     for step in range(2, 7):  # the first step's own round is beside nothing, and beside the last update there is none
         own, other = beside.metrics[step], turns.metrics[step]
-        update_s = own["timing_s/update_actor"]
-        rollout_s = other["timing_s/gen"] + other["timing_s/reward"]
+        update_s, rollout_s = own["timing_s/update_actor"], other["timing_s/ahead"]
         assert own["timing_s/step"] == pytest.approx(max(update_s, rollout_s) + own["timing_s/sync"], rel=0.01)
         assert own["timing_s/step"] < other["timing_s/step"]
+
+
+def phases_of(line: Metrics) -> float:
+    """The seconds of a step's phases: those that ran in it, and each moment once."""
+    once = {name: value for name, value in line.items() if name.startswith("timing_s/") and name != "timing_s/step"}
+    return sum(-v if name in ("timing_s/earlier", "timing_s/overlap") else v for name, v in once.items())
+
+
+@pytest.mark.parametrize("own_devices", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_seconds_of_a_round_are_in_the_line_of_its_batch(rule: str, own_devices: bool):
+    """With one-step-off as without it. A step's time is made of phases that ran in it."""
+    apart = {"trainer.num_devices": 4, "rollout.num_devices": 2} if own_devices else {}
+    off = whole(make_config({"trainer.one_step_off": True, **RULES[rule], **apart}), make_workload(1))
+    for step, line in off.metrics.items():
+        assert phases_of(line) == pytest.approx(line["timing_s/step"], rel=1e-6)
+        round_s = line["timing_s/data"] + line["timing_s/gen"] + line["timing_s/reward"]
+        if step > 1:
+            assert line["timing_s/earlier"] == round_s == off.metrics[step - 1]["timing_s/ahead"]
+        assert ("timing_s/earlier" in line) == (step > 1)
+        assert ("timing_s/ahead" in line) == (step < 7)
+        assert ("timing_s/overlap" in line) == (own_devices and step < 7)
+        assert "timing_s/together" not in line
+    if rule == "plain":  # the same rounds, one step later
+        on = whole(make_config({}), make_workload(1))
+        for name in ("timing_s/gen", "rollout/decode_steps", "response_length/max", "perf/gen_throughput"):
+            per_device = 2 if own_devices and name.startswith("perf/") else 1  # twice the devices share a rollout
+            found = [off.metrics[step][name] * per_device for step in on.metrics]
+            assert found == pytest.approx([line[name] for line in on.metrics.values()], rel=1e-6), name
+    if not own_devices:
+        house = House(off.config, off.workload)
+        house.run(("kill", 60))
+        assert 1 < max(house.saved) < 6
+        house.run()
+        for step, line in off.metrics.items():
+            assert house.metrics[step]["timing_s/gen"] == pytest.approx(line["timing_s/gen"]), "lost in the checkpoint"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_generation_of_replacements_is_no_reward_time(rule: str):
+    """Verdicts that take a microsecond hold nothing up; those that take a second are all that is waited for."""
+    values = {**RULES[rule], "algorithm.filter_groups": {"enable": True}, "reward.timeout_s": 2.0}
+    fast, slow = (whole(make_config(values), make_workload(1, 0.0, scoring_s=s)) for s in (1e-6, 3600.0))
+    assert sum(line["rollout/filtered_prompts"] for line in fast.metrics.values()) >= 3
+    for step, line in fast.metrics.items():
+        plan_s = 3 * line["timing_s/gen"] / line["rollout/decode_steps"]
+        assert line["timing_s/reward"] < 2 * plan_s, "more than the plans in flight that a stop drains"
+        assert slow.metrics[step]["timing_s/reward"] >= 2.9, "six samples, two workers, a second for each"
+        assert slow.metrics[step]["timing_s/gen"] <= 1.01 * line["timing_s/gen"]
 
 
 def test_one_step_off_may_be_switched_at_a_resume():
@@ -358,6 +409,97 @@ def test_one_step_off_may_be_switched_at_a_resume():
     assert staleness(house) == [0.0] * (stopped_at + 1) + [1.0] * (6 - stopped_at)
 
 
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (RULES["partial rollout"], "in the buffer of partial rollout"),
+        ({"trainer.one_step_off": True}, "in the batch that waits"),
+    ],
+)
+def test_samples_too_long_for_a_smaller_limit_are_refused_at_the_start(values: dict[str, Any], what: str):
+    """Not in the middle of the first step."""
+    house = House(make_config(values), make_workload(1))
+    house.run(("stop", 60))
+    assert house.saved
+    assert max(house.saved) < 7
+    again = House(make_config(values, **{"data.max_response_length": 5}), make_workload(1))
+    again.saved = house.saved
+    with pytest.raises(ValueError, match=rf"data\.max_response_length \(5 tokens\) must be >= \d+ .* samples {what}"):
+        again.run(("kill", 1))
+
+
+# ---------------------------------------------------------------- overlong reward shaping
+
+SHAPING = {"reward.overlong_buffer": {"enable": True, "len": 36, "penalty_factor": 0.5}}
+
+
+def of_samples(house: House) -> dict[Any, tuple[int, float, Any]]:
+    """Length, reward and error by step and sample."""
+    return {
+        (step, sample.key): (len(sample), sample.reward or 0.0, sample.reward_info.get("error"))
+        for step, groups in house.groups.items()
+        for group in groups
+        for sample in group.samples
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_long_responses_lose_reward_and_nothing_else_changes(rule: str):
+    plain, shaped = (House(make_config({**RULES[rule], **more}), make_workload(5)) for more in ({}, SHAPING))
+    assert plain.run()
+    assert shaped.run()
+    before, after = of_samples(plain), of_samples(shaped)
+    assert before.keys() == after.keys()
+    penalised = 0
+    for key, (length, reward, error) in before.items():
+        lost = 0.0 if error else max(length - 4, 0) / 36 * 0.5
+        assert after[key][:2] == (length, pytest.approx(reward - lost))
+        penalised += lost > 0
+    assert penalised > 5
+    for step, values in shaped.metrics.items():
+        rewards = [s.reward or 0.0 for g in shaped.groups[step] for s in g.samples]
+        assert values["critic/rewards/mean"] == pytest.approx(np.mean(rewards)), "what is logged is what is learnt from"
+        lost = plain.metrics[step]["critic/rewards/mean"] - values["critic/rewards/mean"]
+        assert values["reward/overlong_penalty/mean"] == pytest.approx(lost)
+        assert "reward/overlong_penalty/mean" not in plain.metrics[step]
+
+
+def test_advantages_and_dynamic_sampling_see_the_shaped_reward():
+    """All answers are right: without shaping every group would be filtered, with it those of unequal lengths stay."""
+    filtering = {"algorithm.filter_groups": {"enable": True, "max_num_gen_batches": 10}}
+    workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
+    with pytest.raises(ValueError, match="rewards that are all equal"):
+        House(make_config(filtering), workload).run()
+    house = House(make_config({**filtering, **SHAPING}), workload)
+    assert house.run()
+    assert all(len({s.reward for s in g.samples}) > 1 for groups in house.groups.values() for g in groups)
+    assert all(values["critic/advantages/max"] > 0 for values in house.metrics.values())
+
+
+def test_evaluation_is_not_shaped():
+    evaluated: list[tuple[Metrics, Any]] = []
+    config = make_config({**SHAPING, "trainer.test_freq": 1, "trainer.total_training_steps": 3})
+    workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, m, g: evaluated.append((m, g)), lambda *_: None, bool)
+    assert build(config, RooflineCost(SMALL, H100), workload, hooks).loop.run()
+    assert any(len(sample) > 10 for _, groups in evaluated for group in groups for sample in group.samples)
+    assert [measured["val/accuracy"] for measured, _ in evaluated] == [1.0, 1.0, 1.0]
+
+
+def test_a_batch_that_waits_keeps_its_shaping():
+    values = {**SHAPING, "trainer.one_step_off": True}
+    whole, cut = (House(make_config(values), make_workload(5)) for _ in range(2))
+    assert whole.run()
+    cut.run(("stop", 60))
+    assert 0 < max(cut.saved) < 7
+    assert cut.run()
+    assert of_samples(cut) == of_samples(whole)
+    for step, groups in whole.groups.items():
+        infos = [s.reward_info.get("overlong_reward") for g in groups for s in g.samples]
+        assert infos == [s.reward_info.get("overlong_reward") for g in cut.groups[step] for s in g.samples]
+        assert step == 1 or "reward/overlong_penalty/mean" in cut.metrics[step]
+
+
 # ---------------------------------------------------------------- training on several versions
 
 
@@ -385,6 +527,19 @@ def test_tokens_of_earlier_versions_keep_their_recorded_logprobs():
             old += int((sample.versions < step - 1).sum())
     assert old > 0
     assert all(batch.old_logprobs is None for batch in learnt_from({"actor.old_logprobs": "rollout"}))
+
+
+def test_or_have_them_recomputed():
+    """As in APRIL: all denominators are those of the policy before the update, whatever version wrote the tokens."""
+    batches = learnt_from({"rollout.stale_tokens": "recompute"})
+    assert any((s.versions < step - 1).any() for step, batch in enumerate(batches, 1) for s in batch.samples)
+    for batch in batches:
+        assert batch.loss_masks is None
+        assert all((values == -9.0).all() for values in batch.old_logprobs)
+    ahead = learnt_from(
+        {"rollout.partial_rollout": {}, "trainer.one_step_off": True, "rollout.stale_tokens": "recompute"}
+    )
+    assert all((values == -9.0).all() for batch in ahead for values in batch.old_logprobs)
 
 
 def test_or_are_not_learnt_from():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from jaxrl.config import from_mapping
+from jaxrl.config import from_recorded
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.loading import config_of, load_model, resolve_path
@@ -31,7 +31,7 @@ def export(source: str, folder: str, dtype: str) -> list[Path]:
     mesh = make_mesh()
     run_config = Path(source) / "config.yaml"
     if run_config.exists():
-        config = from_mapping(yaml.safe_load(run_config.read_text()))
+        config = from_recorded(yaml.safe_load(run_config.read_text()))
         path = resolve_path(config.model.path)
         model = config_of(path)
         shapes = _abstract_params(model, mesh, config.actor.param_dtype)

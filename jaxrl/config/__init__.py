@@ -5,8 +5,15 @@
 """
 
 from jaxrl.config.checks import ConfigError
-from jaxrl.config.mapping import differences, flatten, from_mapping, to_mapping
-from jaxrl.config.options import ActorSection, AlgorithmSection, Config, DataSection, OptimSection
+from jaxrl.config.mapping import differences, flatten, from_mapping, from_recorded, to_mapping
+from jaxrl.config.options import (
+    ActorSection,
+    AlgorithmSection,
+    Config,
+    DataSection,
+    OptimSection,
+    RolloutCorrectionSection,
+)
 from jaxrl.config.simulation import SimulatedLengths, SimulatedScoring, SimulatedTask
 
 __all__ = [
@@ -16,11 +23,13 @@ __all__ = [
     "ConfigError",
     "DataSection",
     "OptimSection",
+    "RolloutCorrectionSection",
     "SimulatedLengths",
     "SimulatedScoring",
     "SimulatedTask",
     "differences",
     "flatten",
     "from_mapping",
+    "from_recorded",
     "to_mapping",
 ]

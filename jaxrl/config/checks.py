@@ -22,6 +22,7 @@ def check(c: Config) -> None:
         raise ConfigError("model.path is missing: give a Hugging Face folder or a .gguf file")
     _check_data(c)
     _check_batch(c)
+    _check_old_logprobs(c)
     _check_tokens(c)
     _check_devices(c)
 
@@ -35,6 +36,12 @@ def _check_data(c: Config) -> None:
         raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
     if c.reward.kind == "task" and not c.data.task:
         raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
+    overlong, longest = c.reward.overlong_buffer, c.data.max_response_length
+    if overlong.enable and not 0 < overlong.len <= longest:
+        raise ConfigError(
+            f"reward.overlong_buffer.len ({overlong.len} tokens) must be at least 1 and at most "
+            f"data.max_response_length ({longest} tokens) where reward.overlong_buffer.enable is on"
+        )
 
 
 def _check_batch(c: Config) -> None:
@@ -54,6 +61,22 @@ def _check_batch(c: Config) -> None:
         raise ConfigError(f"actor.clip_ratio_c must be above 1, or 0 for off, found {c.actor.clip_ratio_c!r}")
     if c.actor.param_dtype == "float64" and c.actor.dtype != "float64":
         raise ConfigError(f"actor.dtype must be float64 where actor.param_dtype is, found {c.actor.dtype}")
+
+
+def _check_old_logprobs(c: Config) -> None:
+    if c.actor.old_logprobs == "recompute":
+        return
+    if c.rollout.stale_tokens == "recompute":
+        raise ConfigError(
+            "rollout.stale_tokens=recompute needs actor.old_logprobs=recompute, found rollout, with which no "
+            "log-probability is computed anew"
+        )
+    level = c.algorithm.rollout_correction.rollout_is
+    if level != "none":
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={level} needs actor.old_logprobs=recompute, found rollout: the "
+            "ratio's denominator is then what was recorded at sampling, and every weight would be 1"
+        )
 
 
 def _check_tokens(c: Config) -> None:

@@ -19,6 +19,8 @@ from jaxrl.config.checks import ConfigError, check
 from jaxrl.config.declared import bounds_text, declared, is_within, walk
 from jaxrl.config.options import Config
 
+_GONE = frozenset({"rollout.tail_batching.keep_finished"})
+"""Options that config.yaml of an earlier version has. A file of the user's that has them is refused."""
 _MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin(option.type) is dict)
 
 
@@ -27,6 +29,20 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     config = build(Config, values, "")
     check(config)
     return config
+
+
+def from_recorded(values: Mapping[str, Any]) -> Config:
+    """The `Config` of a run's config.yaml, which an earlier version may have written with options that are gone."""
+    return from_mapping(_without(values, ""))
+
+
+def _without(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Nested sections without the options of `_GONE`."""
+    return {
+        key: _without(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if prefix + key not in _GONE
+    }
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, overload
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.layout import LayoutSection
 from jaxrl.config.simulation import SimulateSection
@@ -91,9 +91,6 @@ class TailBatchingSection:
     at_end: Annotated[
         AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
     ] = "flush"
-    keep_finished: Annotated[
-        bool, "The finished samples of a deferred prompt count later, if no weight update lies between."
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,17 @@ class PartialRolloutSection:
     over_provision: Annotated[float, Ge(1), "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
     max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
     max_restarts: Annotated[
-        int, Ge(0), "How often a sample may lose its tokens to max_staleness before a round waits for it."
+        int, Ge(0), "The most times that a sample may lose its tokens and start again; rounds wait for it in time."
     ] = 1
     at_end: Annotated[
         AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."
     ] = "flush"
+    buffer_filter_path: Annotated[
+        str, "A Python file with a function that says what becomes of buffered prompts in a round; empty: none."
+    ] = ""
+    buffer_filter_name: Annotated[str, "The function in buffer_filter_path, called with groups and policy_version."] = (
+        "buffer_filter"
+    )
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,11 @@ class RolloutSection:
     max_num_seqs: Annotated[int, Ge(1), "Samples that decode at once, per dp group."] = 32
     max_num_batched_tokens: Annotated[int, Ge(1), "Prefill tokens per plan, per dp group."] = 512
     decode_steps: Annotated[int, Ge(1), "Decode steps per plan."] = 16
+    sample_placement: Annotated[
+        Literal["together", "spread"],
+        "The dp group of a prompt's samples; together: the one that has the prompt's KV, while it has room, spread: "
+        "each sample goes where most room is.",
+    ] = "together"
     attention: Annotated[
         Literal["auto", "reference", "pallas"],
         "What reads the KV cache; auto: the Pallas kernels on GPU, the reference elsewhere.",
@@ -174,9 +182,10 @@ class RolloutSection:
     warmup: Annotated[bool, "Compile every shape before the first step."] = True
     max_active_requests: Annotated[int, Ge(0), "The most samples under way at once, with any rule; 0: no limit."] = 0
     stale_tokens: Annotated[
-        Literal["recorded", "mask"],
+        Literal["recorded", "recompute", "mask"],
         "Tokens that earlier versions wrote; recorded: their ratio is taken to the log-probability recorded at "
-        "sampling, mask: they are not learnt from.",
+        "sampling, recompute: to that of the policy before the update, as for all others, mask: they are not learnt "
+        "from.",
     ] = "recorded"
     tail_batching: TailBatchingSection = field(default_factory=TailBatchingSection)
     partial_rollout: PartialRolloutSection = field(default_factory=PartialRolloutSection)
@@ -242,6 +251,20 @@ class ActorSection:
 
 
 @dataclass(frozen=True)
+class RolloutCorrectionSection:
+    """Truncated importance sampling: the policy loss is weighted by min(π_old / π_rollout, threshold)."""
+
+    rollout_is: Annotated[
+        Literal["none", "token", "sequence"],
+        "What has a weight; none: nothing, token: each token its own, sequence: each sample, the product over its "
+        "tokens.",
+    ] = "none"
+    rollout_is_threshold: Annotated[float, Gt(0), "The most that a weight may be; .inf: weights are not truncated."] = (
+        2.0
+    )
+
+
+@dataclass(frozen=True)
 class AlgorithmSection:
     """From rewards to advantages, and how a loss is averaged."""
 
@@ -260,6 +283,18 @@ class AlgorithmSection:
     kl_penalty: Annotated[KlEstimate, "Estimate of the KL in the reward."] = "kl"
     kl_coef: Annotated[float, Ge(0), "Weight of the KL in the reward."] = 0.001
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
+    rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
+
+
+@dataclass(frozen=True)
+class OverlongBufferSection:
+    """DAPO's overlong reward shaping: a response near data.max_response_length loses reward, in training only."""
+
+    enable: Annotated[bool, "Switch overlong reward shaping on."] = False
+    len: Annotated[
+        int, Ge(0), "Tokens before data.max_response_length over which the penalty grows; above 0 where it is on."
+    ] = 0
+    penalty_factor: Annotated[float, Ge(0), "What a response of data.max_response_length tokens loses."] = 1.0
 
 
 @dataclass(frozen=True)
@@ -290,6 +325,7 @@ class RewardSection:
         "When a sample is scored; sample: when it ends, group: when all of its prompt's have ended, rollout: when all "
         "of the round have.",
     ] = "sample"
+    overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ class SimulatedScoring:
     hang_share: Annotated[
         float, Interval(ge=0, le=1), "Share of the responses with scoring that only reward.timeout_s ends."
     ] = 0.0
+    workers: Annotated[
+        int, Ge(0), "Processes that score this task alone; 0: it shares the reward.num_workers of all others."
+    ] = 0
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,6 @@ class SimulateSection:
         list[SimulatedTask],
         "With simulate.workload=modelled, a mix of tasks in place of simulate.task, each with the options of that.",
     ] = field(default_factory=list)
+    score_in_turn: Annotated[
+        bool, "Score one task after another, in the order of simulate.tasks; off: all tasks beside one another."
+    ] = False

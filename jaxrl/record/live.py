@@ -26,10 +26,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.record.metrics import step_phases
+
 _RECENT_STEPS = 10  # steps from which the time to go is estimated
 # whole terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
+_PHASES = ("gen", "reward", "ahead", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
 
 
 class LiveView:
@@ -212,7 +214,8 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], to_go: float
 
     add("reward {}", "critic/rewards/mean")
     add("length {} (max {})", "response_length/mean", "response_length/max")
-    phases = [(name, _finite(metrics.get(f"timing_s/{name}"))) for name in _PHASES]
+    seconds_of = step_phases(metrics)
+    phases = [(name, _finite(seconds_of.get(name))) for name in _PHASES]
     shown = ", ".join(
         f"{name} {_value(seconds)}" for name, seconds in phases if seconds is not None and seconds >= 0.05
     )

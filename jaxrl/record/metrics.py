@@ -32,6 +32,7 @@ import numpy as np
 from jaxrl.record.files import JsonLines, read_lines
 
 FILE_NAME = "metrics.jsonl"
+ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
 _RESERVED = ("step", "time")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -132,6 +133,25 @@ def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = 
     if not array.size:
         return {}
     return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles(name, array)
+
+
+def seconds_of(phases: Sequence[str], line: Mapping[str, float]) -> float:
+    """What these phases took together, by a step's metrics."""
+    return sum(line.get(f"timing_s/{name}", 0.0) for name in phases)
+
+
+def step_phases(line: Mapping[str, float]) -> dict[str, float]:
+    """Of what a step's time is made: the seconds of each phase that ran in it, and each moment once.
+
+    `jaxrl.loop` says what a line counts. With one-step-off the round of the batch ran before the step, so its phases
+    are left out. `ahead` is the next step's round, without what ran at the same time as the update.
+    """
+    elsewhere = {"step", "earlier", "ahead", "overlap", *(ROUND_PHASES if "timing_s/earlier" in line else ())}
+    names = [name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/")]
+    found = {name: line[f"timing_s/{name}"] for name in names if name not in elsewhere}
+    if "timing_s/ahead" in line:
+        found["ahead"] = seconds_of(["ahead"], line) - seconds_of(["overlap"], line)
+    return found
 
 
 def _parse(line: bytes) -> dict[str, float]:

@@ -28,7 +28,7 @@ from typing import Any
 import filelock
 import yaml
 
-from jaxrl.config import Config, differences, from_mapping, to_mapping
+from jaxrl.config import Config, differences, from_recorded, to_mapping
 from jaxrl.record.files import write_whole
 
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
@@ -71,7 +71,7 @@ class RunDir:
         file = self.file("config.yaml")
         if not file.exists():
             return []
-        return differences(from_mapping(yaml.safe_load(file.read_text())), config)
+        return differences(from_recorded(yaml.safe_load(file.read_text())), config)
 
     def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
         """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""

@@ -1,7 +1,8 @@
 """A few samples of each step, for people: `samples.jsonl` in the run directory.
 
-One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source. The report shows
-them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
+One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with overlong
+reward shaping also overlong_reward, which is part of reward. The report shows them; `jaxrl simulate` can draw
+lengths and rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ class SampleLog:
     def write(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups[:GROUPS_PER_STEP]:
             for sample in group.samples[:SAMPLES_PER_GROUP]:
-                self._lines.append(
-                    {
-                        "step": step,
-                        "prompt": group.prompt.text,
-                        "response": sample.text,
-                        "answer": group.prompt.answer,
-                        "reward": sample.reward,
-                        "length": len(sample),
-                        "finish_reason": sample.finish_reason,
-                        "source": group.prompt.source,
-                    }
-                )
+                line = {
+                    "step": step,
+                    "prompt": group.prompt.text,
+                    "response": sample.text,
+                    "answer": group.prompt.answer,
+                    "reward": sample.reward,
+                    "length": len(sample),
+                    "finish_reason": sample.finish_reason,
+                    "source": group.prompt.source,
+                }
+                if "overlong_reward" in sample.reward_info:
+                    line["overlong_reward"] = sample.reward_info["overlong_reward"]
+                self._lines.append(line)
 
     def close(self) -> None:
         self._lines.close()

@@ -116,11 +116,11 @@ class Timeline:
                 key = f"timing_s/{name}"
                 self._phases[key] = self._phases.get(key, 0.0) + span.end_s - span.start_s
 
-    def take_phases(self) -> dict[str, float]:
-        """Seconds of the phases that ended since the last call, as `timing_s/<name>`."""
+    def take_phases(self, *names: str) -> dict[str, float]:
+        """Seconds of the phases that ended since they were last taken, as `timing_s/<name>`: of `names`, or of all."""
         with self._lock:
-            phases, self._phases = self._phases, {}
-            return phases
+            keys = [f"timing_s/{name}" for name in names] or list(self._phases)
+            return {key: self._phases.pop(key) for key in keys if key in self._phases}
 
     def open_spans(self) -> list[tuple[str, str, float]]:
         """(track, name, seconds so far) of the spans that are open now, the longest first: what a watchdog reports."""

@@ -24,7 +24,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of a chart. `colour` is a class of the style sheet, c1 to c9; `limit` is drawn dashed; `dots` marks each
+    """A line of a chart. `colour` is a class of the style sheet, c1 to c10; `limit` is drawn dashed; `dots` marks each
     point, and without `line` there is nothing between them."""
 
     label: str

@@ -24,13 +24,23 @@ from typing import Any
 from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.live import duration
-from jaxrl.record.metrics import FILE_NAME, read_metrics
+from jaxrl.record.metrics import FILE_NAME, ROUND_PHASES, read_metrics, seconds_of, step_phases
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.report.layouts import layouts_section
 
 RUN_FILE = "run.json"
-PHASES = ("gen", "reward", "old_log_prob", "ref", "testing", "update_actor", "sync", "save")  # colours c1 to c8
+PHASES = {  # in a step: label and colour of each
+    "gen": ("gen", "c1"),
+    "reward": ("reward", "c2"),
+    "ahead": ("next rollout", "c10"),
+    "old_log_prob": ("old_log_prob", "c3"),
+    "ref": ("ref", "c4"),
+    "testing": ("testing", "c5"),
+    "update_actor": ("update_actor", "c6"),
+    "sync": ("sync", "c7"),
+    "save": ("save", "c8"),
+}
 _SAMPLES_PER_STEP = 4
 _MAX_TEXT = 4000  # characters of a prompt or response that are shown
 
@@ -192,7 +202,7 @@ def _charts(run: Run) -> list[Chart]:
         Chart("Reward", "per step", reward, "critic/rewards/mean", band=band),
         Chart("Held-out", "at evaluations", held_out, "val/* (trainer.test_freq is 0, or none was due yet)"),
         Chart("Response length", "tokens", lengths, "response_length/*"),
-        Chart("Step time by phase", "seconds", [], "timing_s/*", stack=_phases(run)),
+        Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
         *_by_round(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
@@ -203,41 +213,49 @@ def _charts(run: Run) -> list[Chart]:
 
 
 def _by_round(run: Run) -> list[Chart]:
-    """Charts of step time and longest response by kind of round, and of the queue; none without long rounds."""
+    """Charts of rollout time and longest response by kind of round, and of the queue; none without long rounds."""
     is_long = dict(run.series("rollout/long_round"))
     if not any(is_long.values()):
         return []
 
-    def dots(name: str) -> list[Curve]:
+    def dots(series: list[Point]) -> list[Curve]:
         kinds = ((0.0, "short", "c1"), (1.0, "long", "c2"))
-        points = {kind: [(step, y) for step, y in run.series(name) if is_long.get(step) == kind] for kind, *_ in kinds}
+        points = {kind: [(step, y) for step, y in series if is_long.get(step) == kind] for kind, *_ in kinds}
         return [Curve(label, points[kind], colour, dots=True, line=False) for kind, label, colour in kinds]
 
+    rollout_s = [(row["step"], seconds_of(ROUND_PHASES, row)) for row in run.metrics if "timing_s/gen" in row]
     queue = [
         Curve("prompts that wait", run.series("rollout/queue_length")),
         Curve("longest wait, steps", run.series("rollout/queue_age_steps/max"), "c2"),
     ]
     return [
-        Chart("Step time by round", "seconds", dots("timing_s/step"), "timing_s/step"),
-        Chart("Longest response by round", "tokens", dots("response_length/max"), "response_length/max"),
+        Chart("Rollout time by round", "seconds", dots(rollout_s), "timing_s/gen"),
+        Chart("Longest response by round", "tokens", dots(run.series("response_length/max")), "response_length/max"),
         Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length"),
     ]
 
 
 def _phases(run: Run) -> list[Curve]:
-    """Phases as layers; the rest of the step's time is "other"."""
+    """Phases as layers, those that ran in the step and each moment once; the rest of the step's time is "other"."""
     whole = dict(finite(run.series("timing_s/step")))
-    found = [(name, dict(finite(run.series(f"timing_s/{name}")))) for name in PHASES]
+    parts = {row["step"]: step_phases(row) for row in run.metrics}
+    found = [(name, dict(finite([(s, of[name]) for s, of in parts.items() if name in of]))) for name in PHASES]
     found = [(name, seconds) for name, seconds in found if seconds]
     if not found:
         return [Curve("step", list(whole.items()))] if whole else []
     steps = sorted(whole.keys() | set().union(*(seconds.keys() for _, seconds in found)))
     layers = [
-        Curve(name, [(step, seconds.get(step, 0.0)) for step in steps], f"c{PHASES.index(name) + 1}")
+        Curve(PHASES[name][0], [(step, seconds.get(step, 0.0)) for step in steps], PHASES[name][1])
         for name, seconds in found
     ]
     other = [(s, max(whole.get(s, 0.0) - sum(seconds.get(s, 0.0) for _, seconds in found), 0.0)) for s in steps]
     return [*layers, Curve("other", other, "c9")] if any(value > 0 for _, value in other) else layers
+
+
+def _one_by_one(run: Run) -> list[Curve]:
+    """Where rollout and update ran at the same time: what the steps would have taken in turns."""
+    both = [(row["step"], seconds_of(("step", "overlap"), row)) for row in run.metrics if "timing_s/overlap" in row]
+    return [Curve("in turns", both, "c10", limit=True)] if both else []
 
 
 def _samples(run: Run) -> str:
@@ -332,9 +350,9 @@ def _short(name: str) -> str:
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fbfaf8;--card:#fff;--ink:#1d1f23;--soft:#62666e;--rule:#e4e2dd;--c1:#2563a8;
---c2:#c2571a;--c3:#2f855a;--c4:#8554b0;--c5:#b8871b;--c6:#c23b5a;--c7:#16899c;--c8:#5b4bb5;--c9:#8b8f97}
+--c2:#c2571a;--c3:#2f855a;--c4:#8554b0;--c5:#b8871b;--c6:#c23b5a;--c7:#16899c;--c8:#5b4bb5;--c9:#8b8f97;--c10:#8fb8de}
 @media(prefers-color-scheme:dark){:root{--bg:#15171a;--card:#1d2024;--ink:#e8e6e1;--soft:#a2a6ae;--rule:#33373d;
---c1:#6ea8e8;--c2:#f0935a;--c3:#63c08f;--c4:#bb92e0;--c5:#dfb655;--c6:#ec7590;--c7:#5cc3d4;--c8:#9d8ff0;--c9:#858a93}}
+--c1:#6ea8e8;--c2:#f0935a;--c3:#63c08f;--c4:#bb92e0;--c5:#dfb655;--c6:#ec7590;--c7:#5cc3d4;--c8:#9d8ff0;--c9:#858a93;--c10:#3f6f9f}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
 font:16px/1.5 system-ui,"Segoe UI",Roboto,"Helvetica Neue","Noto Sans","DejaVu Sans",sans-serif;
 -webkit-text-size-adjust:100%;overflow-wrap:anywhere}main{max-width:1180px;margin:0 auto;padding:32px 20px 64px}h1{
@@ -355,7 +373,8 @@ margin-top:auto}svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:
 stroke-width:1}.line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;
 stroke:var(--ink)}rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{
 --c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}.c8{--c:var(--c8)}.c9{
---c:var(--c9)}table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{
+--c:var(--c9)}.c10{--c:var(--c10)}
+table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{
 color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:1px solid var(--rule);
 vertical-align:top}.step th{padding-top:20px}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;

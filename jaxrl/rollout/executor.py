@@ -27,7 +27,7 @@ from jaxrl.rollout import kv_cache
 from jaxrl.rollout.layout_programs import CompileAhead, ExecutorConfig, LayoutPrograms, bucket
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
-from jaxrl.scheduling.layouts.kv_plan import KvPlan
+from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
 from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
@@ -207,7 +207,7 @@ class MeshExecutor:
         began = time.perf_counter()
         target = self._programs_at(move.to_tp)
         lanes = move.kv.lanes()
-        self._prepare_switch(target, lanes[0].shape[1])
+        self._prepare_switch(target, lanes)
         jax.block_until_ready((self._params, self._pool, self._state))
         ready = time.perf_counter()
         steps = [self._move_weights, lambda to: self._move_pool(to, lanes)]
@@ -238,14 +238,14 @@ class MeshExecutor:
         """
         assert isinstance(source, MeshExecutor), "KV comes from a mesh"
         lanes = kv.lanes()
-        if lanes[0].shape[1]:
+        if kv.copies:
             assert source._pool is not None
             jax.block_until_ready((source._pool, self._pool, self._state))
             pool, self._pool = self._pool, None
             layouts = (source.layout, self.layout)
             try:
                 self._pool, report = kv_migration.migrate_across(
-                    source._pool, *layouts, *lanes, self.num_blocks, into=pool
+                    source._pool, *layouts, lanes, self.num_blocks, into=pool
                 )
                 jax.block_until_ready(self._pool)
             except Exception as error:
@@ -254,13 +254,13 @@ class MeshExecutor:
             self.reports = (self.reports[0], report)
         self.put_rows(rows)
 
-    def _prepare_switch(self, target: LayoutPrograms, lane_blocks: int) -> None:
+    def _prepare_switch(self, target: LayoutPrograms, lanes: Lanes) -> None:
         """Compiles what a switch will run, and raises for everything that can be checked beforehand."""
         reshard.precompile(self._params, self._shardings(target))
-        if lane_blocks:
+        if lanes.is_any:
             assert self._pool is not None
             kv_migration.precompile(
-                self.layout, target.layout, self._pool, target.cache_shape.num_blocks, [lane_blocks]
+                self.layout, target.layout, self._pool, target.cache_shape.num_blocks, [lanes.sizes]
             )
 
     def _shardings(self, programs: LayoutPrograms) -> Any:
@@ -273,12 +273,12 @@ class MeshExecutor:
         self.reports = (report, self.reports[1])
         return self._params
 
-    def _move_pool(self, target: LayoutPrograms, lanes: tuple[np.ndarray, np.ndarray]) -> Any:
+    def _move_pool(self, target: LayoutPrograms, lanes: Lanes) -> Any:
         pool, self._pool = self._pool, None
         assert pool is not None
-        if lanes[0].shape[1]:
+        if lanes.is_any:
             num_blocks = target.cache_shape.num_blocks
-            self._pool, report = kv_migration.migrate(pool, self.layout, target.layout, *lanes, num_blocks)
+            self._pool, report = kv_migration.migrate(pool, self.layout, target.layout, lanes, num_blocks)
         else:
             for array in jax.tree.leaves(pool):
                 array.delete()

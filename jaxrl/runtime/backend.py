@@ -176,11 +176,13 @@ class RolloutBackend:
     # -- one round ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
-        """A round of training step `step` starts; its responses are drawn with `params`. `kind`: for the layout."""
+        """A round of training step `step` starts; its responses are drawn with `params`. `kind`: "eval" for held-out
+        prompts, else the batch rule's kind of round, for the layout."""
         assert self.engine.is_idle, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
-        # a step may have two rounds, training and evaluation, with prompts of the same key
-        self._round = self._round + 1 if step == self._step else 0
+        # A step may have two rounds with prompts of the same key, training and evaluation. Their order says nothing:
+        # with one-step-off the training round of the next step comes between.
+        self._round = int(kind == "eval")
         self._step, self._params = step, params
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
@@ -191,11 +193,13 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are still being drawn, or the round has not yet been told that they ended.
+        """Whether samples are being drawn, or the round has not yet been told that they ended.
 
-        It ends when the last response has been told; a plan of rows that have all stopped may then still be in flight.
+        Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
+        has been told; a plan of rows that have all stopped may then still be in flight.
         """
-        return bool(self._requests) or any(not isinstance(event, Verdict) for event in self._events)
+        drawing = bool(self._requests) and not self._awaited
+        return drawing or any(not isinstance(event, Verdict) for event in self._events)
 
     def wait(self) -> Event:
         """The next event; blocks on the engine while it runs, then on the scoring.

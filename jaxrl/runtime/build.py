@@ -20,7 +20,7 @@ from jaxrl.models.loading import load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import layout_sizes, plan_remat
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
 
@@ -99,8 +99,7 @@ def build_executor(
 
 def build_engine(config: Config, executor: MeshExecutor, tokenizer: Tokenizer) -> Engine:
     """The engine of `config.rollout` over an executor."""
-    batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
-    return Engine(executor, batcher, stop_check=stop_string_check(tokenizer))
+    return Engine(executor, batcher_config(config), stop_check=stop_string_check(tokenizer))
 
 
 def abstract(tree: Any) -> Any:

@@ -1,17 +1,23 @@
-"""The batch rule that a configuration asks for, or why its settings exclude each other.
+"""The batch rule and the batcher that a configuration asks for, or why its settings exclude each other.
 
-Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, for real and simulated runs alike. That page says
-what each does and which of them combine.
+Purpose: the switches of docs/rollout-rules.md as one `BatchRule`, and the options of continuous batching, for real and
+simulated runs alike. That page says what each does and which of them combine.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.functions import user_function
+from jaxrl.config.options import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
+from jaxrl.scheduling.rounds.buffer_filter import BufferFilter
 from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 
 
 def batch_rule(config: Config) -> BatchRule:
@@ -28,14 +34,32 @@ def batch_rule(config: Config) -> BatchRule:
             config.algorithm.filter_groups,
             rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
+            max_response_length=config.data.max_response_length,
         )
         if rollout.tail_batching.enable:
             return TailBatching(batch, rollout.tail_batching)
         if rollout.partial_rollout.enable:
-            return PartialRollout(batch, rollout.partial_rollout)
+            return PartialRollout(batch, rollout.partial_rollout, _buffer_filter(rollout.partial_rollout))
         return FreshBatches(batch, rollout.over_provisioning)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _buffer_filter(options: PartialRolloutSection) -> BufferFilter | None:
+    if not options.buffer_filter_path:
+        return None
+    names = "rollout.partial_rollout.buffer_filter_path", "rollout.partial_rollout.buffer_filter_name"
+    path = str(Path(options.buffer_filter_path).expanduser().resolve())
+    return user_function(names, path, options.buffer_filter_name, ("groups", "policy_version"))
+
+
+def batcher_config(config: Config) -> BatcherConfig:
+    """What continuous batching takes from section `rollout`."""
+    return BatcherConfig(
+        decode_steps=config.rollout.decode_steps,
+        max_model_len=config.max_model_length,
+        spread_samples=config.rollout.sample_placement == "spread",
+    )
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:

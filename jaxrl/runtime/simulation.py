@@ -22,9 +22,8 @@ from jaxrl.loop import Hooks, Loop, Together
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.layout_session import LayoutSession
-from jaxrl.runtime.rules import batch_rule
+from jaxrl.runtime.rules import batch_rule, batcher_config
 from jaxrl.scheduling.layouts.control import LayoutControl
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.configured import (
@@ -87,9 +86,9 @@ def build(
         phases.complete("engine", "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
 
     sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices)
-    executor = SimulatedExecutor(sizes, workload.length, cost, clock, config.simulate.host_s, on_plan, layouts, sync_s)
-    batcher = BatcherConfig(decode_steps=config.rollout.decode_steps, max_model_len=config.max_model_length)
-    engine = Engine(executor, batcher, batcher=LockstepBatcher)
+    times = {"host_s": config.simulate.host_s, "sync_s": sync_s, "wake_s": cost.rollout_fixed_s()}
+    executor = SimulatedExecutor(sizes, workload.length, cost, clock, on_plan=on_plan, layouts=layouts, **times)
+    engine = Engine(executor, batcher_config(config), batcher=LockstepBatcher)
     session = None
     if adapts:
         predictor = layout_predictor(config, cost, tuple(layouts))
@@ -102,7 +101,7 @@ def build(
     backend = RolloutBackend(
         engine,
         executor,
-        ScoringWorkers(workload, clock, phases, config.reward.num_workers, config.reward.timeout_s),
+        _scoring(config, workload, clock, phases),
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
         clock=lambda: clock.now_s,
@@ -114,6 +113,15 @@ def build(
     together = clock.together if own else None
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, together)
     return Simulation(loop, engine, executor, clock, phases, session)
+
+
+def _scoring(config: Config, workload: Workload, clock: SimulatedClock, phases: SimulatedPhases) -> ScoringWorkers:
+    """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
+    chosen, reward = config.simulate, config.reward
+    tasks = chosen.tasks or [chosen.task]
+    own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
+    order = [task.name for task in tasks] if chosen.score_in_turn else []
+    return ScoringWorkers(workload, clock, phases, reward.num_workers, reward.timeout_s, own, order)
 
 
 def _loop(

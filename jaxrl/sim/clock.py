@@ -75,10 +75,10 @@ class SimulatedPhases:
             self._sums_ns[name] = self._sums_ns.get(name, 0) + self._clock.now_ns - began_ns
             self.complete(track, name, began_ns / _NS, self._clock.now_s, **args)
 
-    def take_phases(self) -> dict[str, float]:
-        """Seconds of the phases that ended since the last call, as `timing_s/<name>`."""
-        sums, self._sums_ns = self._sums_ns, {}
-        return {f"timing_s/{name}": ns / _NS for name, ns in sums.items()}
+    def take_phases(self, *names: str) -> dict[str, float]:
+        """Seconds of the phases that ended since they were last taken, as `timing_s/<name>`: of `names`, or of all."""
+        taken = [name for name in names or list(self._sums_ns) if name in self._sums_ns]
+        return {f"timing_s/{name}": self._sums_ns.pop(name) / _NS for name in taken}
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Draws a span."""

@@ -68,6 +68,7 @@ class Efficiency:
       collective_s: latency of one collective step between devices.
       train_fixed_s: seconds of a training step whatever its size: phases, loading of optimizer states, imbalance.
       sync_fixed_s: the same of a weight sync.
+      rollout_fixed_s: the same of a rollout: engines and pools are woken, and drained at the end.
       switch_fixed_s: the same of a layout switch: graphs and programs of the new layout, pools.
     """
 
@@ -81,6 +82,7 @@ class Efficiency:
     collective_s: float = 8e-6
     train_fixed_s: float = 5.0
     sync_fixed_s: float = 1.0
+    rollout_fixed_s: float = 0.0
     switch_fixed_s: float = 0.5
 
     def __post_init__(self) -> None:
@@ -140,6 +142,10 @@ class CostModel(Protocol):
 
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         """Seconds until the trained weights are the rollout's."""
+        ...
+
+    def rollout_fixed_s(self) -> float:
+        """Seconds of waking and draining the engines, whenever a rollout has taken the devices over."""
         ...
 
     def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
@@ -296,6 +302,9 @@ class RooflineCost:
         gathered = (kept - total / num_devices) / (hw.bytes_per_s(num_devices) * eff.link)
         written = kept / (hw.memory_bytes_per_s * eff.memory)
         return max(gathered, 0.0) + written + eff.sync_fixed_s
+
+    def rollout_fixed_s(self) -> float:
+        return self.efficiency.rollout_fixed_s
 
     def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
         """Groups that merge send each other their KV; see PAT's equations 1-2.

@@ -196,6 +196,7 @@ class SimulatedExecutor:
       host_s: seconds that the host works on each plan before it submits it.
       layouts: sizes by TP degree, of the layouts that it can change to.
       sync_s: seconds of a weight sync.
+      wake_s: seconds until the devices can draw again after an update had them.
 
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
@@ -213,6 +214,7 @@ class SimulatedExecutor:
         on_plan: Callable[[Plan, PlanResult, int, int], None] = lambda *_: None,
         layouts: Mapping[int, MachineSizes] | None = None,
         sync_s: float = 0.0,
+        wake_s: float = 0.0,
     ) -> None:
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
@@ -224,6 +226,7 @@ class SimulatedExecutor:
         self._on_plan = on_plan
         self._layouts = layouts or {}
         self._sync_s = sync_s
+        self._wake_s = wake_s
         self._tickets: deque[SimulatedTicket] = deque()
         self._free_ns = 0  # when the devices are done with everything submitted
 
@@ -267,10 +270,11 @@ class SimulatedExecutor:
         self.policy_version = policy_version
 
     def allocate(self) -> None:
-        """Nothing: `sizes` says how large the KV pool is."""
+        """The devices wake up; `sizes` says how large the KV pool is."""
+        self._clock.advance(self._wake_s)
 
     def release(self, *, weights: bool = False) -> None:
-        """Nothing, as above."""
+        """Nothing: see `allocate`."""
 
     # Layouts
 

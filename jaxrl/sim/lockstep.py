@@ -17,15 +17,15 @@ step, and its tokens can be read later; so they are copied once, when the row le
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig, Named
+from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, Request, Seat
-from jaxrl.scheduling.tokens.progress import Completed, Ended, Progress, StopCheck, TraceEvent, finish_reason
+from jaxrl.scheduling.tokens.progress import Completed, Ended, Named, Progress, StopCheck, TraceEvent, finish_reason
 from jaxrl.sim.executor import Gains, LanePlan
 
 
@@ -49,6 +49,7 @@ class _Lane:
     named: dict[int, DecodeRow]  # those that the next plan names, in the order of their seats
     ids: np.ndarray  # of `named`, int64
     seats: np.ndarray  # and where they are: dp group * num_slots + slot, int64
+    written: np.ndarray  # and their `num_written` when the lane was formed, int64
     due: defaultdict[int, list[_Due]] = field(default_factory=lambda: defaultdict(list))  # by the lane's plan
     num_plans: int = 0  # of the lane so far
     taken: int = 0  # steps with tokens that the members' arrays do not hold yet
@@ -69,7 +70,7 @@ class _Lane:
         """Leaves a row out of all further plans."""
         if self.named.pop(request_id, None) is not None:
             others = self.ids != request_id
-            self.ids, self.seats = self.ids[others], self.seats[others]
+            self.ids, self.seats, self.written = self.ids[others], self.seats[others], self.written[others]
 
     def copy_tokens(self, progress: Progress, num_more: int = 0) -> None:
         """Gives a member the tokens of the steps taken."""
@@ -96,6 +97,7 @@ class LockstepBatcher(Batcher):
     ) -> None:
         super().__init__(config, capacity, trace)
         self._lane: _Lane | None = None
+        self.num_lanes = 0  # formed so far
 
     # Where lockstep ends
 
@@ -119,11 +121,28 @@ class LockstepBatcher(Batcher):
         self._dissolve()
         super().seat(seats)
 
+    # What others look at: the lane goes on
+
+    def fullest(self, plan: Plan) -> tuple[int, int]:
+        lane = self._lane
+        if lane is None or plan.index not in lane.flights:
+            return super().fullest(plan)
+        assert plan.index == self.next_index - 1, "the plan was just made"
+        group_R, num_groups = lane.seats // self.capacity.num_slots, self.capacity.num_groups
+        before_R = lane.written + 1 + (lane.num_plans - 1) * self.config.decode_steps
+        rows_G = np.bincount(group_R, minlength=num_groups)
+        return int(rows_G.max()), int(np.bincount(group_R, before_R, num_groups).max())
+
+    def rows(self) -> Iterator[tuple[Progress, int]]:
+        taken = 0 if self._lane is None else self._lane.taken  # all that run are in it
+        return ((progress, num_tokens + taken) for progress, num_tokens in super().rows())
+
     # Plans
 
     def schedule(self) -> Plan | None:
         if self._lane is None and self._is_steady():
             self._lane = self._form()
+            self.num_lanes += 1
         if self._lane is not None:
             if self._look_at_due(self._lane):
                 return self._repeat(self._lane)
@@ -185,6 +204,7 @@ class LockstepBatcher(Batcher):
             {i: DecodeRow(i, p.group, p.slot, self.blocks.table(i)) for i, p in members.items()},
             np.array(list(members), np.int64),
             np.array([p.group * self.capacity.num_slots + p.slot for p in by_seat], np.int64),
+            np.array([p.num_written for p in by_seat], np.int64),
         )
         for request_id, progress in members.items():
             self._look_later(lane, progress, progress.num_written, self.blocks.num_held(request_id))

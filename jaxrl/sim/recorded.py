@@ -129,7 +129,7 @@ class RecordedWorkload:
             RecordedPrompt(
                 prompt_tokens=max(round(len(text) * per_character), 1),
                 source=same[0]["source"],
-                responses=tuple(Response(row["step"], row["length"], float(row["reward"] or 0)) for row in same),
+                responses=tuple(Response(row["step"], row["length"], _unshaped_reward(row)) for row in same),
             )
             for text, same in by_text.items()
         ]
@@ -234,6 +234,11 @@ def _nearest(steps: Sequence[int], step: int) -> int:
     """The one of ascending `steps` that is nearest to `step`; the earlier of two equally near."""
     i = bisect_left(steps, step)
     return min(steps[max(i - 1, 0) : i + 1], key=lambda known: abs(known - step))
+
+
+def _unshaped_reward(row: Mapping[str, Any]) -> float:
+    """Without the run's overlong reward shaping: the simulated run has its own."""
+    return float(row["reward"] or 0) - float(row.get("overlong_reward", 0))
 
 
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {

@@ -4,7 +4,11 @@ Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime
 `num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in a heap
 of (time, sequence, verdict). A verdict carries the time at which it came in, even if it is asked for later.
 
-Source: rewards beside the rollout, RollPacker §4.3.
+Tasks may have workers of their own, beside one another or in turn: then a task's scoring begins when that of the tasks
+before it has ended, and the stages of a mixed batch add up.
+
+Source: rewards beside the rollout, RollPacker §4.3; tasks in turn, as its authors' code waits for a batch's rewards
+(Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
 
 Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool;
 crashes and errors of scorers are not modelled. A cancelled scoring keeps its worker until its end, and is counted.
@@ -15,12 +19,22 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, Sample, SampleKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """Scoring that waits for its task's turn."""
+
+    sequence: int
+    sample: Sample
+    submitted_ns: int
 
 
 class ScoringWorkers:
@@ -32,6 +46,8 @@ class ScoringWorkers:
       phases: where scoring is drawn.
       num_workers: processes.
       timeout_s: when scoring is cut off; 0: never.
+      own_workers: by task, the processes that score it alone; `num_workers` score all other tasks.
+      in_turn: tasks in the order in which they are scored; empty: all at once.
     """
 
     def __init__(
@@ -41,6 +57,8 @@ class ScoringWorkers:
         phases: SimulatedPhases,
         num_workers: int = 1,
         timeout_s: float = 0.0,
+        own_workers: Mapping[str, int] | None = None,
+        in_turn: Sequence[str] = (),
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"reward.num_workers ({num_workers}) must be >= 1")
@@ -48,7 +66,12 @@ class ScoringWorkers:
         self._clock = clock
         self._phases = phases
         self._timeout_ns = nanoseconds(timeout_s)
-        self._free = [(0, worker) for worker in range(num_workers)]  # a heap of (free from, worker)
+        # heaps of (free from, worker): by task, and under the empty name the one that other tasks share
+        pools = {"": num_workers, **(own_workers or {})}
+        first = dict(zip(pools, itertools.accumulate((0, *pools.values())), strict=False))
+        self._free = {name: [(0, first[name] + i) for i in range(count)] for name, count in pools.items()}
+        self._queues: dict[str, list[_Queued]] = {name: [] for name in in_turn}
+        self._turn_ns = 0  # when the scoring of the tasks before has ended
         self._coming: list[tuple[int, int, Verdict]] = []  # a heap
         self._sequence = itertools.count()
         self._pending: dict[SampleKey, int] = {}  # sequence in the heap of each verdict that is still wanted
@@ -57,16 +80,37 @@ class ScoringWorkers:
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Queues a finished sample; its verdict is known now, and comes when it is scored."""
+        sequence = self._pending[sample.key] = next(self._sequence)
+        queued = _Queued(sequence, sample, self._clock.now_ns)
+        task = self._workload.kind_name(sample.key.prompt_index)
+        if task in self._queues:
+            self._queues[task].append(queued)
+        else:
+            self._score(task, queued, self._clock.now_ns)
+
+    def _take_turns(self) -> None:
+        """Scores what waits, task by task."""
+        for task, queue in self._queues.items():
+            turn_ns = self._turn_ns
+            for queued in queue:
+                end_ns = self._score(task, queued, max(queued.submitted_ns, turn_ns))
+                self._turn_ns = max(self._turn_ns, end_ns)
+            queue.clear()
+
+    def _score(self, task: str, queued: _Queued, from_ns: int) -> int:
+        """Gives a sample to the worker that is free first; when that is done with it."""
+        sample = queued.sample
         # 1 + the version of its first token, as for its length in the executor
         key, step = sample.key, int(sample.versions[0]) + 1
         duration_ns = nanoseconds(self._workload.reward_s(key, step))
         timed_out = 0 < self._timeout_ns <= duration_ns
         if timed_out:
             duration_ns = self._timeout_ns
-        free_ns, worker = heapq.heappop(self._free)
-        start_ns = max(self._clock.now_ns, free_ns)
+        free = self._free.get(task, self._free[""])
+        free_ns, worker = heapq.heappop(free)
+        start_ns = max(from_ns, free_ns)
         end_ns = start_ns + duration_ns
-        heapq.heappush(self._free, (end_ns, worker))
+        heapq.heappush(free, (end_ns, worker))
         end_s, duration_s = end_ns / 1e9, duration_ns / 1e9
         self._phases.complete(f"reward worker {worker}", "score", start_ns / 1e9, end_s)
         if timed_out:
@@ -75,8 +119,8 @@ class ScoringWorkers:
             verdict = Verdict(end_s, key, self._workload.reward(key, step), "ok", {}, duration_s)
         self._scored[verdict.status] += 1
         self._scoring_s += duration_s
-        sequence = self._pending[key] = next(self._sequence)
-        heapq.heappush(self._coming, (end_ns, sequence, verdict))
+        heapq.heappush(self._coming, (end_ns, queued.sequence, verdict))
+        return end_ns
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
         """No verdict follows on these samples, unless they are submitted again."""
@@ -85,6 +129,7 @@ class ScoringWorkers:
 
     def completed(self) -> list[Verdict]:
         """The verdicts that have come in since the last call."""
+        self._take_turns()
         found: list[Verdict] = []
         while self._coming and self._coming[0][0] <= self._clock.now_ns:
             _, sequence, verdict = heapq.heappop(self._coming)

@@ -53,5 +53,8 @@ class TableCost:
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         return self.rest.weight_sync_s(tp, num_devices)
 
+    def rollout_fixed_s(self) -> float:
+        return self.rest.rollout_fixed_s()
+
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
         return self.rest.num_kv_blocks(tp, block_size, memory_fraction, reserved_bytes)

@@ -5,8 +5,9 @@ the division happens once, which makes the result independent of how the minibat
 lists published methods and the settings that give them.
 
 Conventions follow verl: log-ratios are clamped to ±20 before the exponential, the dual clip acts on negative advantages
-only. Departures: `seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at
-`clip_ratio_c = 0`.
+only, the weights of `algorithm.rollout_correction` multiply the policy loss and neither KL nor entropy. Departures:
+`seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at `clip_ratio_c =
+0`; weights are not normalised over the batch, which would need all of it before the first gradient.
 
 Dims: R rows, T tokens. All per-token arrays are indexed by the token that they are about (see `packing`).
 """
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.config import ActorSection, Config
+from jaxrl.config import ActorSection, Config, RolloutCorrectionSection
 from jaxrl.train.kl import kl_estimate
 from jaxrl.train.packing import Array, TokenBatch
 
@@ -59,6 +60,11 @@ def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: 
     actor, mode = config.actor, config.algorithm.loss_agg_mode
     per_token, means = policy_loss(logprobs, batch, actor)
     means = {name: Fraction(_masked_sum(value, batch), _num_tokens(batch)) for name, value in means.items()}
+    maxima: dict[str, jax.Array] = {}
+    if config.algorithm.rollout_correction.rollout_is != "none":
+        weights, measured, maxima = rollout_weights(batch, config.algorithm.rollout_correction, per_token.dtype)
+        per_token *= weights
+        means |= measured
     denominator = aggregate_denominator(batch, mode)
     pg_loss = aggregate_sum(per_token, batch, mode)
     means["actor/pg_loss"] = Fraction(pg_loss, denominator)
@@ -72,8 +78,8 @@ def compute(logprobs: jax.Array, entropy: jax.Array, batch: TokenBatch, config: 
         total += actor.kl_loss_coef * kl_loss
     # With recorded log-probabilities as the ratio's denominator, the trainer's own are those of this very pass.
     ours = batch.old_logprobs if actor.old_logprobs == "recompute" else logprobs
-    mismatch, maxima = rollout_mismatch(lax.stop_gradient(ours), batch)
-    return LossTerms(total, denominator, lax.stop_gradient(means | mismatch), maxima)
+    mismatch, largest = rollout_mismatch(lax.stop_gradient(ours), batch)
+    return LossTerms(total, denominator, lax.stop_gradient(means | mismatch), maxima | largest)
 
 
 def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -116,6 +122,37 @@ def aggregate_denominator(batch: TokenBatch, mode: str) -> jax.Array:
     if mode == "token-mean":
         return _num_tokens(batch)
     return jnp.sum(batch.num_sequences).astype(jnp.float32)
+
+
+def rollout_weights(
+    batch: TokenBatch, options: RolloutCorrectionSection, dtype: jnp.dtype
+) -> tuple[jax.Array, dict[str, Fraction], dict[str, jax.Array]]:
+    """min(π_old / π_rollout, threshold) per token or per sequence, [R, T] of `dtype`, and metrics (`METHODS`, TIS).
+
+    π_rollout is what wrote the token, so the weight also corrects for an earlier version where `old_logprobs` were
+    recomputed. Where they are the recorded ones the weight is 1, and the ratio itself is taken to π_rollout. Neither
+    carries a gradient: both are data of the batch. A weight needs nothing beyond its own sample, so sums of
+    microbatches stay exact.
+
+    `rollout_is_mean`: the mean over tokens of the weights. `rollout_is_max`: the largest before truncation, at most
+    e^20. `rollout_is_ratio_fraction_high`: the share of tokens, or of sequences, with a truncated weight.
+    """
+    log_ratio = _masked(jnp.asarray(batch.old_logprobs, dtype) - batch.rollout_logprobs, batch)
+    if options.rollout_is == "sequence":
+        log_ratio = sequence_sum(log_ratio, batch)
+    ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
+    weights = jnp.minimum(ratio, options.rollout_is_threshold)
+    high = (ratio > options.rollout_is_threshold).astype(ratio.dtype)
+    if options.rollout_is == "sequence":
+        num_high = _masked_sum(high / jnp.maximum(batch.sequence_length, 1), batch)
+        share = Fraction(num_high, jnp.sum(batch.num_sequences).astype(jnp.float32))
+    else:
+        share = Fraction(_masked_sum(high, batch), _num_tokens(batch))
+    means = {
+        "rollout_corr/rollout_is_mean": Fraction(_masked_sum(weights, batch), _num_tokens(batch)),
+        "rollout_corr/rollout_is_ratio_fraction_high": share,
+    }
+    return weights, means, {"rollout_corr/rollout_is_max": jnp.max(_masked(ratio, batch), initial=0.0)}
 
 
 def rollout_mismatch(ours: Array, batch: TokenBatch) -> tuple[dict[str, Fraction], dict[str, jax.Array]]:
@@ -229,6 +266,28 @@ METHODS: dict[str, Method] = {
             "algorithm.loss_agg_mode": "token-mean",
             "algorithm.use_kl_in_reward": True,
             "algorithm.kl_penalty": "kl",
+        },
+    ),
+    "TIS": Method(
+        "Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (truncated importance "
+        "sampling: Ionides 2008, Journal of Computational and Graphical Statistics 17)",
+        "E_t min(π_old,t / π_rollout,t, C) min(r_t A_t, clip(r_t) A_t), r_t = π_t / π_old,t, both log-probabilities of "
+        "the same weights",
+        {
+            "actor.old_logprobs": "recompute",
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+        },
+    ),
+    "decoupled PPO": Method(
+        "Hilton et al. 2021, arXiv:2110.00641, §3; for tokens of earlier versions Fu et al. 2025, arXiv:2505.24298, "
+        "§5.2",
+        "E_t (π_old,t / π_behaviour,t) min(r_t A_t, clip(r_t) A_t), r_t = π_t / π_old,t, π_old the policy before the "
+        "update, π_behaviour the version that wrote the token (here truncated at C)",
+        {
+            "actor.old_logprobs": "recompute",
+            "rollout.stale_tokens": "recompute",
+            "algorithm.rollout_correction.rollout_is": "token",
         },
     ),
 }

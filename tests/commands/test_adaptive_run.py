@@ -151,6 +151,33 @@ def test_a_synthetic_profile_makes_it_switch_and_ten_updates_are_those_of_tp_1(r
 
 
 @pytest.mark.slow
+def test_evaluations_of_a_one_step_off_run_decide_for_themselves(runs: Runs):
+    """An evaluation comes after the next step's training round; neither hears the other's switches in the journal."""
+    runs.synthetic()
+    off, held_out = runs.folder / "off", runs.folder / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"question": "y" * (1 + 2 * i), "answer": "1"}) + "\n" for i in range(5)))
+    runs.run(
+        "train",
+        f"trainer.run_dir={off}",
+        f"data.val_files=['{held_out}']",
+        "rollout.layout.allow_synthetic=true",
+        "rollout.layout.planner=true",
+        "rollout.val_kwargs={n: 4, temperature: 1.0}",
+        "trainer.one_step_off=true",
+        "trainer.test_freq=2",
+        "trainer.save_freq=0",
+        "trainer.total_training_steps=5",
+    )
+    rounds = {(each["step"], each["kind"]): each for each in read_layouts(off)}
+    assert list(rounds) == [
+        *((1, "plain"), (2, "plain"), (3, "plain"), (2, "eval")),
+        *((4, "plain"), (5, "plain"), (4, "eval")),
+    ]
+    assert all(each["round"] == int(kind == "eval") for (_, kind), each in rounds.items()), "places in the journal"
+    assert sum(len(each["switches"]) for (_, kind), each in rounds.items() if kind == "plain") >= 5
+
+
+@pytest.mark.slow
 def test_the_profiler_and_a_run_with_what_it_measured(runs: Runs):
     runs.profile.unlink(missing_ok=True)
     sizes = ["--max-context=32", "--token-budget=256", "--repeats=1"]

@@ -79,6 +79,24 @@ def build(options=None):
             "algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once",
         ),
         ({"actor.clip_ratio_c": 1.0}, "actor.clip_ratio_c must be above 1, or 0 for off, found 1.0"),
+        (
+            {"reward.overlong_buffer": {"enable": True, "len": 129}},
+            "reward.overlong_buffer.len (129 tokens) must be at least 1 and at most data.max_response_length (128 ",
+        ),
+        ({"reward.overlong_buffer.enable": True}, "reward.overlong_buffer.len (0 tokens) must be at least 1"),
+        ({"reward.overlong_buffer.penalty_factor": -1}, "penalty_factor must be at least 0, found -1"),
+        (
+            {"actor.old_logprobs": "rollout", "rollout.stale_tokens": "recompute"},
+            "rollout.stale_tokens=recompute needs actor.old_logprobs=recompute, found rollout",
+        ),
+        (
+            {"actor.old_logprobs": "rollout", "algorithm.rollout_correction.rollout_is": "token"},
+            "algorithm.rollout_correction.rollout_is=token needs actor.old_logprobs=recompute, found rollout",
+        ),
+        (
+            {"algorithm.rollout_correction.rollout_is_threshold": 0},
+            "algorithm.rollout_correction.rollout_is_threshold must be above 0, found 0.0",
+        ),
         ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found float32"),
         (
             {"actor.ppo_max_token_len_per_gpu": 383},
@@ -177,6 +195,8 @@ def test_defaults_are_within_their_bounds():
         {"actor.ppo_max_token_len_per_gpu": 384},
         {"actor.clip_ratio_c": 3},
         {"rollout.temperature": 1},
+        {"reward.overlong_buffer": {"enable": True, "len": 128}},
+        {"algorithm.rollout_correction": {"rollout_is": "sequence", "rollout_is_threshold": float("inf")}},
         {"actor.param_dtype": "float64", "actor.dtype": "float64"},
         {"rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 8},
         {"reward.kind": "task", "data.task": "t"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.files import load
 from jaxrl.record.run_dir import RunDir, commit, versions
 
@@ -64,6 +64,20 @@ def test_changes_are_listed_one_by_one(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     run_dir.record_start(make_config(seed=3), {}, 0)
     assert run_dir.changes(make_config(seed=4, save_freq=7)) == ["trainer.save_freq: 10 -> 7", "trainer.seed: 3 -> 4"]
+    run_dir.close()
+
+
+def test_a_folder_of_an_earlier_version_is_gone_on_with(tmp_path: Path):
+    """Its config.yaml has an option that is gone."""
+    run_dir = RunDir(tmp_path)
+    run_dir.record_start(make_config(seed=3), {}, 0)
+    file = run_dir.file("config.yaml")
+    values = yaml.safe_load(file.read_text())
+    values["rollout"]["tail_batching"]["keep_finished"] = False
+    file.write_text(yaml.safe_dump(values))
+    assert run_dir.changes(make_config(seed=4)) == ["trainer.seed: 3 -> 4"]
+    with pytest.raises(ConfigError, match=r"unknown option rollout\.tail_batching\.keep_finished"):
+        load(str(file), [])
     run_dir.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,15 @@ def test_a_few_samples_of_each_step(tmp_path: Path):
         "source": "src",
     }
     log.close()
+
+
+def test_overlong_reward_shaping_is_named(tmp_path: Path):
+    (group,) = make_groups(1, 1)
+    group.samples[0].reward_info = {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
+    with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
+        log.write(1, [group])
+    (line,) = read(tmp_path / "samples.jsonl")
+    assert (line["reward"], line["overlong_reward"]) == (0.5, -0.5)
 
 
 def test_a_resumed_run_drops_later_steps_and_half_a_line(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import from_mapping, to_mapping
-from jaxrl.record.metrics import MetricsWriter, length_metrics, spread
+from jaxrl.record.metrics import MetricsWriter, length_metrics, spread, step_phases
 from jaxrl.report.charts import number, step_labels, thin, ticks_of
 from jaxrl.report.page import write_report
 
@@ -142,19 +143,42 @@ def test_rounds_are_drawn_by_kind(tmp_path):
                     "rollout/long_round": float(is_long),
                     "rollout/queue_length": 0.0 if is_long else float(step % 4),
                     "rollout/queue_age_steps/max": float(step % 4),
-                    "timing_s/step": 30.0 if is_long else 10.0,
+                    "timing_s/gen": 28.0 if is_long else 9.0,
+                    "timing_s/reward": 2.0,
+                    "timing_s/step": 10.0 if is_long else 30.0,  # one-step-off: of another round
                     "response_length/max": 900.0 if is_long else 100.0,
                 },
             )
     page = write_report(tmp_path).read_text()
-    for title in ("Step time by round", "Longest response by round", "Long-prompt queue"):
+    for title in ("Rollout time by round", "Longest response by round", "Long-prompt queue"):
         assert title in page
-    figure = page[page.index("Step time by round") :]
+    figure = page[page.index("Rollout time by round") :]
     figure = figure[: figure.index("</figure>")]
     assert figure.count("<circle class=c1") == 6, "short rounds"
     assert figure.count("<circle class=c2") == 2, "long rounds"
     assert "<polyline" not in figure, "steps of a kind are not one after another"
     assert "step 8: 30" in figure
+
+
+def test_a_step_that_rolls_out_for_the_next_one_is_drawn_once(tmp_path):
+    """One-step-off: a line has its batch's round, which ran before the step, and the seconds of the next one."""
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            line = {"timing_s/gen": 40.0, "timing_s/reward": 3.0, "timing_s/update_actor": 20.0, "timing_s/ahead": 43.0}
+            line |= {"timing_s/earlier": 43.0} if step > 1 else {}
+            line |= {"timing_s/overlap": 20.0} if step > 1 else {"timing_s/overlap": 19.0}
+            whole = 43.0 + (0.0 if step > 1 else 44.0)
+            writer.write(step, line | {"timing_s/step": whole})
+            assert sum(step_phases(line).values()) == whole
+    page = write_report(tmp_path).read_text()
+    figure = page[page.index("Step time by phase") :]
+    figure = figure[: figure.index("</figure>")]
+    drawn = dict(re.findall(r"<title>step 2: (.+?) ([0-9.]+)</title>", figure))
+    assert drawn == {"next rollout": "23", "update_actor": "20"}
+    assert figure.count("<li class") == 5, "gen, reward, next rollout, update_actor, and what both would take in turns"
+    assert "next rollout" in figure
+    assert "in turns" in figure
+    assert "other" not in figure
 
 
 def test_out_names_the_file(tmp_path):

@@ -317,8 +317,8 @@ TAIL = TailBatchingSection(enable=True, prompt_factor=1.5, response_factor=1.5)
 
 @pytest.mark.parametrize(
     ("batch", "options"),
-    [(BATCH, TAIL), (BATCH, replace(TAIL, keep_finished=True)), (FILTERING, TAIL)],
-    ids=["tail batching", "keep_finished", "filter_groups"],
+    [(BATCH, TAIL), (FILTERING, TAIL)],
+    ids=["tail batching", "filter_groups"],
 )
 def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
     batch: BatchSettings, options: TailBatchingSection, executor: MeshExecutor

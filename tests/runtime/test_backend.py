@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,9 +118,11 @@ class House:
         self.journal.close()
         self.timeline.close()
 
-    def run_round(self, prompts: Sequence[Prompt], n: int, step: int = 1) -> tuple[Round, list[Event]]:
+    def run_round(
+        self, prompts: Sequence[Prompt], n: int, step: int = 1, kind: str = "plain"
+    ) -> tuple[Round, list[Event]]:
         round, events = Round(prompts, n), []
-        self.backend.begin(step, PARAMS)
+        self.backend.begin(step, PARAMS, kind)
         while not round.done:
             events.append(self.backend.wait())
             for command in round.handle(events[-1]):
@@ -218,22 +221,51 @@ def test_after_a_crash_the_journal_is_heard_and_the_pool_not_asked(houses: Any):
     assert sorted(third.pool.submitted) == sorted(LENGTHS), "another step asks anew"
 
 
-def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any):
-    """Held-out prompts are numbered from 0 in epoch 0, like those of the training set."""
+@pytest.mark.parametrize("between", [(), (8,)], ids=["in turn", "one-step-off"])
+def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any, between: tuple[int, ...]):
+    """Held-out prompts are numbered from 0 in epoch 0, like those of the training set. With one-step-off the training
+    round of the next step comes before a step's evaluation."""
+
+    def run(house: House, step: int, kind: str) -> Round:
+        round, _ = house.run_round(PROMPTS, 2, step, kind)
+        house.backend.end()
+        return round
+
     house = houses(LENGTHS, Pool(bad={key(1): "timeout"}))
-    house.run_round(PROMPTS, 2, step=7)
-    house.backend.end()
+    run(house, 7, "plain")
     house.pool.bad, house.pool.submitted = {}, []
-    evaluation, _ = house.run_round(PROMPTS, 2, step=7)
+    for step in between:
+        run(house, step, "plain")
+    house.pool.bad, house.pool.submitted = {key(2): "crash"}, []
+    evaluation = run(house, 7, "eval")
     assert sorted(house.pool.submitted) == sorted(LENGTHS)
-    assert all(sample.reward_info == {} for group in evaluation.groups() for sample in group.samples)
+    assert {s.key for g in evaluation.groups() for s in g.samples if s.reward_info} == {key(2)}
     # and after a crash each of the two gets its own again
     again = houses(LENGTHS, Pool(), last_step=6)
-    again.run_round(PROMPTS, 2, step=7)
-    assert key(1) not in again.pool.submitted
-    again.backend.end()
-    again.run_round(PROMPTS, 2, step=7)
-    assert key(1) in again.pool.submitted
+    run(again, 7, "plain")
+    assert set(LENGTHS) - set(again.pool.submitted) == {key(1)}
+    for step in between:
+        run(again, step, "plain")
+    again.pool.submitted = []
+    run(again, 7, "eval")
+    assert set(LENGTHS) - set(again.pool.submitted) == {key(2)}
+
+
+@pytest.mark.parametrize("order", [[(7, "short"), (7, "eval")], [(7, "short"), (8, "long"), (7, "eval"), (8, "eval")]])
+def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(houses: Any, order: list[tuple[int, str]]):
+    """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
+    house, places = houses(LENGTHS, Pool()), []
+    house.backend._layouts = SimpleNamespace(
+        begin=lambda *place: places.append(place),
+        before_plan=lambda: None,
+        after_plan=lambda: None,
+        finished=lambda length: None,
+        end=lambda preemptions: {},
+    )
+    for step, kind in order:
+        house.run_round(PROMPTS, 1, step, kind)
+        house.backend.end()
+    assert places == [(step, int(kind == "eval"), kind) for step, kind in order]
 
 
 def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):

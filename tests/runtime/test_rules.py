@@ -18,12 +18,14 @@ from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
 
+LONGEST = 77  # tokens of a response
 RULES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "rollout-rules.md"
 
 
 def config(**options: Any) -> Config:
     """`rollout__tail_batching__enable=True` and the like, on top of 4 prompts × 3 samples."""
-    values: dict[str, Any] = {"model": {"path": "m"}, "data": {"train_batch_size": 4}, "rollout": {"n": 3}}
+    data = {"train_batch_size": 4, "max_response_length": LONGEST}
+    values: dict[str, Any] = {"model": {"path": "m"}, "data": data, "rollout": {"n": 3}}
     for path, value in options.items():
         *sections, option = path.split("__")
         node = values
@@ -38,7 +40,8 @@ def test_plain_batches_are_the_default():
     assert isinstance(rule, FreshBatches)
     assert rule.name == "plain batches"
     limits = rule.limits
-    assert limits == RaceLimits(BatchSettings(4, 3, score_when="rollout", max_active_requests=9), 3, 0)
+    batch = BatchSettings(4, 3, score_when="rollout", max_active_requests=9, max_response_length=LONGEST)
+    assert limits == RaceLimits(batch, 3, 0)
     assert not limits.batch.filter_groups.enable
 
 
@@ -52,7 +55,7 @@ def test_over_provisioning():
 
 
 def test_tail_batching():
-    tail = {"enable": True, "prompt_factor": 1.5, "max_age_steps": 7, "at_end": "leave", "keep_finished": True}
+    tail = {"enable": True, "prompt_factor": 1.5, "max_age_steps": 7, "at_end": "leave"}
     rule = batch_rule(
         config(
             rollout__tail_batching=tail,
@@ -63,17 +66,35 @@ def test_tail_batching():
     )
     assert isinstance(rule, TailBatching)
     filtering = FilterGroupsSection(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
-    assert rule.batch == BatchSettings(4, 3, "group", filtering, max_active_requests=20)
-    assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave", keep_finished=True)
+    assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
+    assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave")
 
 
-@pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 0), (True, 1)])
+@pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 1), (True, 2)])
 def test_partial_rollout(one_step_off: bool, staleness: int):
     partial = {"enable": True, "max_staleness": staleness, "max_restarts": 2, "at_end": "leave"}
     rule = batch_rule(config(rollout__partial_rollout=partial, trainer__one_step_off=one_step_off))
     assert isinstance(rule, PartialRollout)
-    assert rule.batch == BatchSettings(4, 3, score_when="group", version_lag=int(one_step_off))
+    lag = int(one_step_off)
+    assert rule.batch == BatchSettings(4, 3, score_when="group", version_lag=lag, max_response_length=LONGEST)
     assert rule.options == PartialRolloutSection(True, 2.0, staleness, max_restarts=2, at_end="leave")
+
+
+def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def hold(groups, policy_version):\n    return {}\ndef wrong(buffer):\n    return buffer\n")
+    partial = {"enable": True, "buffer_filter_path": str(file), "buffer_filter_name": "hold"}
+    rule = batch_rule(config(rollout__partial_rollout=partial))
+    assert isinstance(rule, PartialRollout)
+    assert rule.buffer_filter is not None
+    assert rule.buffer_filter(groups=[], policy_version=0) == {}
+    for changed, message in (
+        ({"buffer_filter_name": "wrong"}, r"mine\.py: wrong must take \(groups, policy_version\), by these names"),
+        ({"buffer_filter_name": "none"}, r"rollout\.partial_rollout\.buffer_filter_name: .* must define a function"),
+        ({"buffer_filter_path": "no.py"}, r"rollout\.partial_rollout\.buffer_filter_path: no such file: .*no\.py"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            batch_rule(config(rollout__partial_rollout=partial | changed))
 
 
 ON = {"enable": True}
@@ -111,8 +132,8 @@ def test_every_rule_excludes_every_other(one: str, other: str):
         ({"rollout__over_provisioning": ON, "rollout__partial_rollout": ON}, "exclude each other"),
         ({"rollout__tail_batching": ON, "rollout__over_provisioning": ON}, "exclude each other"),
         (
-            {"rollout__partial_rollout": ON | {"max_staleness": 0}, "trainer__one_step_off": True},
-            r"rollout\.partial_rollout\.max_staleness \(0 versions\) must be >= 1 with one-step-off",
+            {"rollout__partial_rollout": ON | {"max_staleness": 1}, "trainer__one_step_off": True},
+            r"rollout\.partial_rollout\.max_staleness \(1 versions\) must be >= 2, or -1 for no cap: .* one-step-off",
         ),
         ({"rollout__partial_rollout": ON, "reward__score_when": "rollout"}, r"reward\.score_when must be"),
         (

@@ -286,9 +286,6 @@ RULES: dict[str, Callable[[], BatchRule]] = {
     "plain, filter_groups afterwards": lambda: FreshBatches(FILTERING_AFTERWARDS),
     "over-provisioning": lambda: FreshBatches(BATCH, OverProvisioningSection(True, 1.5, 1.5)),
     "tail batching": lambda: TailBatching(BATCH, TailBatchingSection(True, 1.5, 1.5)),
-    "tail batching, keep_finished": lambda: TailBatching(
-        BATCH, TailBatchingSection(True, 2.0, 1.5, keep_finished=True)
-    ),
     "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatchingSection(True, 2.0)),
     "partial rollout": lambda: PartialRollout(BATCH, PartialRolloutSection(True)),
     "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRolloutSection(True, max_staleness=1)),

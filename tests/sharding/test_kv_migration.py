@@ -26,7 +26,8 @@ import pytest
 
 from jaxrl.rollout import kv_cache
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
-from jaxrl.scheduling.layouts.situation import LiveRow, regroup
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import LiveRow
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.sharding import kv_migration
 from jaxrl.sharding.kv_migration import lane_capacity, migrate, migrate_across
@@ -54,6 +55,7 @@ class Walk:
     requests: dict[int, dict[str, Any]] = field(default_factory=dict)
     pool: Any = None
     blocks: Any = None
+    guests: int = 0  # places for them in a lane of the last switch
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -66,14 +68,17 @@ class Walk:
     def shape(self, num_blocks: int) -> kv_cache.CacheShape:
         return kv_cache.CacheShape(LAYERS, self.heads[1], HEAD_DIM, num_blocks, BLOCK, jnp.dtype(self.dtype))
 
-    def start(self, count: int, first_id: int = 0) -> None:
-        """Requests with prompts and a few tokens, dealt over the dp groups, their KV written from the host."""
+    def start(self, count: int, first_id: int = 0, crowded: bool = False) -> None:
+        """Requests with prompts and a few tokens, dealt over the dp groups, their KV written from the host.
+
+        `crowded`: over the first half of the groups, so that some have to go far at the next switch."""
+        num_groups = max(self.layout.dp // 2, 1) if crowded else self.layout.dp
         self.blocks = BlockManager(self.layout.dp, self.num_blocks, BLOCK)
         host = np.zeros((LAYERS, 2, self.layout.dp, self.heads[1], self.num_blocks, BLOCK, HEAD_DIM), dtype=self.dtype)
         for request_id in range(first_id, first_id + count):
             share = "a" if request_id % 3 else "b"
             written = np.concatenate([self.prompts[share], self._kv(1 + request_id % 5)], axis=2)
-            group, num_tokens = request_id % self.layout.dp, written.shape[2]
+            group, num_tokens = request_id % num_groups, written.shape[2]
             self.blocks.allocate(request_id, group, num_tokens + 1, share, PROMPT_LENS[share])
             self.blocks.publish(request_id, PROMPT_LENS[share])
             self.requests[request_id] = {"share": share, "written": written, "group": group}
@@ -111,6 +116,12 @@ class Walk:
                 tolerance = 1e-12 if self.dtype == "float64" else 1e-5
                 np.testing.assert_allclose(out[at[request_id]][0], expected, rtol=tolerance, atol=tolerance)
 
+    def end(self, group: int) -> None:
+        """The requests of a dp group end."""
+        for request_id in [i for i, request in self.requests.items() if request["group"] == group]:
+            del self.requests[request_id]
+            self.blocks.free(request_id)
+
     def live(self) -> list[LiveBlocks]:
         return [
             LiveBlocks(
@@ -135,8 +146,9 @@ class Walk:
         after = Layout(self.layout.mesh, tp)
         plan = plan_migration(self.live(), self.layout.dp, self.groups(after.dp), num_blocks, BLOCK)
         old = jax.tree.leaves(self.pool)
+        self.guests = plan.lanes().sizes[1]
         self.pool, report = migrate(
-            self.pool, self.layout, after, *plan.lanes(), num_blocks, max_extra_bytes=max_extra_bytes
+            self.pool, self.layout, after, plan.lanes(), num_blocks, max_extra_bytes=max_extra_bytes
         )
         assert all(array.is_deleted() for array in old)
         assert report.num_blocks == len(plan.copies)
@@ -166,39 +178,51 @@ def _dense(q_HD, k_TKD, v_TKD):
 
 
 def walk(degrees: tuple[int, ...], model: str, dtype: str) -> None:
-    """Decodes and switches through these degrees, and once more: then nothing is compiled."""
+    """Decodes and switches through these degrees, and once more: then nothing is compiled. On the way up and on the way
+    down a dp group's requests end, so that others have to take its place."""
     heads, mesh = pad_heads(*MODELS[model], 8), make_mesh()
     small = 6 * np.dtype(dtype).itemsize << 10
-    misses = []
+    misses, moves = [], []
     for lap in range(2):
         state = Walk(Layout(mesh, degrees[0]), heads, dtype, num_blocks=48)
-        state.start(11)
+        state.start(11, crowded=True)
         state.decode()
         for i, (before, after) in enumerate(itertools.pairwise(degrees)):
             report = state.switch(after, num_blocks=40 + 7 * after, max_extra_bytes=small if i % 2 else 1 << 20)
             assert report.peak_extra_bytes <= report.max_extra_bytes, report
             assert (report.num_chunks > 1) == (report.max_extra_bytes < 1 << 20), report
             is_slice = after < before and after >= heads[1]  # where heads were replicated, each keeps its own
-            assert (report.moved_bytes == 0) == is_slice, report
+            assert (report.moved_bytes == 0) == (is_slice and not state.guests), report
+            moves.append((before, after, state.guests > 0))
             state.decode()
+            if len(degrees) > 2 and (before, after) in ((1, 2), (8, 4)):
+                state.end(0)
             state.decode()
             assert before != after
         misses.append(kv_migration._move.cache_info().misses)
         assert misses[lap] == misses[0], "the second pass compiled"
+    if len(degrees) == 2:
+        assert moves[0][2] == (max(degrees) < 8), "from a crowded half some go to another home, where there is one"
+    else:
+        assert {move[:2] for move in moves if move[2]} == {(1, 2), (2, 4), (4, 2)}, moves
 
 
 def programs(model: str) -> None:
-    """One all-to-all per array where heads are split further or less, one all-gather where they are replicated."""
+    """One all-to-all per array where heads are split further or less, one all-gather where they are replicated, and one
+    all-to-all more where blocks change their home."""
     heads, mesh = pad_heads(*MODELS[model], 8)[1], make_mesh()
     for before, after in itertools.permutations((1, 2, 4, 8), 2):
         layouts = Layout(mesh, before), Layout(mesh, after)
-        shape = kv_migration._Shape(heads, 20, 30, BLOCK, HEAD_DIM, jnp.dtype("float32"), 8, False)
-        text = kv_migration._move(shape, *layouts, 2).as_text()
-        found = re.findall(r"= .*?(all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
-        split, rest = (len(layout.kv_axes(heads)) for layout in layouts), max(before, after) > heads
-        changes = len(set(split)) == 2
-        expected = ["all-to-all"] * (2 * changes) + ["all-gather"] * (2 * (rest and after > before))
-        assert sorted(found, reverse=True) == expected, (before, after, found)
+        num_homes = min(layout.dp for layout in layouts)
+        for guests in (0, 8) if num_homes > 1 else (0,):
+            places = 8 + guests * num_homes
+            shape = kv_migration._Shape(heads, 20, 30, BLOCK, HEAD_DIM, jnp.dtype("float32"), places, guests, False)
+            text = kv_migration._move(shape, *layouts, 2).as_text()
+            found = re.findall(r"= .*?(all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
+            split, rest = (len(layout.kv_axes(heads)) for layout in layouts), max(before, after) > heads
+            changes = (len(set(split)) == 2) + (guests > 0)
+            expected = ["all-to-all"] * (2 * changes) + ["all-gather"] * (2 * (rest and after > before))
+            assert sorted(found, reverse=True) == expected, (before, after, guests, found)
 
 
 def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
@@ -206,7 +230,7 @@ def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     heads = pad_heads(*MODELS[model], 4)
     left, right = make_mesh(jax.devices()[:4]), make_mesh(jax.devices()[4:])
     giver = Walk(Layout(left, tp_before), heads, dtype, num_blocks=40)
-    giver.start(5)
+    giver.start(5, crowded=True)
     giver.decode()
     taker = Walk(Layout(right, tp_after), heads, dtype, num_blocks=60)
     taker.start(3, first_id=50)
@@ -215,7 +239,7 @@ def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     groups = giver.groups(taker.layout.dp)
     plan = plan_migration(giver.live(), giver.layout.dp, groups, 60, BLOCK, into=taker.blocks)
     ends, small = (giver.layout, taker.layout), 4 << 10
-    taker.pool, report = migrate_across(old, *ends, *plan.lanes(), 60, into=taker.pool, max_extra_bytes=small)
+    taker.pool, report = migrate_across(old, *ends, plan.lanes(), 60, into=taker.pool, max_extra_bytes=small)
     assert report.num_chunks > 1, report
     assert all(array.is_deleted() for array in own)
     assert all(array._npy_value is None for array in jax.tree.leaves(old)), "a host copy was made"
@@ -225,7 +249,7 @@ def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     # to the empty left half, in another layout
     after = Layout(left, 4)
     back = plan_migration(taker.live(), taker.layout.dp, taker.groups(1), 90, BLOCK)
-    taker.pool, report = migrate_across(taker.pool, taker.layout, after, *back.lanes(), 90)
+    taker.pool, report = migrate_across(taker.pool, taker.layout, after, back.lanes(), 90)
     assert report.moved_bytes >= report.live_bytes
     taker._take(back, after, 90)
     taker.decode()
@@ -331,13 +355,20 @@ def test_compiled_ahead_there_is_nothing_left_to_compile():
     shape = kv_cache.CacheShape(2, 2, 4, 12, 4, jnp.dtype("float32"))
     abstract = jax.ShapeDtypeStruct((4, 2, 12, 4, 4), jnp.float32, sharding=kv_cache.pool_sharding(layout, shape))
     programs = kv_migration.precompile(layout, layout, [(abstract, abstract)] * 2, 30)
-    assert len(programs) == 2, "lanes of 8 and of 11"
+    assert len(programs) == 6, "lanes of 8 and of 11, each with no guests, with 8 and with 11"
     misses = kv_migration._move.cache_info().misses
-    for size in (0, 3, 8, 9, 11):
+    for size, guests in ((0, 0), (3, 0), (8, 9), (9, 0), (11, 8), (0, 1)):
         pool = kv_cache.allocate(layout, shape)
         sources = np.tile(np.arange(1, size + 1, dtype=np.int32), (4, 1))
-        pool, report = migrate(pool, layout, layout, sources, sources + 3, 30)
-        assert (report.num_blocks, report.moved_bytes, report.num_chunks) == (4 * size, 0, 1)
+        around = np.full((2, 4, 4, guests), -1, np.int32)
+        for home in range(4):  # each sends its first blocks to the next
+            next_home = (home + 1) % 4
+            around[0, home, next_home] = around[1, next_home, home] = np.arange(1, guests + 1)
+        pool, report = migrate(
+            pool, layout, layout, (sources, sources + 3, around[0], around[1] + 15 * (around[1] > 0)), 30
+        )
+        assert (report.num_blocks, report.num_chunks) == (4 * (size + guests), 1)
+        assert (report.moved_bytes == 0) == (guests == 0)
         assert pool[1][0].shape == (4, 2, 30, 4, 4)
     assert kv_migration._move.cache_info().misses == misses
 
@@ -353,30 +384,39 @@ def test_what_does_not_fit_is_refused():
     before, after = Layout(mesh, 2), Layout(mesh, 4)
     shape = kv_cache.CacheShape(1, 2, 4, 6, 4, jnp.dtype("float32"))
     pool = kv_cache.allocate(before, shape)
-    ok = np.full((4, 1), -1, np.int32)
-
-    def refuses(words: str, *changes: Any, number: int = 9, **options: Any) -> None:
-        arguments: list[Any] = [pool, before, after, ok, ok]
-        for position, value in changes:
-            arguments[position] = value
-        with pytest.raises(ValueError, match=words):
-            migrate(*arguments, number, **options)
-
+    ok, none = np.full((4, 1), -1, np.int32), np.full((4, 2, 0), -1, np.int32)
     one = np.array([[1], [-1], [-1], [-1]], np.int32)
-    refuses(r"sources \(2, 1\) and targets \(4, 1\) must both be \[4 lanes, M\] for dp 4 to dp 2", (3, ok[:2]))
-    refuses(r"sources must be in \[0, 6\) and targets in \[1, 9\), each -1 where the other is", (3, one))
-    refuses(r"these pools have 6 and 9 blocks \(rollout.num_blocks\)", (3, 6 * one), (4, one))
-    refuses(r"these pools have 6 and 2 blocks", (3, one), (4, 2 * one), number=2)
-    refuses(r"targets in \[1, 9\)", (3, one), (4, np.where(one > 0, 0, -1)))
-    refuses(r"at most 5 in a lane", (3, np.repeat(ok, 6, 1)), (4, np.repeat(ok, 6, 1)))
-    refuses(r"the pool has an array float32.*dp 2 × tp 4 on 8 devices makes it", (1, after), (3, ok[:2]), (4, ok[:2]))
+    pair = (ok, ok)
+
+    def refuses(words: str, own: Any = pair, guests: Any = (none, none), number: int = 9, **options: Any) -> None:
+        source, target = options.pop("layouts", (before, after))
+        with pytest.raises(ValueError, match=words):
+            migrate(pool, source, target, (*own, *guests), number, **options)
+
+    refuses(r"sources \(2, 1\) and targets \(4, 1\) must both be \[4, 'M'\] for dp 4 to dp 2: lanes", (ok[:2], ok))
+    refuses(r"must both be \[4, 2, 'M'\] for dp 4 to dp 2: lanes, homes, places", guests=(none[:, :1], none[:, :1]))
+    refuses(r"sources must be in \[0, 6\) and targets in \[1, 9\), each -1 where the other is", (one, ok))
+    refuses(r"these pools have 6 and 9 blocks \(rollout.num_blocks\)", (6 * one, one))
+    refuses(r"these pools have 6 and 2 blocks", (one, 2 * one), number=2)
+    refuses(r"targets in \[1, 9\)", (one, np.where(one > 0, 0, -1)))
+    refuses(r"at most 5 in a lane", (np.repeat(ok, 6, 1), np.repeat(ok, 6, 1)))
+    start, end = np.full((2, 4, 2, 1), -1, np.int32)
+    start[1, 1] = end[3, 0] = 1  # from the second lane of home 0 to the second of home 1
+    refuses(r"each -1 where the other is", guests=(start, np.roll(end, 1, axis=0)))
+    refuses(r"targets in \[1, 9\)", guests=(start, np.where(end > 0, 9, -1)))
+    refuses(
+        r"the pool has an array float32.*dp 2 × tp 4 on 8 devices makes it",
+        layouts=(after, after),
+        own=(ok[:2], ok[:2]),
+        guests=(none[:2], none[:2]),
+    )
     refuses(r"max_extra_bytes \(0\) must be at least 1", max_extra_bytes=0)
     half = Layout(make_mesh(jax.devices()[:4]), 2)
-    refuses(r"the layouts are of two meshes", (2, half))
+    refuses(r"the layouts are of two meshes", layouts=(before, half))
     with pytest.raises(ValueError, match=r"meshes of equal shape without a common device, and have 4"):
-        migrate_across(pool, before, half, ok, ok, 9)
+        migrate_across(pool, before, half, (ok, ok, none, none), 9)
     with pytest.raises(ValueError, match=r"meshes of equal shape without a common device, and have 8"):
-        migrate_across(pool, before, after, ok, ok, 9)
+        migrate_across(pool, before, after, (ok, ok, none, none), 9)
     assert not any(array.is_deleted() for array in jax.tree.leaves(pool))
 
 

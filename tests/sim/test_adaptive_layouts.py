@@ -209,6 +209,29 @@ def test_a_run_that_switches_gains_time_and_changes_nothing_else():
     assert {step: again[step] for step in (3, 4)} == {step: adaptive[step] for step in (3, 4)}
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"switch": True},
+        {"switch": True, "min_gain": 0.9},  # the rule looks at the rows before every plan, and says no
+        {"switch": True, "bound": "expected"},
+        {"planner": True},
+    ],
+    ids=str,
+)
+def test_layouts_that_adapt_leave_rows_in_lockstep(layout: dict[str, Any]):
+    """A lane ends at a switch, and nowhere else but where it ends without one."""
+    still, *_ = run(config())
+    moving, metrics, *_ = run(config(**layout))
+    lanes = []
+    for batcher in (still.engine.batcher, moving.engine.batcher):
+        assert isinstance(batcher, LockstepBatcher)
+        lanes.append(batcher.num_lanes)
+    switches = sum(step["rollout/layout/switches"] for step in metrics.values())
+    assert moving.engine.counters.plans > 20 * lanes[0]
+    assert lanes[1] <= lanes[0] + switches
+
+
 def test_what_history_says_is_part_of_a_checkpoint():
     expected = config(switch=True, bound="expected")
     _, metrics, _, saved = run(expected)

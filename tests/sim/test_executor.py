@@ -21,7 +21,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import RooflineCost, TrainLoad
+from jaxrl.sim.cost_model import Efficiency, RooflineCost, TrainLoad
 from jaxrl.sim.executor import SimulatedExecutor, decode_s
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.prompts import SimulatedPrompts
@@ -152,6 +152,15 @@ def test_a_weight_sync_takes_its_time_and_brings_a_version():
     engine = Engine(executor, BatcherConfig())
     (sample,) = engine.generate([requests(0, 1)[0]])
     assert sample.versions.tolist() == [3]
+
+
+def test_the_devices_take_their_time_to_wake_up():
+    clock = SimulatedClock()
+    executor = SimulatedExecutor(sizes(), lambda *_: 1, ConstantCost(), clock, sync_s=2.5, wake_s=4.0)
+    executor.sync_weights(None, 1)
+    executor.allocate()
+    assert clock.now_s == 6.5
+    assert RooflineCost(SMALL, H100, Efficiency(rollout_fixed_s=4.0)).rollout_fixed_s() == 4.0
 
 
 def test_a_training_step_is_charged_once_however_it_is_cut():

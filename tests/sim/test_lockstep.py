@@ -24,9 +24,14 @@ POOLS = {"scarce blocks": 14, "enough blocks": 60}
 
 @dataclass
 class Story:
-    """All that can be seen of an engine's life, and how many plans were made in lockstep."""
+    """All that can be seen of an engine's life, and how many plans were made in lockstep.
+
+    `looks`: by step, the rows with their tokens; by plan, the rows and tokens of the fullest dp group. To look at them
+    changes nothing, so half of the steps are not looked at.
+    """
 
     plans: list[Plan]
+    looks: list[Any]
     trace: list[Any]
     told: list[Any]
     counters: dict[str, int]
@@ -54,9 +59,9 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
     shape = sizes(num_devices=3, num_slots=4, num_blocks=num_blocks, max_prefill_tokens=24)
     lengths: dict[SampleKey, int] = {}
     executor = SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), clock := SimulatedClock())
-    plans, trace, told = [], [], []
+    plans, trace, told, looks = [], [], [], []
     submit = executor.submit
-    executor.submit = lambda plan: (plans.append(plan), submit(plan))[1]
+    executor.submit = lambda plan: (plans.append(plan), looks.append(engine.batcher.fullest(plan)), submit(plan))[2]
     config = BatcherConfig(decode_steps=rng.randint(1, 5), leave_after=rng.randint(1, 2))
     engine = Engine(executor, config, trace=trace.append, batcher=batcher)
     wanted: dict[int, Request] = {}
@@ -94,9 +99,11 @@ def live(batcher: type[Batcher], seed: int, num_blocks: int) -> Story:
             note(engine.step())
             num_lockstep += isinstance(engine.batcher, LockstepBatcher) and engine.batcher._lane is not None
             engine.batcher.blocks.check()
+        if len(plans) % 2:
+            looks.append([(p.request.request_id, p.group, tokens) for p, tokens in engine.batcher.rows()])
     groups = range(engine.batcher.capacity.num_groups)
     assert all(engine.batcher.blocks.num_free(group) == num_blocks - 1 for group in groups)
-    return Story(plans, trace, told, asdict(engine.counters), clock.now_ns, num_lockstep)
+    return Story(plans, looks, trace, told, asdict(engine.counters), clock.now_ns, num_lockstep)
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -106,6 +113,7 @@ def test_lockstep_decides_what_the_batcher_decides(pool: str, seed: int):
     assert [asdict(plan) for plan in plain.plans] == [contents_of(plan) for plan in lockstep.plans]
     assert lockstep.trace == plain.trace
     assert lockstep.told == plain.told
+    assert lockstep.looks == plain.looks
     assert lockstep.counters == plain.counters
     assert lockstep.time_ns == plain.time_ns
 

@@ -231,6 +231,15 @@ def test_resampling_rules(tmp_path: Path):
     assert pooled.num_truncated == 1
 
 
+def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
+    """The simulated run shapes by its own options: what the recorded run took off is given back."""
+    group = Group(Prompt(0, 0, (1,), "x", "set0"), [written(0, 1, 10)])
+    group.samples[0].reward_info = {"overlong_reward": -0.25}
+    with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
+        log.write(1, [group])
+    assert RecordedWorkload.read(tmp_path, seed=3).reward(key(0, 0)) == 1.25
+
+
 def test_recorded_scoring_times(tmp_path: Path):
     write_run(tmp_path)
     assert RecordedWorkload.read(tmp_path, 3).reward_s(key(0)) == 0

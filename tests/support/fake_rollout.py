@@ -197,7 +197,8 @@ class FakeTraining:
     """Steps of a run: plan, play, settle, and a record of the prompts that left; `state` and `load` save and restore a
     checkpoint.
 
-    The weights change every `steps_per_version` steps.
+    The weights change every `steps_per_version` steps. With `version_lag` 1 a round draws before the update of the step
+    before it, as with one-step-off.
     """
 
     def __init__(
@@ -207,9 +208,10 @@ class FakeTraining:
         rollout: FakeRollout,
         total_steps: int | None,
         steps_per_version: int = 1,
+        version_lag: int = 0,
     ) -> None:
         self.rule, self.prompts, self.rollout = rule, prompts, rollout
-        self.total_steps, self.steps_per_version = total_steps, steps_per_version
+        self.total_steps, self.steps_per_version, self.version_lag = total_steps, steps_per_version, version_lag
         self.step = 0
         self.departures = Departures()
         self.results: list[RoundResult] = []
@@ -217,7 +219,7 @@ class FakeTraining:
     def run_step(self) -> RoundResult:
         self.step += 1
         left = None if self.total_steps is None else self.total_steps - self.step + 1
-        version = (self.step - 1) // self.steps_per_version
+        version = max(self.step - 1 - self.version_lag, 0) // self.steps_per_version
         current = self.rule.plan(self.prompts, RoundTime(self.step, version, left))
         self.rollout.play(current, version)
         _, max_samples = self.rule.max_under_way

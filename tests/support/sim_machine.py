@@ -57,6 +57,9 @@ class ConstantCost:
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         return 5.0
 
+    def rollout_fixed_s(self) -> float:
+        return 0.0
+
     def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
         return SwitchCost(tp, new_tp, 0.0, 0.0, 0.0)
 

@@ -125,11 +125,84 @@ def test_rollout_mismatch(batch, old):
     np.testing.assert_allclose(terms.maxima["rollout_corr/logprob_abs_diff_max"], abs(gap[columns]).max(), rtol=1e-5)
 
 
+def corrected(level, threshold=2.0):
+    return {"rollout_correction": {"rollout_is": level, "rollout_is_threshold": threshold}}
+
+
+# old - rollout is -0.1, 0, 0.2 in one sequence and -0.1, 0 in the other: weights of e^0.2 and e^0.1 are over 1.05
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize(("level", "num_high", "of"), [("token", 1, 5), ("sequence", 1, 2)])
+def test_truncated_importance_sampling(batch, mode, level, num_high, of):
+    options = {"loss_agg_mode": mode, **corrected(level, 1.05)}
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({"clip_ratio_c": 1.5}, options))
+    per_token, weights = {}, {}
+    for sequence in SEQUENCES:
+        log_weights = {t: float(OLD[0, t]) - float(ROLLOUT[0, t]) for t in sequence}
+        if level == "sequence":
+            log_weights = dict.fromkeys(sequence, sum(log_weights.values()))
+        for t in sequence:
+            weights[t] = min(np.exp(log_weights[t]), 1.05)
+            per_token[t] = weights[t] * surrogate(np.exp(NEW[0, t] - OLD[0, t]), ADVANTAGES[0, t], 0.2, 0.2, 1.5)
+    expected, denominator = by_hand(per_token, mode)
+    np.testing.assert_allclose(terms.total, expected, rtol=1e-5)
+    assert terms.denominator == denominator
+    np.testing.assert_allclose(terms.means["actor/pg_loss"].total, expected, rtol=1e-5)
+    mean = terms.means["rollout_corr/rollout_is_mean"]
+    np.testing.assert_allclose(mean.total, sum(weights.values()), rtol=1e-6)
+    assert mean.denominator == 5
+    high = terms.means["rollout_corr/rollout_is_ratio_fraction_high"]
+    np.testing.assert_allclose(high, (num_high, of), rtol=1e-6)
+    largest = np.exp(0.2 if level == "token" else 0.1)
+    np.testing.assert_allclose(terms.maxima["rollout_corr/rollout_is_max"], largest, rtol=1e-5)
+
+
+def test_kl_and_entropy_have_no_weight(batch):
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.2}
+    plain, weighted = (
+        losses.compute(NEW, ENTROPY, batch, config_of(actor, corrected(level, 0.5))) for level in ("none", "token")
+    )
+    moved = weighted.means["actor/pg_loss"].total - plain.means["actor/pg_loss"].total
+    assert abs(moved) > 0.1
+    np.testing.assert_allclose(weighted.total - plain.total, moved, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_untruncated_weights_give_the_gradient_of_importance_sampling(batch, level, x64):
+    """With an infinite threshold, and ratios that nothing clips, the gradient is Σ w A ∇π/π_old = Σ (π/π_rollout) A
+    ∇log π per token; per sequence, w is the product over it."""
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
+    config = config_of({"clip_ratio_low": 0.99, "clip_ratio_high": 99.0}, corrected(level, float("inf")))
+    found = jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total)(
+        jnp.asarray(NEW, float)
+    )
+    expected = np.zeros((1, 10))
+    new, old, rollout = (np.asarray(x, np.float64)[0] for x in (NEW, OLD, ROLLOUT))
+    for sequence in SEQUENCES:
+        for t in sequence:
+            gap = old[t] - rollout[t] if level == "token" else sum(old[s] - rollout[s] for s in sequence)
+            expected[0, t] = -ADVANTAGES[0, t] * np.exp(gap + new[t] - old[t])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_change_nothing_where_both_log_probabilities_agree(batch, level):
+    batch = batch.replace(rollout_logprobs=OLD)
+    plain = losses.compute(NEW, ENTROPY, batch, config_of())
+    weighted = losses.compute(NEW, ENTROPY, batch, config_of({}, corrected(level)))
+    assert weighted.total == plain.total
+    assert weighted.means["rollout_corr/rollout_is_mean"] == (5, 5)
+    assert weighted.means["rollout_corr/rollout_is_ratio_fraction_high"].total == 0
+    assert weighted.maxima["rollout_corr/rollout_is_max"] == 1
+
+
 def test_methods_are_valid_settings():
     for method in losses.METHODS.values():
-        values = {"model": {"path": "x"}, "actor": {}, "algorithm": {}}
+        values = {"model": {"path": "x"}}
         for option, value in method.settings.items():
-            section, name = option.split(".")
-            values[section][name] = value
+            *sections, name = option.split(".")
+            node = values
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[name] = value
         from_mapping(values)
     assert {f.name for f in dataclasses.fields(TokenBatch)} >= {"versions", "positions"}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError, OptimSection
+from jaxrl.config import ConfigError, OptimSection, RolloutCorrectionSection
 from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.train import losses
@@ -15,6 +15,7 @@ from jaxrl.train import optimizer as optimizers
 from jaxrl.train.packing import TokenBatch
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+OFF = RolloutCorrectionSection()
 EVERYTHING_ON = {"actor__use_kl_loss": True, "actor__entropy_coeff": 0.1, "actor__clip_ratio_c": 3.0}
 
 
@@ -178,6 +179,22 @@ def test_sequence_ratio_and_other_heads(x64, make_config, make_batch, make_train
         actor__dtype="float64", actor__param_dtype="float64", actor__ratio_level="sequence", actor__remat="none"
     )
     check_gradient(make_trainer(config, 8, model), make_batch(), 1e-12)
+
+
+@pytest.mark.parametrize(("level", "devices"), [("token", 1), ("sequence", 8)])
+def test_weights_of_the_mismatch_stream(x64, level, devices, make_config, make_batch, make_trainer):
+    config = make_config(
+        actor__dtype="float64",
+        actor__param_dtype="float64",
+        algorithm__rollout_correction={"rollout_is": level, "rollout_is_threshold": 1.2},
+    )
+    batch = make_batch()
+    check_gradient(make_trainer(config, devices), batch, 1e-12)
+    plain = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, rollout_correction=OFF))
+    trainers = [make_trainer(each, devices) for each in (config, plain)]
+    for trainer in trainers:
+        trainer.accumulate(batch)
+    assert distance(*(trainer.gradients() for trainer in trainers)) > 0.01
 
 
 @pytest.mark.parametrize("devices", [1, 8])

@@ -24,9 +24,11 @@ round decides nothing by itself: where the journal has no decision, the first ru
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -38,7 +40,7 @@ from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
 from jaxrl.scheduling.layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.progress import PlanTimes, Progress
+from jaxrl.scheduling.tokens.progress import PlanTimes
 
 SCHEMA = 1
 STEPS_SEEN = 4  # plans after a switch that give the real step time
@@ -139,20 +141,28 @@ class LengthHistory:
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=HISTORY)
+        self._ascending: list[int] = []  # the same
+        self._sums: list[int] = []  # of the first n of them, for each n; empty: to be made
 
     def add(self, length: int) -> None:
         """A response ended after so many tokens."""
+        if len(self._lengths) == HISTORY:
+            del self._ascending[bisect_left(self._ascending, self._lengths[0])]
         self._lengths.append(length)
+        insort(self._ascending, length)
+        self._sums = []
 
     def lengths(self) -> list[int]:
         """The lengths that count, the oldest first."""
         return list(self._lengths)
 
-    def expected_remaining(self, progress: Progress) -> float | None:
-        """Tokens that a live response is still expected to gain; None if no recorded response was longer."""
-        so_far = progress.num_tokens
-        longer = [length - so_far for length in self._lengths if length > so_far]
-        return fmean(longer) if longer else None
+    def expected_remaining(self, so_far: int) -> float | None:
+        """Tokens that a response of `so_far` is still expected to gain; None if no recorded response was longer."""
+        if not self._sums:
+            self._sums = list(accumulate(self._ascending, initial=0))
+        shorter = bisect_right(self._ascending, so_far)
+        longer = len(self._ascending) - shorter
+        return (self._sums[-1] - self._sums[shorter] - longer * so_far) / longer if longer else None
 
 
 class LayoutControl:
@@ -258,7 +268,12 @@ class LayoutControl:
         dispatch = self.engine.batcher.next_index - self._first
         if self._recorded:
             return self._follow(self._recorded.popleft()) if dispatch >= self._recorded[0].dispatch else None
-        if self.rule is None or dispatch < self._quiet_until or not self.rule.wants(self._situation(dispatch)):
+        if self.rule is None or dispatch < self._quiet_until:
+            return None
+        batcher = self.engine.batcher
+        if not self.rule.considers(dispatch, self.tp, batcher.num_running, batcher.num_waiting):
+            return None  # most plans: what the rows are need not be known
+        if not self.rule.wants(self._situation(dispatch)):
             return None
         self.engine.settle()
         switch = self.rule.decide(self._situation(dispatch))

@@ -4,7 +4,8 @@ Purpose: `hand_over` moves live requests, with their KV, between engines on disj
 worker is one engine on one submesh). Scale-down and ranking groups rest on it. Both workers must have the same weights;
 otherwise a response has tokens of two versions (each token's version is recorded).
 
-Requests that do not fit into the other worker's free rows and blocks wait there and are recomputed.
+Requests are dealt so that the other worker's dp groups, with the rows that they have already, are balanced
+(`jaxrl.scheduling.layouts.regroup`). Those that do not fit into its free rows and blocks wait there and are recomputed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
+from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, live_blocks, resident_row, restart, rows_of
-from jaxrl.scheduling.layouts.situation import regroup
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, Seat, resume
@@ -97,7 +98,7 @@ def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvP
     groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source)]
     live: dict[int, LiveBlocks] = {i: live_blocks(source, progress) for i, progress in running.items()}
     fitting: list[list[int]] = []
-    for group, rows in enumerate(regroup(groups, target.capacity.num_groups)):
+    for group, rows in enumerate(regroup(groups, target.capacity.num_groups, rows_of(target))):
         kept = sorted((row.request_id for row in rows), key=lambda i: running[i].arrival)
         free = target.free_slots(group)
         while kept and (

@@ -1,7 +1,7 @@
 """Which KV blocks move where when requests change their dp groups: the bookkeeping half of a layout switch.
 
 Purpose: `plan_migration` is told which requests are live, what each holds, and which of them share a dp group
-afterwards (`situation.regroup`); it fills the block pools of the new layout and lists the copies.
+afterwards (`regroup`); it fills the block pools of the new layout and lists the copies.
 `jaxrl.sharding.kv_migration` moves the bytes; it takes `KvPlan.lanes`.
 
 Source: docs/architecture.md (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per
@@ -13,7 +13,9 @@ most of the prompt. So a request with an incomplete prefill may end up with more
 `Placement.num_written` says how much.
 
 A *lane* is one dp group of the layout that has more of them: blocks move along it between a group before and a group
-after. Neighbouring groups merge and split (docs/architecture.md), so a lane's two groups follow from its number.
+after. Neighbouring groups merge and split (docs/architecture.md), so a lane's two groups follow from its number. A
+*home* is one dp group of the layout that has fewer of them, with its lanes. A block that goes from one home to another
+is a *guest*: it first goes over to the lane of the same place in the other home, and then along that one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,6 +72,31 @@ class Copy:
     target_block: int
 
 
+class Lanes(NamedTuple):
+    """Copies by lane: block numbers as int32, -1 in unused places.
+
+    Attributes:
+      sources, targets: [lanes, M], of the blocks that stay at home: M of the lane that has most.
+      guest_sources: [lanes, homes, G], at the lane where a guest starts: by the home that it goes to.
+      guest_targets: [lanes, homes, G], at the lane where it arrives: by the home that it comes from.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    guest_sources: np.ndarray
+    guest_targets: np.ndarray
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(M, G)"""
+        return self.sources.shape[-1], self.guest_sources.shape[-1]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether any block moves."""
+        return self.sizes != (0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     """A migration.
@@ -91,19 +118,38 @@ class KvPlan:
     def num_lanes(self) -> int:
         return max(self.num_groups_before, self.num_groups)
 
-    def lanes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(source blocks, target blocks), int32 [lanes, M], M copies of the fullest lane; unused places are -1."""
-        own: list[list[Copy]] = [[] for _ in range(self.num_lanes)]
+    @property
+    def num_homes(self) -> int:
+        return min(self.num_groups_before, self.num_groups)
+
+    def lanes(self) -> Lanes:
+        """The copies by lane."""
+        width = self.num_lanes // self.num_homes
+        own: _Places = {}
+        guests: _Places = {}
         for copy in self.copies:
-            lane = _lane(copy.source_group, self.num_groups_before, copy.target_group, self.num_groups)
-            assert lane is not None, "the plan was checked"
-            own[lane].append(copy)
-        most = max(map(len, own), default=0)
-        sources, targets = np.full((2, self.num_lanes, most), -1, np.int32)
-        for lane, copies in enumerate(own):
-            sources[lane, : len(copies)] = [copy.source_block for copy in copies]
-            targets[lane, : len(copies)] = [copy.target_block for copy in copies]
-        return sources, targets
+            start, end = copy.source_group, copy.target_group
+            if self.num_groups_before >= self.num_groups:
+                end = end * width + start % width
+            else:
+                start = start * width + end % width
+            if start == end:
+                own.setdefault((start,), []).append((copy, (end,)))
+            else:
+                guests.setdefault((start, end // width), []).append((copy, (end, start // width)))
+        return Lanes(*_filled((self.num_lanes,), own), *_filled((self.num_lanes, self.num_homes), guests))
+
+
+_Places = dict[tuple[int, ...], list[tuple[Copy, tuple[int, ...]]]]  # by where they start: copies, and where they end
+
+
+def _filled(shape: tuple[int, ...], places: _Places) -> tuple[np.ndarray, np.ndarray]:
+    """Block numbers, int32 [*shape, M]: of sources, where copies start, and of targets, where they end."""
+    sources, targets = np.full((2, *shape, max(map(len, places.values()), default=0)), -1, np.int32)
+    for start, copies in places.items():
+        for i, (copy, end) in enumerate(copies):
+            sources[*start, i], targets[*end, i] = copy.source_block, copy.target_block
+    return sources, targets
 
 
 def plan_migration(
@@ -119,15 +165,15 @@ def plan_migration(
     Args:
       requests: all live requests; their plans have been collected.
       num_groups_before: dp groups of the layout that the requests are in.
-      groups: request ids of each dp group of the new layout, as `situation.regroup` deals them.
+      groups: request ids of each dp group of the new layout, as `regroup` deals them.
       num_blocks: blocks of a new pool, the reserved one included.
       block_size: positions per block, the same before and after.
       into: the pools of another worker that takes these requests in beside its own (their ids must differ); a
         ValueError leaves the pools as they were. Default: fresh pools.
 
     Raises:
-      ValueError: a request is named never or twice, is in a group that it cannot get to, or holds too few blocks; or a
-        pool is too small for its group.
+      ValueError: a request is named never or twice, is in a group that is not there, or holds too few blocks; or a pool
+        is too small for its group.
     """
     blocks = BlockManager(len(groups), num_blocks, block_size) if into is None else into
     if (blocks.num_groups, blocks.num_blocks, blocks.block_size) != (len(groups), num_blocks, block_size):
@@ -158,15 +204,6 @@ def plan_migration(
     return KvPlan(blocks, placements, tuple(copies), num_groups_before, len(groups))
 
 
-def _lane(source: int, num_sources: int, target: int, num_targets: int) -> int | None:
-    """The lane between two groups; None if neighbours that merge or split do not connect them."""
-    lanes = max(num_sources, num_targets)
-    lane = source if num_sources == lanes else target
-    if lane // (lanes // num_sources) != source or lane // (lanes // num_targets) != target:
-        return None
-    return lane
-
-
 def _check(
     by_id: Mapping[int, LiveBlocks], count: int, num_before: int, groups: Sequence[Sequence[int]], block_size: int
 ) -> None:
@@ -183,24 +220,20 @@ def _check(
             f"migration: every live request must be in exactly one new dp group: {wrong[:8]} are not "
             f"({count} requests are live, {named.total()} are placed)"
         )
-    for group, ids in enumerate(groups):
-        for request in (by_id[i] for i in ids):
-            which = f"migration: request {request.request_id}"
-            if _lane(request.group, num_before, group, num_after) is None:
-                raise ValueError(
-                    f"{which} is in dp group {request.group} of {num_before} and cannot get to group {group} of "
-                    f"{num_after}: neighbouring groups merge, and a group splits into neighbours"
-                )
-            if not max(request.num_written, request.prompt_len) <= request.num_tokens:
-                raise ValueError(
-                    f"{which}: num_tokens ({request.num_tokens}) must cover what is written ({request.num_written}) "
-                    f"and the prompt ({request.prompt_len})"
-                )
-            if -(-request.num_written // block_size) > len(request.table):
-                raise ValueError(
-                    f"{which}: its {len(request.table)} blocks of {block_size} positions cannot hold the "
-                    f"{request.num_written} that are written"
-                )
+    for request in by_id.values():
+        which = f"migration: request {request.request_id}"
+        if not 0 <= request.group < num_before:
+            raise ValueError(f"{which} is in dp group {request.group}, and there are {num_before}")
+        if not max(request.num_written, request.prompt_len) <= request.num_tokens:
+            raise ValueError(
+                f"{which}: num_tokens ({request.num_tokens}) must cover what is written ({request.num_written}) "
+                f"and the prompt ({request.prompt_len})"
+            )
+        if -(-request.num_written // block_size) > len(request.table):
+            raise ValueError(
+                f"{which}: its {len(request.table)} blocks of {block_size} positions cannot hold the "
+                f"{request.num_written} that are written"
+            )
 
 
 def _too_small(by_id: Mapping[int, LiveBlocks], groups: Sequence[Sequence[int]], blocks: BlockManager) -> str:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
-from jaxrl.scheduling.layouts.situation import LiveRow, Rows, regroup
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import LiveRow, Rows
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.blocks import BlockManager
@@ -122,15 +123,15 @@ class LayoutExecutor(Executor, Protocol):
         ...
 
 
-def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | None = None) -> tuple[Rows, ...]:
+def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = None) -> tuple[Rows, ...]:
     """The rows of each dp group, as the switch rule sees them: without what the plans in flight will bring.
 
-    `expected`: how many more tokens history expects a request to gain.
+    `expected`: how many more tokens history expects a response of so many to gain.
     """
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
-    for progress in batcher.running():
-        length = progress.num_prompt + progress.num_tokens
-        remaining = None if expected is None else expected(progress)
+    for progress, num_tokens in batcher.rows():
+        length = progress.num_prompt + num_tokens
+        remaining = None if expected is None else expected(num_tokens)
         groups[progress.group].append(LiveRow(progress.request.request_id, length, progress.limit, remaining))
     return tuple(map(tuple, groups))
 
@@ -138,7 +139,7 @@ def rows_of(batcher: Batcher, expected: Callable[[Progress], float | None] | Non
 def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
     """Works a change of layout out; nothing may be in flight.
 
-    Requests are regrouped as the switch rule assumes (`situation.regroup`). In a group with more rows or blocks than
+    Requests are regrouped as the switch rule assumes (`regroup`). In a group with more rows or blocks than
     its pool offers, the youngest give up their rows.
 
     Raises:

@@ -1,14 +1,14 @@
-"""The live rows of each dp group, which layout decisions look at, and how rows regroup when the layout changes.
+"""The live rows of each dp group, which layout decisions look at.
 
-Source: PAT §4.2, Algorithm 1, lines 4, 7 and 8; docs/architecture.md (The mesh) for how dp groups merge and split.
+Source: PAT §4.2, Algorithm 1, lines 4 and 8. `jaxrl.scheduling.layouts.regroup` has line 7.
 
-Legend: S decode steps.
+Legend: S decode steps; R rows; G dp groups; K stretches of steps between which rows end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,38 +79,39 @@ class Situation:
         return sum(map(len, self.groups))
 
 
-def regroup(groups: Sequence[Rows], dp: int) -> tuple[Rows, ...]:
-    """Which rows share a dp group once there are `dp` of them (Algorithm 1, lines 7 and 23).
-
-    If groups become fewer, neighbours merge, as the factored mesh requires (docs/architecture.md). If they become more,
-    each group deals its rows to the groups that it splits into, longest first, each row to the group with the fewest
-    rows and among equals to the one with the fewest tokens. The rule's predictions assume an engine that does the same.
-    """
-    if dp <= len(groups):
-        assert len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
-        size = len(groups) // dp
-        return tuple(tuple(row for rows in groups[i : i + size] for row in rows) for i in range(0, len(groups), size))
-    assert dp % len(groups) == 0, f"{len(groups)} dp groups cannot become {dp}"
-    split: list[Rows] = []
-    for rows in groups:
-        parts: list[list[LiveRow]] = [[] for _ in range(dp // len(groups))]
-        for row in sorted(rows, key=lambda row: (-row.length, row.request_id)):
-            min(parts, key=lambda part: (len(part), num_tokens(part))).append(row)
-        split.extend(map(tuple, parts))
-    return tuple(split)
-
-
 def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows [S] and tokens [S] of the fullest dp group after `step_S` more steps; 0 when all rows have ended."""
-    batch_S, tokens_S = np.zeros(len(step_S), np.int64), np.zeros(len(step_S), np.int64)
-    for rows in groups:
-        by_end = sorted((row.steps_left(bound), row.length) for row in rows)
-        length_sums = np.cumsum([0, *(length for _, length in by_end)])
-        gone_S = np.searchsorted([left for left, _ in by_end], step_S, side="right")
-        live_S = len(by_end) - gone_S
-        batch_S = np.maximum(batch_S, live_S)
-        tokens_S = np.maximum(tokens_S, length_sums[-1] - length_sums[gone_S] + live_S * step_S)
+    rows = [(group, row.steps_left(bound), row.length) for group, rows in enumerate(groups) for row in rows]
+    if not rows:
+        return np.zeros(len(step_S), np.int64), np.zeros(len(step_S), np.int64)
+    group_R, left_R, length_R = np.array(rows, np.int64).T
+    gone_R = np.searchsorted(step_S, left_R)  # the first place in step_S without the row
+    start_K = np.unique(np.append(gone_R[gone_R < len(step_S)], 0))
+    num_R = np.searchsorted(start_K, gone_R)  # stretches that have the row
+    batch_GK = _rows_by_stretch(group_R, num_R, len(start_K), np.ones(len(rows)))
+    length_GK = _rows_by_stretch(group_R, num_R, len(start_K), length_R)
+    # Within a stretch a group's tokens are a line over the steps: what is fullest at both ends is so all the way.
+    end_K = np.append(start_K[1:], len(step_S))
+    first_GK, last_GK = (length_GK + batch_GK * step_S[at_K] for at_K in (start_K, end_K - 1))
+    fullest_K, stretches_K = (first_GK + last_GK).argmax(axis=0), np.arange(len(start_K))
+    size_K = end_K - start_K
+    batch_S = np.repeat(batch_GK.max(axis=0), size_K)
+    tokens_S = np.repeat(length_GK[fullest_K, stretches_K], size_K)
+    tokens_S += np.repeat(batch_GK[fullest_K, stretches_K], size_K) * step_S
+    is_fullest_K = first_GK[fullest_K, stretches_K] == first_GK.max(axis=0)
+    is_fullest_K &= last_GK[fullest_K, stretches_K] == last_GK.max(axis=0)
+    for k in np.flatnonzero(~is_fullest_K).tolist():
+        here = slice(start_K[k], end_K[k])
+        tokens_S[here] = (length_GK[:, k, None] + batch_GK[:, k, None] * step_S[here]).max(axis=0)
     return batch_S, tokens_S
+
+
+def _rows_by_stretch(group_R: np.ndarray, num_R: np.ndarray, num_stretches: int, value_R: np.ndarray) -> np.ndarray:
+    """Sums of whole-number values over the rows of each group, [G, K]; row r counts in the first `num_R[r]` of the K
+    stretches."""
+    shape = int(group_R.max()) + 1, num_stretches + 1
+    ends_GK = np.bincount(group_R * shape[1] + num_R, value_R, math.prod(shape)).reshape(shape)
+    return ends_GK[:, :0:-1].cumsum(axis=1)[:, ::-1].astype(np.int64)
 
 
 def num_tokens(rows: Iterable[LiveRow]) -> int:

@@ -40,7 +40,8 @@ import numpy as np
 
 from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
-from jaxrl.scheduling.layouts.situation import Bound, Rows, Situation, load_at, num_tokens, regroup
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import Bound, Rows, Situation, load_at, num_tokens
 
 SCHEMA = 1
 MAX_TERMS = 2048
@@ -223,19 +224,24 @@ class LayoutSwitchRule:
         """Whether `decide` would name a degree. Raises as it does."""
         return self._find(now) is not None
 
+    def considers(self, dispatch: int, tp: int, num_live: int, num_waiting: int) -> bool:
+        """Whether `wants` depends on the rows: False if it says no whatever they are. Costs next to nothing."""
+        if not num_live or num_waiting:
+            return False
+        if self._last is not None and dispatch - self._last.dispatch < self.options.cooldown:
+            return False
+        return any(self._refuse_direction(tp, other, num_live) is None for other in self.degrees if other != tp)
+
     def _find(self, now: Situation) -> tuple[Candidate, Candidate] | None:
         """(the degree in use, the best other one) if a switch to the other is due, else None."""
         self._check(now)
-        if not now.num_live or now.num_waiting:
+        if not self.considers(now.dispatch, now.tp, now.num_live, now.num_waiting):
             return None
-        if self._last is not None and now.dispatch - self._last.dispatch < self.options.cooldown:
+        possible = [candidate for candidate in self._others(now) if candidate.refused is None]
+        if not possible:
             return None
-        stay, *others = self.evaluate(now)
-        possible = [candidate for candidate in others if candidate.refused is None]
-        best = min(possible, key=lambda candidate: candidate.total_s, default=None)
-        if best is None or stay.total_s - best.total_s <= self.options.min_gain * stay.total_s:
-            return None
-        return stay, best
+        stay, best = self._stay(now), min(possible, key=lambda candidate: candidate.total_s)
+        return (stay, best) if stay.total_s - best.total_s > self.options.min_gain * stay.total_s else None
 
     def record(self, switch: Switch) -> None:
         """Takes note of a switch that was decided elsewhere (replayed)."""
@@ -243,12 +249,20 @@ class LayoutSwitchRule:
 
     def evaluate(self, now: Situation) -> tuple[Candidate, ...]:
         """The degree in use, then the others in ascending order, each with its times or the reason against it."""
-        stay = Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
-        return (stay, *(self._candidate(now, tp) for tp in self.degrees if tp != now.tp))
+        return (self._stay(now), *self._others(now))
+
+    def _stay(self, now: Situation) -> Candidate:
+        return Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))
+
+    def _others(self, now: Situation) -> list[Candidate]:
+        return [self._candidate(now, tp) for tp in self.degrees if tp != now.tp]
 
     def _candidate(self, now: Situation, tp: int) -> Candidate:
+        refused = self._refuse_direction(now.tp, tp, now.num_live)
+        if refused is not None:
+            return Candidate(tp, refused=refused)
         groups = regroup(now.groups, self.model.num_devices // tp)
-        refused = self._refuse_direction(now, tp) or self._refuse_load(now, tp, groups)
+        refused = self._refuse_load(now, tp, groups)
         if refused is not None:
             return Candidate(tp, refused=refused)
         cost = self.model.switch_cost(now.tp, tp)
@@ -262,17 +276,17 @@ class LayoutSwitchRule:
         left_s = remaining_s(self.model, tp, groups, self.options.bound)
         return Candidate(tp, left_s, cost.weights_s, ways[how], cost.fixed_s, how)
 
-    def _refuse_direction(self, now: Situation, tp: int) -> str | None:
+    def _refuse_direction(self, from_tp: int, tp: int, num_live: int) -> str | None:
         """Why the hysteresis forbids this direction, or None."""
-        goes_up = tp > now.tp
+        goes_up = tp > from_tp
         if self.options.direction == "up" and not goes_up:
             return f"tp {tp}: within a generation tp only grows (direction 'up')"
         last, factor = self._last, self.options.reversal_factor
         if last is None or (last.to_tp > last.from_tp) == goes_up:
             return None
-        if goes_up and now.num_live * factor > last.num_live:
+        if goes_up and num_live * factor > last.num_live:
             return f"tp {tp}: to turn back up, the {last.num_live} rows of the last switch must fall by {factor}"
-        if not goes_up and now.num_live < last.num_live * factor:
+        if not goes_up and num_live < last.num_live * factor:
             return f"tp {tp}: to turn back down, the {last.num_live} rows of the last switch must grow by {factor}"
         return None
 
@@ -292,7 +306,7 @@ class LayoutSwitchRule:
         return None
 
     def _next_step_s(self, now: Situation, tp: int) -> float:
-        groups = regroup(now.groups, self.model.num_devices // tp)
+        groups = now.groups if tp == now.tp else regroup(now.groups, self.model.num_devices // tp)
         return float(self.model.decode_steps_s(tp, *load_at(groups, self.options.bound, np.zeros(1, np.int64)))[0])
 
     def _check(self, now: Situation) -> None:

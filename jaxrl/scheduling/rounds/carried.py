@@ -64,32 +64,55 @@ def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
     return samples
 
 
+def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int) -> None:
+    """Raises ValueError for samples of a checkpoint that are too long for the run that takes them in: rows, the cache
+    and packed batches have no room for them. `max_response_length` is in tokens; 0: no limit."""
+    # a sample that goes on draws one token more at least
+    needed = [len(sample) + (sample.finish_reason not in ("stop", "length")) for sample in samples]
+    num_over = sum(length > max_response_length for length in needed)
+    if max_response_length and num_over:
+        raise ValueError(
+            f"data.max_response_length ({max_response_length} tokens) must be >= {max(needed)} to go on from this "
+            f"checkpoint: {num_over} of {len(samples)} samples {what} are too long for it; or start a new run from the "
+            "parameters alone (trainer.init_from)"
+        )
+
+
 def pack_groups(groups: Sequence[Group]) -> dict[str, Any]:
     """Scored groups for a checkpoint: prompt keys and sizes int64 [N, 3], samples as in `pack_samples`, rewards
-    float64, and why a scorer failed (empty if it did not); the rest of what scorers say is dropped."""
+    float64, and why a scorer failed (empty if it did not); with overlong reward shaping also what of the rewards it is.
+    The rest of what scorers say is dropped."""
     samples = [sample for group in groups for sample in group.samples]
+    shaping = [sample.reward_info.get("overlong_reward", np.nan) for sample in samples]
     return {
         "groups": np.asarray([(*g.prompt.key, len(g.samples)) for g in groups], np.int64).reshape(-1, 3),
         "samples": pack_samples([as_carried(sample) for sample in samples]),
         "rewards": np.asarray([sample.reward for sample in samples], np.float64),
         "errors": [str(sample.reward_info.get("error", "")) for sample in samples],
+        **({} if np.isnan(shaping).all() else {"overlong_rewards": np.asarray(shaping, np.float64)}),
     }
 
 
 def unpack_groups(packed: Mapping[str, Any], prompts: PromptStream) -> list[Group]:
     """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together."""
     samples, errors = unpack_samples(packed["samples"]), packed["errors"]
+    shaping = packed.get("overlong_rewards", np.full(len(samples), np.nan))
     sizes = [int(size) for *_, size in packed["groups"]]
-    if not len(samples) == len(packed["rewards"]) == len(errors) == sum(sizes):
+    if not len(samples) == len(packed["rewards"]) == len(errors) == len(shaping) == sum(sizes):
         raise ValueError(
             f"a batch that waits: {len(samples)} samples, {len(packed['rewards'])} rewards, {len(errors)} errors and "
             f"groups of {sizes} must fit together"
         )
     scored = iter(
-        replace(sample, reward=float(reward), reward_info={"error": error} if error else {})
-        for sample, reward, error in zip(samples, packed["rewards"], errors, strict=True)
+        replace(sample, reward=float(reward), reward_info=_kept_info(error, float(extra)))
+        for sample, reward, error, extra in zip(samples, packed["rewards"], errors, shaping, strict=True)
     )
     return [
         Group(prompts.get(int(epoch), int(index)), [next(scored) for _ in range(int(size))])
         for epoch, index, size in packed["groups"]
     ]
+
+
+def _kept_info(error: str, overlong_reward: float) -> dict[str, Any]:
+    info: dict[str, Any] = {"error": error} if error else {}
+    return info if np.isnan(overlong_reward) else info | {"overlong_reward": overlong_reward}

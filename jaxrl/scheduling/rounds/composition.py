@@ -31,4 +31,11 @@ def composition_problem(config: Config) -> str | None:
             "rollout.stale_tokens=mask excludes trainer.one_step_off: every token there is of an earlier version, so "
             "nothing would be left to learn from"
         )
+    level = config.algorithm.rollout_correction.rollout_is
+    if config.trainer.one_step_off and rollout.stale_tokens == "recorded" and level != "none":
+        return (
+            f"algorithm.rollout_correction.rollout_is={level} with trainer.one_step_off needs "
+            "rollout.stale_tokens=recompute, found recorded: every token there is of an earlier version, so its ratio "
+            "is taken to what was recorded at sampling, and every weight would be 1"
+        )
     return None

@@ -13,13 +13,22 @@ Departures:
 
 - `max_staleness` caps, in versions, how much older than the policy in training a trained token may be. Before each
   round, a buffered response with its oldest token over the cap loses its tokens and starts again with the next attempt;
-  the other samples of its group keep theirs. By itself that could drop a long response again and again. So a group is
-  *due* if one of its responses has started again `max_restarts` times and would exceed the cap once more: the round
-  waits for the group, and it is in the batch (at most N groups are due in one round, the oldest). With `max_restarts`
-  0, resumed responses are waited for rather than dropped.
+  the other samples of its group keep theirs. By itself that could drop a long response again and again. So a group
+  with a response that has started again `max_restarts` times has a *last step*, from which on its tokens would be over
+  the cap, and rounds wait for groups that are *due*: as many of the earliest last steps as must be in this batch for
+  the others to find room in the batches up to theirs (`_due`; earliest deadline first). With `max_restarts` 0, resumed
+  responses are waited for rather than dropped.
+- N' is at most N · (1 + the steps that a token may wait for its batch). That many groups fit into the batches of those
+  steps, so `max_restarts` holds for every response. With more under way some would have to start again whatever the
+  rule does, since each batch takes N; at the smallest cap everything that is resumed would. A resumed run may have
+  a smaller cap or smaller batches than the run that filled its buffer: then the cap comes first, and responses that it
+  leaves no room for start again once more.
 - Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
   they are the first of the next round.
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
+- A function of the user's may order the buffer, hold groups back, and let them start again (`buffer_filter.py`, after
+  slime's). Groups that it holds back count as under way, so that the bounds above hold; the cap, `max_restarts` and the
+  flush come before what it asks for.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
 came before the end of a round.
@@ -27,8 +36,9 @@ came before the end of a round.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -49,7 +59,8 @@ from jaxrl.scheduling.rounds.batches import (
     queue_metrics,
     spare_until_end,
 )
-from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
+from jaxrl.scheduling.rounds.buffer_filter import BufferFilter, WaitingGroup, decide
+from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import PromptKey, Round
 from jaxrl.types import Sample
@@ -83,6 +94,7 @@ class PartialRollout:
     Args:
       batch: N, the group size, and what else rules share. Its `score_when` is not used: samples are scored by group.
       options: `rollout.partial_rollout`.
+      buffer_filter: what becomes of buffered groups; None: all go on, the complete and then the oldest first.
 
     Raises ValueError for impossible limits.
 
@@ -90,17 +102,22 @@ class PartialRollout:
       num_spare: N' - N.
     """
 
-    def __init__(self, batch: BatchSettings, options: PartialRolloutSection) -> None:
+    def __init__(
+        self, batch: BatchSettings, options: PartialRolloutSection, buffer_filter: BufferFilter | None = None
+    ) -> None:
         self.batch, self.options = replace(batch, score_when="group"), options
+        self.buffer_filter = buffer_filter
         under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_groups)
         self.num_spare = under_way - batch.num_groups
         self._limits(self.num_spare)
-        if 0 <= options.max_staleness < batch.version_lag:
+        if 0 <= options.max_staleness < self.least_staleness:
+            lag = ", and one-step-off adds one version to every token" if batch.version_lag else ""
             raise ValueError(
                 f"rollout.partial_rollout.max_staleness ({options.max_staleness} versions) must be >= "
-                f"{batch.version_lag} with one-step-off, which adds one version to every token"
+                f"{self.least_staleness}, or -1 for no cap: {under_way} prompts are under way (over_provision "
+                f"{options.over_provision}) and a batch takes {batch.num_groups}{lag}"
             )
-        self.buffer: deque[BufferedGroup] = deque()  # by first launch
+        self.buffer: deque[BufferedGroup] = deque()  # by first launch; in a round, those that it has not launched
         self.num_rounds = 0
         self._open: OpenRound | None = None
         self._restarted = 0
@@ -119,6 +136,11 @@ class PartialRollout:
     def max_under_way(self) -> tuple[int, int]:
         return self._limits(self.num_spare).max_under_way
 
+    @property
+    def least_staleness(self) -> int:
+        """The smallest cap in versions under which all groups under way find room in batches."""
+        return self.batch.version_lag - (-self.num_spare // self.batch.num_groups)
+
     def _limits(self, num_spare: int) -> RaceLimits:
         return RaceLimits(self.batch, self.batch.group_size, num_spare, keep_unfinished=True)
 
@@ -129,44 +151,85 @@ class PartialRollout:
         batch = self.batch
         self.num_rounds += 1
         self._restarted = self._dropped_tokens = self._resumed_tokens = 0
-        waiting = [self._restart_stale(group, time.policy_version) for group in self.buffer]
-        late = [group.key for group in waiting if self._is_due(group, time.policy_version)]
-        due = set(late[: batch.num_groups])
+        waiting = [self._restart(group, lambda sample: self._last_step(sample) < time.step) for group in self.buffer]
+        due = self._due(waiting, time.step)
         # stable sort: oldest first among the due, the complete and the other groups
-        self.buffer = deque(sorted(waiting, key=lambda group: (group.key not in due, not group.is_complete)))
+        waiting.sort(key=lambda group: (group.key not in due, not group.is_complete))
         num_spare = spare_until_end(self.num_spare, self.options.at_end, batch.num_groups, time)
+        go_on, held_back = self._filtered(waiting, due, time, num_spare)
+        self.buffer = deque((*go_on, *held_back))
+        num_resumable = len(go_on)
 
         def supply() -> PlannedGroup:
-            if self.buffer:
+            nonlocal num_resumable
+            if num_resumable:
+                num_resumable -= 1
                 return self._resume(prompts)
             return new_group(prompts, batch.group_size, time.step, self.num_rounds)
 
-        race = Race(self._limits(num_spare), supply, due)
+        race = Race(self._limits(num_spare - len(held_back)), supply, due)
         self._open = open_round(race, "partial", time)
         return self._open.round
 
-    def _restart_stale(self, group: BufferedGroup, policy_version: int) -> BufferedGroup:
-        """The group, with empty samples of the next attempt for those over the cap."""
+    def _filtered(
+        self, waiting: list[BufferedGroup], due: Collection[PromptKey], time: RoundTime, num_spare: int
+    ) -> tuple[list[BufferedGroup], list[BufferedGroup]]:
+        """The groups that go on in this round, in that order, and those that the user's function holds back."""
+        if self.buffer_filter is None:
+            return waiting, []
+        go_on = [group for group in waiting if group.key in due]
+        asked = {group.key: group for group in waiting if group.key not in due}
+        waits: list[BufferedGroup] = []
+        described = [self._describe(group, time.step) for group in asked.values()]
+        for prompt_key, action in decide(self.buffer_filter, described, time.policy_version).items():
+            group = asked[prompt_key]
+            if action == "restart":
+                group = self._restart(group, lambda sample: sample.key.attempt < self.options.max_restarts)
+            (waits if action == "wait" else go_on).append(group)
+        # those that the run ends too soon to hold back, or that a buffer filled by other options has too many of
+        num_more = max(len(waits) - num_spare, 0)
+        return go_on + waits[:num_more], waits[num_more:]
+
+    def _describe(self, group: BufferedGroup, step: int) -> WaitingGroup:
+        samples = group.samples
+        return WaitingGroup(
+            key=group.key,
+            steps_waited=step - group.first_step,
+            lengths=tuple(map(len, samples)),
+            finished=tuple(map(has_ended, samples)),
+            oldest_versions=tuple(int(sample.versions.min()) if len(sample) else None for sample in samples),
+            restarts=tuple(sample.key.attempt for sample in samples),
+        )
+
+    def _restart(self, group: BufferedGroup, asked: Callable[[Sample], bool]) -> BufferedGroup:
+        """The group, with empty samples of the next attempt for those with tokens that are `asked` to start again."""
         samples = list(group.samples)
         for place, sample in enumerate(samples):
-            if len(sample) and self._is_over_cap(int(sample.versions.min()), policy_version):
+            if len(sample) and asked(sample):
                 self._restarted += 1
                 self._dropped_tokens += len(sample)
                 samples[place] = Sample.empty(replace(sample.key, attempt=sample.key.attempt + 1))
         return replace(group, samples=tuple(samples))
 
-    def _is_over_cap(self, oldest: int, policy_version: int) -> bool:
-        """Whether a token of version `oldest` is too stale to train on after a round of `policy_version`."""
+    def _last_step(self, sample: Sample) -> float:
+        """The last training step for which the sample's oldest token is within the cap: step s trains version s - 1."""
         cap = self.options.max_staleness
-        return cap >= 0 and policy_version + self.batch.version_lag - oldest > cap
+        return int(sample.versions.min()) + 1 + cap if len(sample) and cap >= 0 else math.inf
 
-    def _is_due(self, group: BufferedGroup, policy_version: int) -> bool:
-        """Whether a sample that has started again often enough would be over the cap in the next round."""
-        for sample in group.samples:
-            oldest = int(sample.versions.min()) if len(sample) else policy_version
-            if sample.key.attempt >= self.options.max_restarts and self._is_over_cap(oldest, policy_version + 1):
-                return True
-        return False
+    def _due(self, waiting: Iterable[BufferedGroup], step: int) -> set[PromptKey]:
+        """The groups that must be in the batch of `step`.
+
+        A group has a last step if one of its samples may not start again; of those up to any step s, all but
+        N · (s - `step`) must be in this batch, because that many find room in the batches after it."""
+        last_steps: dict[PromptKey, float] = {}
+        for group in waiting:
+            bound = [s for s in group.samples if s.key.attempt >= self.options.max_restarts]
+            last_steps[group.key] = min(map(self._last_step, bound), default=math.inf)
+        ordered = sorted(last_steps, key=lambda prompt_key: last_steps[prompt_key])  # stable: the oldest first
+        size = self.batch.num_groups
+        num_due = max((place - size * (last_steps[key] - step) for place, key in enumerate(ordered, 1)), default=0)
+        # more than fit: only in a resumed run whose buffer other options have filled
+        return set(ordered[: int(min(max(num_due, 0), size))])
 
     def _resume(self, prompts: PromptStream) -> PlannedGroup:
         group = self.buffer.popleft()
@@ -229,9 +292,11 @@ class PartialRollout:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of another schema, another `rollout.n`, or one that does not fit together."""
+        """Raises ValueError for a state of another schema, another `rollout.n`, one that does not fit together, or
+        samples that are too long for this run."""
         check_schema("partial rollout", state, SCHEMA)
         samples = deque(unpack_samples(state["samples"]))
+        check_lengths("in the buffer of partial rollout", samples, self.batch.max_response_length)
         rows = [tuple(int(value) for value in row) for row in state["groups"]]
         if any(row[4] != self.batch.group_size for row in rows):
             raise ValueError(

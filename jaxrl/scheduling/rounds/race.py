@@ -45,6 +45,7 @@ class BatchSettings:
       filter_groups: dynamic sampling (`algorithm.filter_groups`).
       max_active_requests: the most samples under way; 0: no limit.
       version_lag: versions by which the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
+      max_response_length: tokens of a response at most (`data.max_response_length`); 0: no limit.
     """
 
     num_groups: int
@@ -53,6 +54,7 @@ class BatchSettings:
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
     max_active_requests: int = 0
     version_lag: int = 0
+    max_response_length: int = 0
 
     def __post_init__(self) -> None:
         if self.filter_groups.enable and self.group_size < 2:

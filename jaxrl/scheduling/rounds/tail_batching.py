@@ -17,8 +17,10 @@ Departures:
   end, and reports the prompts left in the queue.
 - If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
   speculation: every batch has exactly P0 × R0 samples.
-- `keep_finished`: responses of a deferred prompt that had already ended count in the long round if no weight update
-  lies between; the paper drops them. They are the prompt's shortest responses, but the same weights drew them.
+
+As in the paper, responses of a deferred prompt that had ended are drawn anew. They are the short ones of its responses;
+kept, with only the others drawn again, the group would hold more short responses than the policy gives
+(docs/rollout-rules.md has figures).
 
 Defined behaviour at the edges: with prompt_factor 1 nothing is ever deferred, and the queue stays empty; a data set
 smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,12 +51,11 @@ from jaxrl.scheduling.rounds.batches import (
     queue_metrics,
     spare_until_end,
 )
-from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import PromptKey, Round, RoundKind
-from jaxrl.types import Sample, SampleKey
+from jaxrl.types import SampleKey
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,12 @@ class Deferred:
       key: its (epoch, index).
       attempt: of its last launch.
       first_step, first_round: when it was first launched.
-      kept: responses that had ended when it was deferred.
     """
 
     key: PromptKey
     attempt: int
     first_step: int
     first_round: int
-    kept: tuple[Sample, ...] = ()
 
 
 class TailBatching:
@@ -106,7 +105,6 @@ class TailBatching:
         self.queue: deque[Deferred] = deque()
         self.num_rounds = 0
         self._open: OpenRound | None = None
-        self._forgotten_tokens = 0  # of kept responses that a weight update has made useless
 
     @property
     def name(self) -> str:
@@ -134,7 +132,6 @@ class TailBatching:
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         assert self._open is None, "a round is planned before the one before it is settled"
         self.num_rounds += 1
-        self._forget_kept(time.policy_version)
         kind, num_spare = self._choose(time)
         limits = self._limits(kind, num_spare)
 
@@ -166,45 +163,25 @@ class TailBatching:
     def _relaunch(self, prompts: PromptStream) -> PlannedGroup:
         deferred = self.queue.popleft()
         attempt = deferred.attempt + 1
-        taken = {sample.key.sample_index for sample in deferred.kept}
-        size = self.batch.group_size
-        free = [i for i in range(size + len(taken)) if i not in taken][: size - len(taken)]
         return PlannedGroup(
             prompt=prompts.get(*deferred.key),
-            keys=tuple(SampleKey(*deferred.key, i, attempt) for i in free),
-            finished=deferred.kept,
+            keys=tuple(SampleKey(*deferred.key, i, attempt) for i in range(self.batch.group_size)),
             attempt=attempt,
             first_step=deferred.first_step,
             first_round=deferred.first_round,
         )
-
-    def _forget_kept(self, policy_version: int) -> None:
-        """Drops kept responses that were drawn by other weights than this round's."""
-        for place, deferred in enumerate(self.queue):
-            useful = tuple(s for s in deferred.kept if bool((s.versions == policy_version).all()))
-            if len(useful) < len(deferred.kept):
-                self._forgotten_tokens += sum(map(len, deferred.kept)) - sum(map(len, useful))
-                self.queue[place] = replace(deferred, kept=useful)
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race = opened.race
-        deferred: list[Deferred] = []
-        for group in race.unfinished:
-            planned = group.planned
-            kept = tuple(as_carried(sample) for sample in group.kept.values()) if self.options.keep_finished else ()
-            deferred.append(
-                Deferred(planned.prompt.key, planned.attempt, planned.first_step, planned.first_round, kept)
-            )
+        planned = [group.planned for group in race.unfinished]
+        deferred = [Deferred(p.prompt.key, p.attempt, p.first_step, p.first_round) for p in planned]
         assert not deferred or current.kind == "short", "a long round waits for all of its prompts"
         self.queue.extend(deferred)
         groups = current.groups()
-        carried = {sample.key for entry in deferred for sample in entry.kept}
-        thrown = opened.tokens_lost(carried) + self._forgotten_tokens
-        self._forgotten_tokens = 0
-        metrics = opened.metrics(groups, thrown)
+        metrics = opened.metrics(groups, opened.tokens_lost())
         metrics["rollout/deferred_prompts"] = float(len(deferred))
         metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
         return RoundResult(current.kind, groups, dict(race.filtered), metrics)
@@ -212,32 +189,20 @@ class TailBatching:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Queue as int64 [N, 6] (epoch, index, attempt, first step, first round, kept responses), in its order."""
+        """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order."""
         assert self._open is None, "state between rounds only"
-        rows = [(*d.key, d.attempt, d.first_step, d.first_round, len(d.kept)) for d in self.queue]
+        rows = [(*d.key, d.attempt, d.first_step, d.first_round) for d in self.queue]
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
-            "queue": np.asarray(rows, np.int64).reshape(-1, 6),
-            "kept": pack_samples([sample for deferred in self.queue for sample in deferred.kept]),
+            "queue": np.asarray(rows, np.int64).reshape(-1, 5),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of another schema, or one that does not fit together."""
-        check_schema("tail batching", state, SCHEMA)
-        kept = unpack_samples(state["kept"])
-        rows = [tuple(int(value) for value in row) for row in state["queue"]]
-        if sum(row[5] for row in rows) != len(kept):
-            raise ValueError(
-                f"tail batching: {len(kept)} kept responses, and the queue counts {sum(r[5] for r in rows)}"
-            )
-        if any(row[5] > self.batch.group_size for row in rows):
-            raise ValueError(
-                f"tail batching: prompts in the queue keep up to {max(row[5] for row in rows)} responses, and "
-                f"rollout.n is {self.batch.group_size}: a resumed run with keep_finished must not lower rollout.n"
-            )
-        queue: deque[Deferred] = deque()
-        for epoch, index, attempt, first_step, first_round, count in rows:
-            queue.append(Deferred((epoch, index), attempt, first_step, first_round, tuple(kept[:count])))
-            del kept[:count]
-        self.queue, self.num_rounds = queue, int(state["num_rounds"])
+        """Raises ValueError for a state of another schema. Responses that a state of schema 1 may keep for a prompt of
+        its queue are drawn anew."""
+        if state["schema"] != 1:
+            check_schema("tail batching", state, SCHEMA)
+        rows = (tuple(int(value) for value in row[:5]) for row in state["queue"])
+        self.queue = deque(Deferred((epoch, index), *more) for epoch, index, *more in rows)
+        self.num_rounds = int(state["num_rounds"])

@@ -41,6 +41,7 @@ from jaxrl.scheduling.tokens.progress import (
     Completed,
     Counters,
     Ended,
+    Named,
     Preempted,
     Progress,
     StopCheck,
@@ -59,28 +60,19 @@ class BatcherConfig:
       decode_steps: the most decode steps of one plan (`rollout.decode_steps`).
       leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
       max_model_len: the longest prompt + response that the model takes; None: no limit.
+      spread_samples: each request goes to the dp group with most room, wherever its prompt's blocks are.
     """
 
     decode_steps: int = 16
     leave_after: int = 1
     max_model_len: int | None = None
+    spread_samples: bool = False
 
     def __post_init__(self) -> None:
         if self.decode_steps < 1 or self.leave_after < 1:
             raise ValueError(
                 f"rollout.decode_steps ({self.decode_steps}) and leave_after ({self.leave_after}) must be >= 1"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A request in a plan in flight, with its slot in that plan (it may have moved since)."""
-
-    progress: Progress
-    dp_group: int
-    slot: int
-    max_new: int  # the most tokens that the plan can bring it
-    ends_prefill: bool
 
 
 @dataclass(slots=True)
@@ -280,12 +272,14 @@ class Batcher:
         """The dp group to admit a request to, or None if it must wait.
 
         The group that has its prompt's blocks, if there is room; else the one with most room, because running the
-        prompt once more costs less than waiting for a row. If no group has room, all are closed, so that no later
-        request takes the room that this one waits for. If only prefill budget is lacking, later requests may go on.
+        prompt once more costs less than waiting for a row. With `spread_samples`, always the one with most room: a
+        prompt's responses then load several groups, as behind a router that balances requests. If no group has room,
+        all are closed, so that no later request takes the room that this one waits for. If only prefill budget is
+        lacking, later requests may go on.
         """
         request = progress.request
         home: tuple[int, ...] = ()
-        if self.blocks.num_shareable(len(request.prompt_ids)):
+        if not self.config.spread_samples and self.blocks.num_shareable(len(request.prompt_ids)):
             home = self.blocks.groups_holding(request.share)
         everywhere = range(self.capacity.num_groups)
         candidates = self._with_room(draft, progress, home) or self._with_room(draft, progress, everywhere)
@@ -380,6 +374,21 @@ class Batcher:
                     key, length = progress.request.key, progress.num_tokens
                     self.trace(Completed(index, key, named.dp_group, named.slot, length, reason))
         return ended
+
+    # What others look at
+
+    def fullest(self, plan: Plan) -> tuple[int, int]:
+        """The most rows, and the most tokens, that a dp group has in a plan just made: tokens before its steps."""
+        rows, tokens = [0] * self.capacity.num_groups, [0] * self.capacity.num_groups
+        for row in plan.decode:
+            rows[row.dp_group] += 1
+            tokens[row.dp_group] += self._requests[row.request_id].num_written + 1 - plan.num_steps
+        return max(rows), max(tokens)
+
+    def rows(self) -> Iterator[tuple[Progress, int]]:
+        """The requests that have a row, in the order of arrival, each with the tokens of its response so far. Only what
+        never changes and the dp group may be read from a `Progress` here: a batcher may count tokens elsewhere."""
+        return ((progress, progress.num_tokens) for progress in self._running)
 
     # Another layout
 

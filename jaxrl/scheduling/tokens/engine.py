@@ -200,13 +200,8 @@ class Engine:
         return [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
 
     def _load(self, plan: Plan) -> _Load:
-        """Rows and tokens of the dp groups when a plan was made."""
-        rows, tokens = [0] * self.batcher.capacity.num_groups, [0] * self.batcher.capacity.num_groups
-        for row in plan.decode:
-            rows[row.dp_group] += 1
-            tokens[row.dp_group] += self.batcher.progress(row.request_id).num_written + 1 - plan.num_steps
         prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
-        return _Load(plan.index, prefill_tokens, max(rows), max(tokens), bool(self._tickets))
+        return _Load(plan.index, prefill_tokens, *self.batcher.fullest(plan), bool(self._tickets))
 
 
 def _capacity(executor: Executor) -> Capacity:

@@ -210,6 +210,17 @@ def _grown(values: np.ndarray, room: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A request in a plan in flight, with its slot in that plan (it may have moved since)."""
+
+    progress: Progress
+    dp_group: int
+    slot: int
+    max_new: int  # the most tokens that the plan can bring it
+    ends_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """A request that ended in a plan, and the row it had there."""
 

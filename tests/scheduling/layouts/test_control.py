@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.config.layout import LayoutSection
-from jaxrl.scheduling.layouts.control import MAX_TRACE, Decision, LayoutControl
+from jaxrl.scheduling.layouts.control import HISTORY, MAX_TRACE, Decision, LayoutControl, LengthHistory
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
@@ -20,7 +22,7 @@ from jaxrl.scheduling.layouts.switch_rule import Switch
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
-from jaxrl.scheduling.tokens.progress import Completed, Progress, TraceEvent
+from jaxrl.scheduling.tokens.progress import Completed, TraceEvent
 from jaxrl.types import Sample, SampleKey
 
 DEGREES = (1, 2, 4)
@@ -195,15 +197,16 @@ def test_ends_come_in_the_same_order_again():
     assert again.completions == first.completions
 
 
-def with_response(request: Request, length: int) -> Request:
-    ones, zeros = (1,) * length, (0.0,) * length
-    return replace(
-        request,
-        generated=ones,
-        generated_sampled_logprobs=zeros,
-        generated_rollout_logprobs=zeros,
-        generated_versions=ones,
-    )
+def test_the_expected_rest_is_the_mean_over_the_last_responses_that_were_longer():
+    rng, history, lengths = random.Random(1), LengthHistory(), []
+    for _ in range(HISTORY + 200):  # the oldest are forgotten
+        lengths.append(rng.choice((rng.randint(1, 40), rng.randint(1, 30_000))))
+        history.add(lengths[-1])
+        if rng.random() < 0.1:
+            so_far = rng.choice((0, lengths[-1], rng.randint(1, 30_000)))
+            longer = [length - so_far for length in lengths[-HISTORY:] if length > so_far]
+            assert history.expected_remaining(so_far) == (fmean(longer) if longer else None)
+    assert history.lengths() == lengths[-HISTORY:]
 
 
 def test_expected_lengths_come_from_history():
@@ -212,15 +215,15 @@ def test_expected_lengths_come_from_history():
     assert history is not None
     for length in (4, 6, 60):
         history.add(length)
-    assert history.expected_remaining(Progress(with_response(world.requests[0], 5), 0)) == (1 + 55) / 2
-    assert history.expected_remaining(Progress(with_response(world.requests[0], 60), 0)) is None
+    assert history.expected_remaining(5) == (1 + 55) / 2
+    assert history.expected_remaining(60) is None
     asked: list[float | None] = []
     inner: Any = world.control.rule
 
     class Asked:
         """The rule, with a note of what it is shown."""
 
-        begin, decide = inner.begin, inner.decide
+        begin, decide, considers = inner.begin, inner.decide, inner.considers
 
         def wants(self, now: Any) -> bool:
             asked.extend(row.expected_remaining for rows in now.groups for row in rows)

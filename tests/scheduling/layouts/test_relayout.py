@@ -85,6 +85,33 @@ def test_every_pair_of_degrees(start: int, target: int, how: str):
     assert (engine.counters.admissions > len(requests)) == (how == "recompute")
 
 
+@pytest.mark.parametrize(("start", "target"), [(2, 4), (4, 2)])
+def test_what_is_left_of_a_batch_is_dealt_evenly(start: int, target: int):
+    """Of sixteen requests those of one half of the dp groups live on: after a switch all groups have some of them."""
+    requests = [
+        make_request(i, num_prompt=5, max_tokens=40, prompt=i // 2, sample=i % 2, share=True) for i in range(16)
+    ]
+    engine = engine_of({request.key: 30 for request in requests}, start, layouts(num_slots=4))
+    for request in requests:
+        engine.add(request)
+    while not all(engine.batcher.progress(i).tokens for i in engine.unfinished()):
+        engine.step()
+    rows = rows_of(engine.batcher)
+    engine.abort([row.request_id for group in rows[len(rows) // 2 :] for row in group])
+    assert [len(group) > 0 for group in rows_of(engine.batcher)] == [True] * (len(rows) // 2) + [False] * (
+        len(rows) // 2
+    )
+    switched = engine.switch(target)
+    counts = [len(group) for group in rows_of(engine.batcher)]
+    assert sum(counts) == switched.num_live == 8
+    assert max(counts) - min(counts) == 0
+    left = {request.request_id: request for request in requests if request.request_id in set(engine.unfinished())}
+    samples = run(engine, [], {})
+    for request_id, request in left.items():
+        assert_whole(samples[request_id], request, 30)
+    assert_empty(engine)
+
+
 def test_a_request_that_was_preempted_and_sits_elsewhere_moves_with_its_own_kv():
     """Twenty requests in small pools; the longest is preempted, comes back in another row, and is then migrated."""
     requests = [

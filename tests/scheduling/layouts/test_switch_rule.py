@@ -16,7 +16,8 @@ from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, predictor, situation
 from jaxrl.config.layout import LayoutSection
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, Situation, regroup
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import GroupCapacity, LiveRow, Situation
 from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchRule, Switch
 
 # PAT §3.1 (A40, eight devices): a step takes 15.37 -> 9.64 ms from tp 2 to tp 8 with one row, 24.41 -> 30.87 ms with
@@ -87,9 +88,9 @@ TABLE = [
     Case("no degree is faster", SIMPLE, MOVE, situation(1, [[(10, 100_000)]] * 8), None),
     # Four rows in groups 0, 2, 4, 6: tp 2 has one in each: 8 ms; tp 4 two: 5 + 4 = 9 ms; tp 8 four: 4 + 24.
     Case("the middle one is best", SIMPLE, MOVE, situation(1, [[(10, 10_000)], []] * 4), (2, "migrate")),
-    # The same four in groups 0 to 3: tp 2 has two in each: 8 + 2 = 10 ms, no gain; tp 4: 5 + 12; so nothing, though tp
-    # 2 over evenly dealt rows would gain: neighbours merge.
-    Case("merged where the mesh merges", SIMPLE, MOVE, situation(1, [[(10, 10_000)]] * 4), None),
+    # The same four in groups 0 to 3: rows are dealt evenly, so it is the same choice. Were only neighbours merged, tp 2
+    # would have two rows in each of two groups: 8 + 2 = 10 ms, no gain.
+    Case("rows of neighbours are dealt evenly", SIMPLE, MOVE, situation(1, [[(10, 10_000)]] * 4), (2, "migrate")),
     # Two rows in groups 0 and 4: alone at tp 2 (8 ms) and at tp 4 (5 ms), together at tp 8: 4 + 8 = 12 ms.
     Case("two rows far apart", SIMPLE, MOVE, situation(1, [[(10, 10_000)], [], [], []] * 2), (4, "migrate")),
     # Chain: from the middle one row is left; at tp 2 8 ms, at tp 8 4 ms.
@@ -124,20 +125,20 @@ TABLE = [
         situation(1, [[(1000, 500)]], capacities={8: GroupCapacity(1500, 10)}),
         (8, "migrate"),
     ),
-    # Two rows in neighbouring groups, 2000 steps: 20 s at tp 1. Together at tp 4: 5 + 4 = 9 ms, 18 s; T_switch 1.5 s.
-    # With headroom they need 2 x (5000 + 32) tokens.
+    # Three rows, 2000 steps: 20 s at tp 1. Two of them together at tp 4: 5 + 4 = 9 ms, 18 s; T_switch 1.5 s. With
+    # headroom those two need 2 x (5000 + 32) tokens.
     Case(
         "memory too small for two with headroom",
         SIMPLE,
         MOVE,
-        situation(1, [[(5000, 2000)]] * 2, capacities={4: GroupCapacity(10_063, 10)}),
+        situation(1, [[(5000, 2000)]] * 3, capacities={4: GroupCapacity(10_063, 10)}),
         None,
     ),
     Case(
         "memory for two with headroom",
         SIMPLE,
         MOVE,
-        situation(1, [[(5000, 2000)]] * 2, capacities={4: GroupCapacity(10_064, 10)}),
+        situation(1, [[(5000, 2000)]] * 3, capacities={4: GroupCapacity(10_064, 10)}),
         (4, "migrate"),
     ),
 ]
@@ -177,18 +178,19 @@ def test_expected_length_from_history():
 
 
 def test_what_a_switch_says():
-    """Two rows in neighbouring groups: 1000 tokens, 1000 steps left, and 2000 tokens, 900 left; tp 1 to 4."""
+    """Three rows in neighbouring groups, of 1000, 2000 and 3000 tokens with 1000, 900 and 100 steps left; tp 1 to 4."""
     rule = LayoutSwitchRule(MOVE, DEGREES, SIMPLE)
-    switch = rule.decide(situation(1, [[(1000, 1000)], [(2000, 900)]], dispatch=7, capacities={4: ROOMY}))
+    rows = [[(1000, 1000)], [(2000, 900)], [(3000, 100)]]
+    switch = rule.decide(situation(1, rows, dispatch=7, capacities={4: ROOMY}))
     assert switch is not None
-    # Staying: 1000 steps of 10 ms. At tp 4: 900 steps of two rows, 9 ms, then 100 of one, 5 ms. KV: 2000 tokens in the
-    # fullest group, 0.1 ms each.
-    assert (switch.dispatch, switch.from_tp, switch.to_tp, switch.num_live, switch.num_tokens) == (7, 1, 4, 2, 3000)
+    # Staying: 1000 steps of 10 ms. At tp 4 the shortest goes to the other group: 100 steps of two rows, 9 ms, then 900
+    # of one, 5 ms. KV: 3000 tokens in the fullest group, 0.1 ms each.
+    assert (switch.dispatch, switch.from_tp, switch.to_tp, switch.num_live, switch.num_tokens) == (7, 1, 4, 3, 6000)
     assert switch.stay_s == pytest.approx(10.0)
-    assert switch.remaining_s == pytest.approx(8.1 + 0.5)
-    assert (switch.weights_s, switch.state_s, switch.fixed_s) == pytest.approx((0.5, 0.2, 0.5))
-    assert switch.cost_s == pytest.approx(1.2)
-    assert switch.gain_s == pytest.approx(10.0 - 8.6 - 1.2)
+    assert switch.remaining_s == pytest.approx(0.9 + 4.5)
+    assert (switch.weights_s, switch.state_s, switch.fixed_s) == pytest.approx((0.5, 0.3, 0.5))
+    assert switch.cost_s == pytest.approx(1.3)
+    assert switch.gain_s == pytest.approx(10.0 - 5.4 - 1.3)
     assert (switch.step_before_s, switch.step_after_s) == pytest.approx((0.010, 0.009))
 
 
@@ -236,6 +238,19 @@ def test_a_chain_over_a_draining_batch():
             tp = switch.to_tp
     # At the start two rows share a group at tp 2 (8 ms), four one at tp 4: 40 s stay, 32 + 1 s at tp 2.
     assert seen == [(0, 1, 2), (9, 2, 4)]
+
+
+def test_rows_are_looked_at_only_where_they_matter():
+    rule = LayoutSwitchRule(replace(MOVE, direction="up", cooldown=3), DEGREES, SIMPLE)
+    assert rule.considers(0, 4, num_live=1, num_waiting=0)
+    assert not rule.considers(0, 8, num_live=1, num_waiting=0)  # the largest
+    assert not rule.considers(0, 4, num_live=0, num_waiting=0)
+    assert not rule.considers(0, 4, num_live=1, num_waiting=1)
+    assert rule.decide(situation(1, [[(10, 10_000)]], dispatch=5, capacities={2: ROOMY})) is not None
+    assert [rule.considers(dispatch, 2, 1, 0) for dispatch in range(5, 9)] == [False, False, False, True]
+    back = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, SIMPLE)
+    assert back.decide(situation(1, [[(10, 10_000)]], capacities={8: ROOMY})) is not None
+    assert [back.considers(1, 8, num_live, 0) for num_live in (1, 2)] == [False, True]  # down: only if it has grown
 
 
 def test_cooldown_counts_plans():
@@ -376,11 +391,7 @@ def test_turns_are_paid_for_by_the_batch(
 def brute_force(model: LatencyPredictor, now: Situation, tp: int) -> float:
     """The remaining time of a constant degree, step by step and row by row, with the cost of getting there."""
     dp = 8 // tp
-    if tp >= now.tp:
-        size = tp // now.tp
-        groups = [[(r.length, r.limit) for g in now.groups[i * size : (i + 1) * size] for r in g] for i in range(dp)]
-    else:
-        groups = [[(row.length, row.limit) for row in g] for g in regroup(now.groups, dp)]
+    groups = [[(row.length, row.limit) for row in g] for g in (now.groups if tp == now.tp else regroup(now.groups, dp))]
     total = 0.0
     while any(groups := [[(n, limit) for n, limit in g if n < limit] for g in groups]):
         rows, tokens = max(map(len, groups)), max(sum(n for n, _ in g) for g in groups)

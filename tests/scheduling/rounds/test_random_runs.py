@@ -93,7 +93,6 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
         prompt_factor=draw(factors),
         response_factor=draw(factors),
         at_end=draw(st.sampled_from(["flush", "leave"])),
-        keep_finished=draw(st.booleans()),
     )
     least = TailBatching(batch, options).least_age_bound
     return batch, replace(options, max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda a: a and max(a, least))))
@@ -163,7 +162,7 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
     state = straight.rule.state_dict()
     assert np.array_equal(state["queue"], training.rule.state_dict()["queue"])
     tokens = count_tokens(straight)
-    assert straight.rollout.num_drawn == sum(tokens.values()) + len(state["kept"]["token_ids"])
+    assert straight.rollout.num_drawn == sum(tokens.values())
     return training
 
 
@@ -181,13 +180,14 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSect
         max_active_requests=draw(st.sampled_from([0, 3, 7])),
         version_lag=lag,
     )
-    return batch, PartialRolloutSection(
+    options = PartialRolloutSection(
         enable=True,
         over_provision=draw(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.5])),
-        max_staleness=draw(st.just(-1) | st.integers(lag, lag + 2)),
         max_restarts=draw(st.integers(0, 2)),
         at_end=draw(st.sampled_from(["flush", "leave"])),
     )
+    least = PartialRollout(batch, options).least_staleness
+    return batch, replace(options, max_staleness=draw(st.just(-1) | st.integers(least, least + 2)))
 
 
 @given(
@@ -213,16 +213,17 @@ def test_random_runs_of_partial_rollout_keep_the_book(
 
     def make(slow: int, eager: bool = False) -> FakeTraining:
         rollout = random_rollout(seed, num_slots, plan_tokens, slow, eager)
-        return FakeTraining(PartialRollout(batch, options), FakePrompts(num_prompts), rollout, total)
+        rule = PartialRollout(batch, options)
+        return FakeTraining(rule, FakePrompts(num_prompts), rollout, total, version_lag=batch.version_lag)
 
     training = run_with_crashes(lambda: make(0), total, crashes)
-    for version, result in enumerate(training.results):
+    for trained_version, result in enumerate(training.results):
         assert len(result.groups) == batch.num_groups
         assert result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).num_spare
         for group in result.groups:
             assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
             for sample in group.samples:
-                check_trained(sample, version, batch.version_lag, options.max_staleness, tail_lengths(seed))
+                check_trained(sample, trained_version, batch.version_lag, options, tail_lengths(seed))
     if options.at_end == "flush":
         assert training.rule.num_carried == 0
         assert training.departures.counts["trained"] == total * batch.num_groups
@@ -239,20 +240,21 @@ def test_random_runs_of_partial_rollout_keep_the_book(
 
 
 def check_trained(
-    sample: Sample, version: int, lag: int, max_staleness: int, length: Callable[[SampleKey], int]
+    sample: Sample, version: int, lag: int, options: PartialRolloutSection, length: Callable[[SampleKey], int]
 ) -> None:
-    """Whole, scored, with each token's own records, and within the cap."""
+    """Whole, scored, with each token's own records, and within the cap; `version` is the one that is trained."""
     assert sample.reward is not None
     assert len(sample) == length(sample.key)
     assert np.all(np.diff(sample.versions) >= 0)
-    assert sample.versions.max() <= version
+    assert sample.versions.max() <= max(version - lag, 0)
     expected = make_sample(sample.key, sample.versions.tolist(), "stop")
     for name in ("token_ids", "rollout_logprobs", "sampled_logprobs"):
         assert np.array_equal(getattr(sample, name), getattr(expected, name))
-    if max_staleness < 0:
+    if options.max_staleness < 0:
         assert sample.key.attempt == 0
     else:
-        assert version + lag - sample.versions.min() <= max_staleness
+        assert version - sample.versions.min() <= options.max_staleness
+        assert sample.key.attempt <= options.max_restarts
 
 
 def check_resumption(training: FakeTraining) -> None:

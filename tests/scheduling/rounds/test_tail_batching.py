@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_rollout import FakePrompts, through_disk
+from fake_rollout import FakePrompts
 from rounds import (
     START,
     Table,
@@ -26,10 +25,8 @@ from rounds import (
 
 from jaxrl.config.options import TailBatchingSection
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.events import Event
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
-from jaxrl.types import SampleKey
 
 
 def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
@@ -75,7 +72,7 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
     )
     result = rule.settle(current)
     assert batch_keys(result.groups) == [[key(0, 0), key(0, 2)], [key(1, 0), key(1, 2)]]
-    assert [(d.key, d.attempt, d.first_step, d.kept) for d in rule.queue] == [((0, 2), 0, 1, ())]
+    assert [(d.key, d.attempt, d.first_step) for d in rule.queue] == [((0, 2), 0, 1)]
     assert result.left == {}
     expected = {
         "rollout/long_round": 0,
@@ -159,44 +156,6 @@ def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int)
     assert all(len(result.groups) == 4 for result in results)
 
 
-def test_kept_responses_count_while_no_update_lies_between():
-    options = {"max_age_steps": 1, "keep_finished": True}
-    short: list[Event] = [START, finish(key(2, 1), 6), finish(key(0, 0)), finish(key(0, 1)), aborted(key(0, 2))]
-    short += [finish(key(1, 0)), finish(key(1, 1)), aborted(key(1, 2)), aborted(key(2, 0)), aborted(key(2, 2))]
-    short += [verdict(k) for k in (key(0, 0), key(0, 1), key(1, 0), key(1, 1))]
-    state: Any = None
-    for later_version, launch, thrown in (
-        (0, ("launch", 2, key(2, 0, 1), ("has", key(2, 1))), 0),
-        (1, ("launch", 2, key(2, 0, 1), key(2, 1, 1)), 6),
-    ):
-        prompts = FakePrompts(10)
-        rule = tail_batching(2, 2, **options)
-        if state is None:
-            current = rule.plan(prompts, RoundTime(1, 0))
-            for event in short:
-                current.handle(event)
-            assert rule.settle(current).metrics["rollout/thrown_tokens"] == 4  # one token of each that was aborted
-            state = through_disk(rule.state_dict())
-        prompts = FakePrompts(10, position=3)
-        rule = tail_batching(2, 2, **options)
-        rule.load_state_dict(copy.deepcopy(state))
-        current = rule.plan(prompts, RoundTime(2, later_version))
-        assert current.kind == "long"
-        commands = names(current.handle(START))
-        assert commands[0] == launch
-        scored = [("score", key(2, 1))] if later_version == 0 else []
-        assert commands[1:] == [*scored, ("launch", 3, key(3, 0), key(3, 1))]
-        new = [k for kind, _, *keys in commands if kind == "launch" for k in keys if isinstance(k, SampleKey)]
-        for k in new:
-            current.handle(finish(k, version=later_version))
-        for k in [key(2, 1), *new] if later_version == 0 else new:
-            current.handle(verdict(k))
-        result = rule.settle(current)
-        assert [len(group.samples) for group in result.groups] == [2, 2]
-        assert result.metrics["rollout/thrown_tokens"] == thrown
-        assert not rule.queue
-
-
 def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
     """P0 = 2 of 3 prompts under way: verdicts are asked for when they could end the round, and then nothing decodes."""
     rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared=filtering())
@@ -232,7 +191,7 @@ def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: bool):
     """The clock decides whether its end is told before the verdict comes, so nothing may depend on that."""
-    rule = tail_batching(1, 2, prompt_factor=2.0, response_factor=1.0, keep_finished=True, shared=filtering())
+    rule = tail_batching(1, 2, prompt_factor=2.0, response_factor=1.0, shared=filtering())
     current = rule.plan(FakePrompts(10), RoundTime(1, 0))
     commands: list[tuple] = []
     for event in (START, finish(key(0, 0)), finish(key(1, 1)), finish(key(0, 1))):
@@ -247,9 +206,9 @@ def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: 
     if not is_told:
         current.handle(aborted(key(1, 0), 2))
     result = rule.settle(current)
-    assert [[sample.key for sample in deferred.kept] for deferred in rule.queue] == [[key(1, 1)]]
+    assert [deferred.key for deferred in rule.queue] == [(0, 1)]
     assert result.metrics["rollout/aborted_samples"] == 1
-    assert result.metrics["rollout/thrown_tokens"] == 2
+    assert result.metrics["rollout/thrown_tokens"] == 4
 
 
 def test_few_verdicts_may_be_due_while_generation_goes_on():
@@ -308,5 +267,12 @@ def test_states_of_another_make_are_refused():
     state = rule.state_dict()
     with pytest.raises(ValueError, match="tail batching: state of schema 9"):
         rule.load_state_dict({**state, "schema": 9})
-    with pytest.raises(ValueError, match="the queue counts 1"):
-        rule.load_state_dict({**state, "queue": np.asarray([[0, 1, 0, 1, 1, 1]])})
+
+
+def test_a_prompt_with_kept_responses_in_an_older_state_is_drawn_anew():
+    """Schema 1 counted responses of a deferred prompt that had ended in a sixth column, and held them."""
+    rule = tail_batching(1, 2)
+    rule.load_state_dict({"schema": 1, "num_rounds": 4, "queue": np.asarray([[0, 3, 1, 2, 4, 1]]), "kept": {}})
+    current = rule.plan(FakePrompts(10), RoundTime(5, 4))
+    assert current.kind == "long"
+    assert names(current.handle(START)) == [("launch", 3, key(3, 0, 2), key(3, 1, 2))]

@@ -24,10 +24,12 @@ def make_batcher(
     num_blocks: int = 33,
     block_size: int = 4,
     max_prefill_tokens: int = 16,
+    spread_samples: bool = False,
 ) -> tuple[Batcher, list[TraceEvent]]:
     trace: list[TraceEvent] = []
     capacity = Capacity(num_groups, num_slots, num_blocks, block_size, max_prefill_tokens)
-    return Batcher(BatcherConfig(decode_steps, leave_after), capacity, trace.append), trace
+    config = BatcherConfig(decode_steps, leave_after, spread_samples=spread_samples)
+    return Batcher(config, capacity, trace.append), trace
 
 
 def make_request(request_id: int, num_prompt: int = 4, max_tokens: int = 16, share: object = None) -> Request:
@@ -127,6 +129,15 @@ def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
     assert starts(plan) == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1)]
     assert [chunk.start for chunk in plan.prefill] == [0, 8, 8, 0, 8]
     assert batcher.counters.shared_tokens == 24
+
+
+def test_samples_of_a_prompt_are_spread_where_that_is_wanted():
+    batcher, _ = make_batcher(num_groups=2, num_slots=3, max_prefill_tokens=64, spread_samples=True)
+    for i, share in enumerate(["a", "a", "a", "b", "b"]):
+        batcher.add(make_request(i, num_prompt=9, share=share))
+    plan = plan_of(batcher)
+    assert sorted((request, group) for request, group, _ in starts(plan)) == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
+    assert batcher.counters.shared_tokens == 8, "where two of a prompt meet, its blocks are shared"
 
 
 def test_a_prompt_whose_group_is_full_spills_into_another():

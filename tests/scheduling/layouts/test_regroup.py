@@ -1,0 +1,118 @@
+"""Rows by dp group after a change of layout: balanced, none lost, and few tokens away from home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.layouts.regroup import regroup
+from jaxrl.scheduling.layouts.situation import LiveRow, Rows, num_tokens
+
+DEGREES = st.sampled_from((1, 2, 4, 8))
+
+
+def rows_of(*lengths: Sequence[int], first_id: int = 0) -> tuple[Rows, ...]:
+    """One group of rows for each list of lengths."""
+    made = []
+    for group, each in enumerate(lengths):
+        made.append(tuple(LiveRow(first_id + 100 * group + i, n, n + 10) for i, n in enumerate(each)))
+    return tuple(made)
+
+
+def lengths_of(groups: Sequence[Rows]) -> list[list[int]]:
+    return [[row.length for row in rows] for rows in groups]
+
+
+def far(groups: Sequence[Rows], now: Sequence[Rows]) -> int:
+    """Tokens of the rows that are not in a new group of their home."""
+    homes = min(len(groups), len(now))
+    home_of = {row.request_id: i * homes // len(groups) for i, rows in enumerate(groups) for row in rows}
+    return sum(
+        row.length for i, rows in enumerate(now) for row in rows if home_of[row.request_id] != i * homes // len(now)
+    )
+
+
+def test_merged_groups_are_balanced():
+    """12, 10, 1 and 1 rows: merged by neighbours alone, 22 and 2. The ten shortest of the 22 change their home."""
+    groups = rows_of(range(1, 13), range(101, 111), [50], [60])
+    now = regroup(groups, 2)
+    assert [len(rows) for rows in now] == [12, 12]
+    assert sorted(lengths_of(now)[0]) == [11, 12, *range(101, 111)]
+    assert sorted(lengths_of(now)[1]) == [*range(1, 11), 50, 60]
+
+
+@pytest.mark.parametrize(
+    ("before", "dp", "after"),
+    [
+        ([[9, 4], [8, 5]], 1, [[9, 8, 5, 4]]),
+        ([[9, 5], [8, 4]], 2, [[9, 5], [8, 4]]),  # as many as before: nothing moves
+        ([[4, 9, 5, 8]], 2, [[9, 4], [8, 5]]),  # in their order, 4 and 9 against 5 and 8 would be as even in rows
+        ([[6], [7], [], []], 2, [[7], [6]]),  # the shorter one leaves
+        ([[6], [7], [9], []], 2, [[7, 6], [9]]),  # balanced to within one: nothing has to move
+        ([[6, 5], [7], [], []], 2, [[7, 6], [5]]),
+        ([[6, 5], [7, 3], [8], []], 2, [[7, 6, 5], [8, 3]]),  # 3 and 2, not 4 and 1
+        ([[9, 8, 7], []], 4, [[9], [8], [7], []]),  # a split, over both homes
+        ([[9, 8], [1, 1, 1, 1, 1, 1]], 4, [[9, 1], [8, 1], [1, 1], [1, 1]]),
+        ([[], []], 1, [[]]),
+    ],
+)
+def test_table(before: list[list[int]], dp: int, after: list[list[int]]):
+    assert lengths_of(regroup(rows_of(*before), dp)) == after
+
+
+def test_rows_that_are_there_already_count():
+    held = rows_of([30, 30, 30], [5], first_id=1000)
+    now = regroup(rows_of([9, 8], [7]), 2, held)
+    assert lengths_of(now) == [[9], [7, 8]], "three there and one here: up to three each, then one more"
+    assert lengths_of(regroup(rows_of([9, 8, 3], [7]), 2, held)) == [[9], [7, 8, 3]]
+    assert lengths_of(regroup(rows_of([], [7]), 2, held)) == [[], [7]]
+
+
+@settings(deadline=None, max_examples=300)
+@given(DEGREES, DEGREES, st.lists(st.tuples(st.integers(0, 7), st.integers(1, 60)), max_size=40))
+def test_balanced_and_none_lost(before: int, after: int, rows: list[tuple[int, int]]):
+    groups = rows_of(*([n for g, n in rows if g % before == i] for i in range(before)))
+    now = regroup(groups, after)
+    assert len(now) == after
+    assert sorted(row.request_id for each in now for row in each) == sorted(row.request_id for g in groups for row in g)
+    counts = [len(each) for each in now]
+    assert max(counts) - min(counts) <= 1
+    assert now == regroup(groups, after)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from([(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 4)]),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6),
+    st.lists(st.integers(0, 3), min_size=4, max_size=4),
+)
+def test_no_balanced_outcome_moves_fewer_tokens(sizes: tuple[int, int], rows: list[tuple[int, int]], own: list[int]):
+    """Against every way to deal up to six rows, with rows that are there already."""
+    before, after = sizes
+    groups = rows_of(*([n for g, n in rows if g % before == i] for i in range(before)))
+    held = rows_of(*([1] * count for count in own[:after]), first_id=1000)
+    flat = [row for each in groups for row in each]
+    best: tuple[list[int], int] | None = None
+    for ways in product(range(after), repeat=len(flat)):
+        dealt = [tuple(row for row, g in zip(flat, ways, strict=True) if g == i) for i in range(after)]
+        counts = sorted((len(each) + len(there) for each, there in zip(dealt, held, strict=True)), reverse=True)
+        if best is None or (counts, far(groups, dealt)) < best:
+            best = counts, far(groups, dealt)
+    now = regroup(groups, after, held)
+    counts = sorted((len(each) + len(there) for each, there in zip(now, held, strict=True)), reverse=True)
+    assert (counts, far(groups, now)) == best
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=24), DEGREES)
+def test_tokens_are_spread_within_a_home(lengths: list[int], dp: int):
+    """Groups with as many rows differ by no more than the longest row."""
+    now = regroup(rows_of(lengths), dp)
+    for rows in now:
+        for others in now:
+            if len(rows) == len(others):
+                assert abs(num_tokens(rows) - num_tokens(others)) <= max(lengths)
