@@ -111,7 +111,9 @@ def tune(
     search, given = SEARCHES[options.rule], [*_of_the_run(run_dir), *overrides]
     config, grid = _load(run_dir, given), options.grid(SEARCHES[options.rule])
     batch = config.data.train_batch_size, config.rollout.n
-    values = (PLAIN, *search.distinct(grid, *batch))
+    values = search.distinct((PLAIN, *grid), *batch)
+    if len(values) == 1:
+        raise ValueError(f"no value ({', '.join(map(label, grid))}) launches more than plain batches do")
     steps = options.steps or search.num_steps(values[1:], batch[0])
     configs = [_load(run_dir, [*given, *_FIXED, f"{_STEPS}={steps}", *search.alone(each)]) for each in values]
     for each in configs:

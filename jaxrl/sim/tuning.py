@@ -106,6 +106,7 @@ class Trial:
       step_s: simulated seconds of a step, with a share of a long round for the prompts that wait at the end.
       gen_s: likewise, of its rollout.
       thrown_share: of all response tokens, those that are neither trained on, filtered, nor carried.
+      stale_share: of the trained tokens, those of earlier versions than the policy that trains on them.
       queue: prompts carried from step to step, on average.
       wait_steps: the longest that a prompt was carried.
       long_share: of the steps, those with a long round.
@@ -114,6 +115,7 @@ class Trial:
     step_s: float
     gen_s: float
     thrown_share: float
+    stale_share: float
     queue: float
     wait_steps: float
     long_share: float
@@ -150,6 +152,7 @@ def trial(steps: Sequence[Mapping[str, float]], num_prompts: int, warm_up: int =
         step_s=seconds("timing_s/step"),
         gen_s=seconds("timing_s/gen"),
         thrown_share=thrown / (thrown + useful),
+        stale_share=float(np.mean([step["training/off_policy/share"] for step in counted])),
         queue=float(np.mean(queue)),
         wait_steps=float(max(waits)),
         long_share=(len(long) + owed) / count,
@@ -258,6 +261,7 @@ class Table:
                     f"{each.mean('gen_s'):.{self._digits}f}",
                     "1" if each is self.plain else self._speedup(each),
                     f"{each.mean('thrown_share'):.1%}",
+                    f"{each.mean('stale_share'):.1%}",
                     f"{each.mean('queue'):.1f}",
                     f"{each.values('wait_steps').max():.0f}",
                     f"{each.mean('long_share'):.0%}",
@@ -332,6 +336,7 @@ _HEAD = (
     "rollout",
     "speed-up",
     "thrown tokens",
+    "stale tokens",
     "queue",
     "longest wait",
     "long rounds",

@@ -116,6 +116,9 @@ def test_partial_rollout(write: Callable[..., str]):
     assert said[-1].startswith("options: rollout.partial_rollout.enable=true rollout.partial_rollout.over_provision=")
     assert all(each.mean("long_share") == 0 for each in table.tried)
     assert table.plain.mean("queue") == 0 < table.best.mean("queue")
+    assert (
+        table.plain.mean("stale_share") == 0 < table.tried[0].mean("stale_share") < table.tried[1].mean("stale_share")
+    )
 
 
 # ---------------------------------------------------------------- what is run
@@ -130,6 +133,7 @@ def test_the_grid_the_seeds_and_the_baseline(write: Callable[..., str], tmp_path
     assert all(len(each.trials) == 2 for each in (table.plain, *table.tried))
     assert all(len({one.step_s for one in each.trials}) == 2 for each in (table.plain, *table.tried)), "seeds differ"
     assert table.plain.mean("thrown_share") == table.plain.mean("long_share") == table.plain.mean("queue") == 0
+    assert all(each.mean("stale_share") == 0 for each in table.tried), "tail batching stays on-policy"
     for each in table.tried:
         prompts = each.launched[0]
         assert each.mean("thrown_share") > 0
@@ -156,8 +160,8 @@ def test_it_repeats_itself_in_any_number_of_processes(write: Callable[..., str])
 
 def test_a_grid_for_each_factor(write: Callable[..., str]):
     folder = write(heavy)
-    table, _ = search(folder, prompt_factors=(1.25, 1.5), response_factors=(1.0, 1.5), seeds=1)
-    assert [each.launched for each in table.tried] == [(10, 4), (10, 6), (12, 4), (12, 6)]
+    table, _ = search(folder, prompt_factors=(1.0, 1.25, 1.5), response_factors=(1.0, 1.5), seeds=1)
+    assert [each.launched for each in table.tried] == [(8, 6), (10, 4), (10, 6), (12, 4), (12, 6)], "(8, 4) is plain"
     table, _ = search(folder, response_factors=(1.25, 1.5), seeds=1)
     assert [each.launched for each in table.tried] == [(8, 5), (8, 6)]
     assert all(each.mean("queue") == 0 for each in table.tried), "no prompt is launched beyond the batch"
@@ -250,6 +254,7 @@ def test_the_command_prints_a_table(write: Callable[..., str], capsys: pytest.Ca
         (["--values", "0.9,1.2"], "--values: 0.9 must be at least 1"),
         (["--prompt-factors", "0.5"], "--prompt-factors: 0.5 must be at least 1"),
         (["--values", "inf"], "--values: inf must be"),
+        (["--values", "1"], "no value (1) launches more than plain batches do"),
         (["--values", "1.2", "--response-factors", "1.2"], "leave out --prompt-factors"),
         (["--rule", "partial_rollout", "--prompt-factors", "1.2"], "belong to --rule tail_batching"),
         (["--rule", "partial_rollout", "--steps", "8"], "--steps (8) must be above 8"),

@@ -13,8 +13,8 @@ from jaxrl.sim.tuning import PLAIN, SEARCHES, Table, Trial, Tried, label, trial
 TAIL, PARTIAL = SEARCHES["tail_batching"], SEARCHES["partial_rollout"]
 
 
-def tried(factors: tuple[float, ...], *step_s: float, **more: float) -> Tried:
-    trials = [Trial(s, s / 2, more.get("thrown", 0.1), 3.0, 2.0, 0.2) for s in step_s]
+def tried(factors: tuple[float, ...], *step_s: float) -> Tried:
+    trials = [Trial(s, s / 2, 0.1, 0.0, 3.0, 2.0, 0.2) for s in step_s]
     return Tried(factors, TAIL.launched(factors, 8, 4), tuple(trials))
 
 
@@ -74,6 +74,7 @@ def short(seconds: float, queue: float, age: float = 1.0) -> dict[str, float]:
         "rollout/deferred_prompts": 2.0,
         "rollout/thrown_tokens": 100.0,
         "rollout/filtered_tokens": 20.0,
+        "training/off_policy/share": age / 8,
         "rollout/kept_samples": 4.0,
         "response_length/mean": 20.0,
     }
@@ -94,6 +95,7 @@ def test_prompts_that_wait_at_the_end_are_paid_for():
     assert found.thrown_share == pytest.approx(300 / (300 + 4 * 100))
     assert found.queue == pytest.approx(2.0)
     assert found.wait_steps == 3
+    assert found.stale_share == pytest.approx(0.125)
 
 
 def test_a_whole_period_needs_no_correction():
