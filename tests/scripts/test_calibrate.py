@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from papers import calibrate, closed_form, lengths, machines, pat, problems, rollpacker, slime, solver
+from papers import calibrate, closed_form, lengths, machines, pat, pat_closed, problems, rollpacker, slime, solver
 from papers.calibrate import constant, document, read, write
 from papers.closed_form import drain, rollout_ends
 from papers.facts import FACTS, SETUPS, Fact
@@ -55,7 +55,7 @@ def test_facts_are_well_formed():
 
 
 def test_no_calibration_sees_what_the_papers_methods_reached():
-    for module in (calibrate, closed_form, lengths, machines, pat, problems, rollpacker, slime, solver):
+    for module in (calibrate, closed_form, lengths, machines, pat, pat_closed, problems, rollpacker, slime, solver):
         assert module.__file__ is not None
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -119,6 +119,25 @@ def test_a_rollout_lasts_as_long_as_its_slowest_group():
     assert len(ends) == 6
     assert ends[-1] == drain(COST, 2, [10] * 2, [100, 5])[-1]
     assert ends == sorted(ends)
+
+
+def test_a_generation_that_switches_in_closed_form():
+    """One dp group of four rows on two devices, to tp 2 when one row is left: the same steps, each at its degree."""
+    setup = replace(SETUPS["pat.h100.8b"], num_devices=2, tp=1, num_prompts=4, max_tokens=500)
+    cost = RooflineCost(named_shape(setup.model), HARDWARE["H100"])
+    batch = [[500], [100], [200], [300]]
+    reading = pat_closed.Reading("", tp=1, new_tp=2, rows=1)
+    stay = pat_closed.generation_s(cost, setup, batch, replace(reading, rows=0))
+    assert stay == pytest.approx(max(rollout_ends(cost, setup, batch, closed_form.PROMPT_TOKENS)), rel=1e-9)
+    # group 0 has the rows of 500 and 200 tokens, group 1 those of 100 and 300, which end last but one
+    now = drain(cost, 1, [200] * 2, [100, 300])[-1]
+    alone = [cost.decode_step_s(1, 1, 200 + step) for step in range(200, 500)]
+    second = drain(cost, 1, [200] * 2, [500, 200])[0]
+    done = 200 + next(i for i in range(300) if second + sum(alone[: i + 1]) > now)
+    switch = cost.layout_switch(1, 2)
+    moved_s = switch.weights_s + switch.fixed_s + switch.kv_s_per_token * (200 + done)
+    rest = sum(cost.decode_step_s(2, 1, 200 + step) for step in range(done, 500))
+    assert pat_closed.generation_s(cost, setup, batch, reading) == pytest.approx(now + moved_s + rest, rel=1e-3)
 
 
 def test_rank_stability_has_its_limits():
