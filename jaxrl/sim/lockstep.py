@@ -312,5 +312,6 @@ class LockstepBatcher(Batcher):
             progress = lane.members.get(request_id) or flight.gone[request_id]
             progress.pending += self.config.decode_steps
             self._in_flight[request_id] += 1
-            named.append(Named(progress, *divmod(seat, num_slots), self.config.decode_steps, ends_prefill=False))
+            group, slot = divmod(seat, num_slots)
+            named.append(Named(progress, group, slot, self.config.decode_steps, ends_prefill=False))
         return named
