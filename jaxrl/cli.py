@@ -1,4 +1,4 @@
-"""`jaxrl train | simulate | generate | eval | export | explain-config | explain-layout | profile | report`.
+"""`jaxrl train | simulate | tune | generate | eval | export | explain-config | explain-layout | profile | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -57,9 +57,34 @@ def _parser() -> argparse.ArgumentParser:
 
     command("train", _train, "Train, or resume the run in trainer.run_dir.", config=True)
     command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
-    for add in (_add_generate, _add_eval_and_export, _add_explanations, _add_profile, _add_report):
+    for add in (_add_tune, _add_generate, _add_eval_and_export, _add_explanations, _add_profile, _add_report):
         add(command)
     return parser
+
+
+def _add_tune(command: _Command) -> None:
+    tune = command("tune", _tune, "Find a rule's fastest factors by simulation, from a run's recorded lengths.")
+    # not a positional: options between it and the overrides would end both
+    tune.add_argument("--run", dest="run_dir", metavar="DIR", required=True, help="of a real or a simulated run")
+    tune.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the run's own")
+    tune.add_argument("--rule", default="tail_batching", choices=["tail_batching", "partial_rollout"])
+    for name, text in (
+        ("--values", "factors to try, as 1.1,1.2,1.3; of prompts and responses together"),
+        ("--prompt-factors", "factors of prompts alone; with --response-factors, all pairs"),
+        ("--response-factors", "factors of responses alone"),
+    ):
+        tune.add_argument(name, type=_numbers, default=(), metavar="LIST", help=text)
+    tune.add_argument("--seeds", type=int, default=5, help="simulated runs of each value (5)")
+    tune.add_argument("--steps", type=int, default=0, help="of each of them (default: the longest period twice)")
+    tune.add_argument("--processes", type=int, default=1, help="runs at the same time (1)")
+    tune.add_argument("--out", default="", metavar="FILE", help="also write the results as JSON")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them, as 1.1,1.25") from None
 
 
 def _add_generate(command: _Command) -> None:
@@ -137,6 +162,28 @@ def _simulate(options: argparse.Namespace) -> int:
     from jaxrl.config import files as config_files
 
     simulate(config_files.load(options.config, options.overrides))
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from jaxrl.commands.tune import TuneOptions, tune
+
+    chosen = TuneOptions(
+        options.rule,
+        options.values,
+        options.prompt_factors,
+        options.response_factors,
+        options.seeds,
+        options.steps,
+        options.processes,
+        options.out,
+    )
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {total} runs", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    tune(options.run_dir, options.overrides, chosen, progress=progress)
     return 0
 
 

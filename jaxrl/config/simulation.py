@@ -87,8 +87,9 @@ class SimulateSection:
     ] = "modelled"
     recorded_run: Annotated[str, "With workload=recorded, the run directory with the samples.jsonl to draw from."] = ""
     recorded_rule: Annotated[
-        Literal["by_prompt", "pooled"],
-        "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together.",
+        Literal["by_prompt", "pooled", "by_rank"],
+        "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together, "
+        "by_rank: from all of the prompt's source, with prompts that differ as much as the recorded ones.",
     ] = "by_prompt"
     task: SimulatedTask = field(default_factory=SimulatedTask)
     tasks: Annotated[

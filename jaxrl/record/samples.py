@@ -1,8 +1,8 @@
 """A few samples of each step, for people: `samples.jsonl` in the run directory.
 
 One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with overlong
-reward shaping also overlong_reward, which is part of reward. The report shows them, and `jaxrl simulate` can draw
-lengths and rewards from them (`jaxrl.sim.recorded`).
+reward shaping also overlong_reward, which is part of reward. The report shows them; `jaxrl simulate` can draw
+lengths and rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
 """
 
 from __future__ import annotations

@@ -3,10 +3,16 @@
 Purpose: a simulation in which lengths come from a run instead of a formula.
 
 Source: bootstrap resampling (Efron 1979), by prompt so that a long prompt is long again (RollPacker §3, RhymeRL §6.1).
+The rule `by_rank` is the model of `jaxrl.sim.workload` with the recorded lengths as its distribution: a response's
+standard normal score is sqrt(c) a + sqrt(1 - c) b, a of the prompt and b of the response, and c is the correlation of
+the recorded scores within a prompt.
 
 Departures: `samples.jsonl` (`jaxrl.record.samples`) holds a few samples of each step and no prompt index, so a recorded
 prompt is identified by its text. Responses that reached the run's own token limit would have been longer; they are
-replayed as recorded, and `num_truncated` counts them.
+replayed as recorded, and `num_truncated` counts them. Two responses to each prompt, as they are in that file, show half
+of the variance within prompts on average, so rounds that drop the slowest responses of a prompt gain too little under
+`by_prompt`, and too much under `pooled` (docs/rollout-rules.md has figures); under `by_rank` they gain about as much as
+with the distribution itself.
 """
 
 from __future__ import annotations
@@ -15,17 +21,22 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxrl.config import SimulatedScoring
 from jaxrl.sim.workload import normal, scoring_s, uniform
 from jaxrl.types import SampleKey
 
-Rule = Literal["by_prompt", "pooled"]
+Rule = Literal["by_prompt", "pooled", "by_rank"]
 # What a random number is for; different from those of `jaxrl.sim.workload`.
-_PROMPT, _RESPONSE, _TIME, _HANGS = range(16, 20)
+_PROMPT, _RESPONSE, _TIME, _HANGS, _PROMPT_SCORE, _RESPONSE_SCORE = range(16, 22)
+_NORMAL = NormalDist()
 
 _NO_SCORING = SimulatedScoring()
 
@@ -55,13 +66,15 @@ class RecordedWorkload:
       seed: of the draws.
       prompts: the recorded prompts. Prompt index i is one of them, drawn by (seed, i), so always the same one.
       rule: `by_prompt`: a response is one of its prompt's recorded ones; `pooled`: one of any prompt's, so that prompts
-        have no length of their own.
+        have no length of their own; `by_rank`: one of any prompt of the same source, prompts differing as much as the
+        recorded ones.
       scoring, timeout_s: seconds of scoring, which the file does not hold, and when it is cut off.
       num_truncated: recorded responses that ended at the run's token limit.
 
-    A response is drawn from the recorded step nearest to the step asked for, so growth over training is replayed too.
+    A response is drawn from the recorded step nearest to the step asked for, so growth over training is replayed too;
+    `by_rank` takes all steps together.
 
-    Raises ValueError without prompts, or for a prompt without responses.
+    Raises ValueError without prompts, for a prompt without responses, or with `by_rank` if no prompt has two.
     """
 
     def __init__(
@@ -75,8 +88,8 @@ class RecordedWorkload:
     ) -> None:
         if not prompts or any(not prompt.responses for prompt in prompts):
             raise ValueError(f"RecordedWorkload: prompts ({len(prompts)}) must be at least one, each with a response")
-        if rule not in ("by_prompt", "pooled"):
-            raise ValueError(f"RecordedWorkload: rule ({rule!r}) must be 'by_prompt' or 'pooled'")
+        if rule not in ("by_prompt", "pooled", "by_rank"):
+            raise ValueError(f"RecordedWorkload: rule ({rule!r}) must be 'by_prompt', 'pooled' or 'by_rank'")
         self.seed = seed
         self.prompts = tuple(prompts)
         self.rule: Rule = rule
@@ -86,6 +99,8 @@ class RecordedWorkload:
         if rule == "pooled":
             pools = [tuple(response for pool in pools for response in pool)]
         self._pools = [_by_step(pool) for pool in pools]
+        self.correlation = _correlation(prompts) if rule == "by_rank" else math.nan
+        self._by_length = {source: _ascending(prompts, source) for source in _sources(prompts)}
 
     @classmethod
     def read(
@@ -121,6 +136,21 @@ class RecordedWorkload:
         truncated = sum(row["finish_reason"] == "length" for row in rows)
         return cls(seed, prompts, rule, scoring, timeout_s, truncated)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of all recorded responses, ascending."""
+        return sorted(response.length for prompt in self.prompts for response in prompt.responses)
+
+    def resampled(self, seed: int) -> RecordedWorkload:
+        """As many of the recorded prompts, drawn with replacement, as of one step: what another run might have
+        recorded. Differences between such workloads show how much the record leaves open."""
+        drawn = [
+            int(uniform(_PROMPT, seed, i, len(self.prompts)) * len(self.prompts)) for i in range(len(self.prompts))
+        ]
+        prompts = [self.prompts[i] for i in drawn]
+        timeless = [replace(p, responses=tuple(replace(response, step=0) for response in p.responses)) for p in prompts]
+        return RecordedWorkload(seed, timeless, self.rule, self.scoring, self.timeout_s, self.num_truncated)
+
     def length(self, key: SampleKey, step: int = 0) -> int:
         return self._response(key, step).length
 
@@ -142,10 +172,54 @@ class RecordedWorkload:
         return int(uniform(_PROMPT, self.seed, prompt_index) * len(self.prompts))
 
     def _response(self, key: SampleKey, step: int) -> Response:
+        if self.rule == "by_rank":
+            return self._of_rank(key)
         pool = self._pools[0 if self.rule == "pooled" else self._recorded_index(key.prompt_index)]
         rows = pool[_nearest(list(pool), step)]
         u = uniform(_RESPONSE, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
         return rows[int(u * len(rows))]
+
+    def _of_rank(self, key: SampleKey) -> Response:
+        responses = self._by_length[self.kind_name(key.prompt_index)]
+        prompt = normal(_PROMPT_SCORE, self.seed, key.prompt_index)
+        own = normal(_RESPONSE_SCORE, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
+        score = math.sqrt(self.correlation) * prompt + math.sqrt(1 - self.correlation) * own
+        return responses[min(int(_NORMAL.cdf(score) * len(responses)), len(responses) - 1)]
+
+
+def _sources(prompts: Sequence[RecordedPrompt]) -> list[str]:
+    """The sources of the prompts, in the order in which they come."""
+    return list(dict.fromkeys(prompt.source for prompt in prompts))
+
+
+def _ascending(prompts: Sequence[RecordedPrompt], source: str) -> tuple[Response, ...]:
+    """The responses to a source's prompts, by length."""
+    found = [response for prompt in prompts if prompt.source == source for response in prompt.responses]
+    return tuple(sorted(found, key=lambda response: response.length))
+
+
+def _correlation(prompts: Sequence[RecordedPrompt]) -> float:
+    """How much of a length its prompt decides: the mean product of two normal scores of a prompt, at least 0. A score
+    is a rank within the source; equal lengths share theirs."""
+    products: list[float] = []
+    for source in _sources(prompts):
+        same = [prompt for prompt in prompts if prompt.source == source]
+        lengths = np.array([response.length for response in _ascending(same, source)])
+        known, first, count = np.unique(lengths, return_index=True, return_counts=True)
+        scores = np.array([_NORMAL.inv_cdf((i + n / 2) / len(lengths)) for i, n in zip(first, count, strict=True)])
+        mean = np.average(scores, weights=count)
+        deviation = math.sqrt(np.average((scores - mean) ** 2, weights=count)) or 1.0  # all equal: nothing to share
+        score_of = dict(zip(known.tolist(), ((scores - mean) / deviation).tolist(), strict=True))
+        for prompt in same:
+            pairs = combinations((score_of[response.length] for response in prompt.responses), 2)
+            if of_prompt := [a * b for a, b in pairs]:
+                products.append(float(np.mean(of_prompt)))
+    if not products:
+        raise ValueError(
+            "simulate.recorded_rule (by_rank) needs prompts with two recorded responses, which show how much of a "
+            "length its prompt decides, and the record has none: take pooled or by_prompt"
+        )
+    return min(max(float(np.mean(products)), 0.0), 1.0)
 
 
 def _by_step(responses: Sequence[Response]) -> dict[int, list[Response]]:

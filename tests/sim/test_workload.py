@@ -297,3 +297,80 @@ def test_workloads_that_cannot_be():
     with pytest.raises(ValueError, match=r"names \(\['math', 'math'\]\) must be at least one, and differ"):
         ModelledWorkload(0, (MATH, MATH), CAP)
     assert normal(1) == NormalDist().inv_cdf(uniform(1))
+
+
+# ---------------------------------------------------------------- lengths by rank
+
+
+def record_of(workload: Workload, prompts: int, samples: int, source: str = "a") -> list[RecordedPrompt]:
+    return [
+        RecordedPrompt(9, source, tuple(Response(p, workload.length(key(p, s)), float(s)) for s in range(samples)))
+        for p in range(prompts)
+    ]
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.8, 1.0])
+def test_by_rank_finds_how_much_a_prompt_decides(correlation: float):
+    task = replace(MATH, correlation=correlation)
+    prompts = record_of(ModelledWorkload(1, (task,), CAP), 1500, 2)
+    assert RecordedWorkload(0, prompts, "by_rank").correlation == pytest.approx(correlation, abs=0.06)
+
+
+def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
+    """All recorded lengths are as likely as they were, and what is drawn is recorded as the same again."""
+    task = replace(MATH, correlation=0.5)
+    recorded = RecordedWorkload(0, record_of(ModelledWorkload(1, (task,), CAP), 400, 2), "by_rank")
+    drawn = record_of(recorded, 3000, 4)
+    lengths = np.sort([response.length for prompt in drawn for response in prompt.responses])
+    for share in (0.1, 0.5, 0.9, 0.98):
+        found = recorded.lengths[int(share * 800)]
+        assert abs(np.searchsorted(lengths, found) / len(lengths) - share) < 0.025
+    assert set(lengths.tolist()) <= set(recorded.lengths)
+    assert RecordedWorkload(0, drawn, "by_rank").correlation == pytest.approx(recorded.correlation, abs=0.06)
+    assert recorded.length(key(3, 1)) == recorded.length(key(3, 1), 99), "all steps are taken together"
+    assert recorded.length(key(3, 1)) != recorded.length(key(3, 1, attempt=1))
+
+
+def test_by_rank_keeps_the_slowest_of_many_where_two_responses_are_recorded():
+    """Under `by_prompt` a prompt has no length but its two recorded ones: the slowest of eight is far too short."""
+    task = replace(MATH, correlation=0.3)
+    true = ModelledWorkload(1, (task,), CAP)
+    prompts = record_of(true, 600, 2)
+
+    def slowest(workload: Workload) -> float:
+        return float(np.median([max(workload.length(key(p, s)) for s in range(8)) for p in range(600)]))
+
+    expected = slowest(true)
+    assert slowest(RecordedWorkload(5, prompts, "by_rank")) == pytest.approx(expected, rel=0.12)
+    assert slowest(RecordedWorkload(5, prompts, "by_prompt")) < 0.7 * expected
+
+
+def test_by_rank_stays_within_a_source():
+    short = [RecordedPrompt(3, "short", (Response(0, 10 + i, 0.0), Response(0, 12 + i, 1.0))) for i in range(9)]
+    long = [RecordedPrompt(3, "long", (Response(0, 900 - 9 * i, 0.0), Response(0, 901 - 9 * i, 1.0))) for i in range(9)]
+    workload = RecordedWorkload(3, [*short, *long], "by_rank")
+    for prompt in range(60):
+        for sample in range(4):
+            assert (workload.length(key(prompt, sample)) > 100) == (workload.kind_name(prompt) == "long")
+    assert workload.correlation > 0.8
+
+
+def test_by_rank_needs_two_responses_to_a_prompt():
+    lonely = [RecordedPrompt(3, "a", (Response(0, 5 + i, 0.0),)) for i in range(9)]
+    with pytest.raises(ValueError, match="needs prompts with two recorded responses"):
+        RecordedWorkload(0, lonely, "by_rank")
+    equal = [RecordedPrompt(3, "a", (Response(0, 5, 0.0), Response(0, 5, 0.0)))]
+    assert RecordedWorkload(0, equal, "by_rank").length(key(0)) == 5
+
+
+def test_a_record_resampled():
+    prompts = record_of(WORKLOAD, 50, 2)
+    recorded = RecordedWorkload(0, prompts, num_truncated=2)
+    one, again, other = recorded.resampled(1), recorded.resampled(1), recorded.resampled(2)
+    assert one.prompts == again.prompts != other.prompts
+    assert len(one.prompts) == 50
+    kept = {prompt.responses[0].length for prompt in one.prompts}
+    assert kept < {prompt.responses[0].length for prompt in prompts}
+    assert 0.5 < len(kept) / 50 < 0.76  # 1 - 1/e of them, drawn with replacement
+    assert {response.step for prompt in one.prompts for response in prompt.responses} == {0}
+    assert (one.seed, one.rule, one.num_truncated) == (1, "by_prompt", 2)

@@ -156,7 +156,9 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
         assert isinstance(straight.rule, TailBatching)
         after = [deferred.key for deferred in straight.rule.queue]
         waited = [prompt_key for prompt_key in before if prompt_key in after]
-        assert before[len(before) - len(waited) :] == waited == after[: len(waited)]
+        assert waited == after[: len(waited)]
+        if not straight.rule.batch.filter_groups.enable:  # which may filter a prompt behind the last one of a batch
+            assert before[len(before) - len(waited) :] == waited
         assert result.kind == "long" or waited == before
         before = after
     state = straight.rule.state_dict()
@@ -219,7 +221,9 @@ def test_random_runs_of_partial_rollout_keep_the_book(
     training = run_with_crashes(lambda: make(0), total, crashes)
     for trained_version, result in enumerate(training.results):
         assert len(result.groups) == batch.num_groups
-        assert result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).num_spare
+        assert (
+            result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).max_under_way[0] - batch.num_groups
+        )
         for group in result.groups:
             assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
             for sample in group.samples:
@@ -235,7 +239,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
         buffered = len(other.rule.state_dict()["samples"]["token_ids"])
         tokens = count_tokens(other)
         assert other.rollout.num_drawn == sum(tokens.values()) + buffered
-        if options.max_staleness < 0:
+        if options.max_staleness < 0 and not any(r.metrics.get("rollout/discarded_prompts") for r in training.results):
             assert tokens["thrown"] == 0
 
 
@@ -267,6 +271,34 @@ def check_resumption(training: FakeTraining) -> None:
     launches = [c for c in training.rollout.commands if isinstance(c, Launch) and c.keys]
     places = [place[command.prompt.key] for command in launches]
     assert places == sorted(places)
+
+
+@given(
+    num_groups=st.integers(1, 4),
+    over_provision=st.sampled_from([1.5, 2.0, 3.0, 3.5]),
+    slack=st.integers(0, 1),
+    max_restarts=st.integers(0, 2),
+    lag=st.integers(0, 1),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=120, deadline=None)
+def test_no_sample_starts_again_too_often(
+    num_groups: int, over_provision: float, slack: int, max_restarts: int, lag: int, seed: int
+):
+    """A third of the prompts outlives any cap, so that many groups must be in batches at the same time."""
+    batch = BatchSettings(num_groups, 2, version_lag=lag)
+    options = PartialRolloutSection(True, over_provision, max_restarts=max_restarts)
+    options = replace(options, max_staleness=PartialRollout(batch, options).least_staleness + slack)
+    rule = PartialRollout(batch, options)
+    rollout = FakeRollout(lambda k: 200 if tangled(seed, k.prompt_index) % 3 == 0 else 2, num_slots=40, plan_tokens=2)
+    training = FakeTraining(rule, FakePrompts(1000), rollout, None, version_lag=lag)
+    for step in range(1, 13):
+        samples = [sample for group in training.run_step().groups for sample in group.samples]
+        carried = [sample for group in rule.buffer for sample in group.samples]
+        assert max(sample.key.attempt for sample in (*samples, *carried)) <= max_restarts
+        assert all(step - 1 - sample.versions.min() <= options.max_staleness for sample in samples)
+    if max_restarts == 0:
+        assert all(result.metrics["rollout/thrown_tokens"] == 0 for result in training.results)
 
 
 # -- the baselines -----------------------------------------------------------------------------------------------------

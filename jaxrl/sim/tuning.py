@@ -1,0 +1,347 @@
+"""A search over a rule's factors: what to simulate, what is measured of it, and what the measurements say.
+
+Purpose: the pure half of `jaxrl tune`. A `Search` names the options of a rule that take the values of a grid; each
+value and plain batches are simulated with the same seeds; `Table` compares them. It runs nothing itself.
+
+Source: RollPacker §6.3 (one speculation factor for prompts and responses, and a grid search over [1.1, 1.4]; Fig. 12:
+each factor alone, averages over whole periods of short rounds and a long one); APRIL §3 (N' / N of active partial
+rollout).
+
+Departures: instead of whole periods, a run is charged for the prompts that still wait at its end, as if they had run in
+long rounds of that run's mean time. So factors with periods of 4 and of 11 steps are compared over equally many steps.
+The seeds are paired: each compares all values on the same draws, and a lead counts only where it exceeds its own
+standard deviation over the seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrl.scheduling.rounds.batches import provisioned
+
+RuleName = Literal["tail_batching", "partial_rollout"]
+Factors = tuple[float, ...]  # one for each option of a search; none: plain batches
+PLAIN: Factors = ()
+_LEAST_STEPS = 20
+_PERIODS = 2  # of short rounds and a long one, at the least
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A rule, the options of its section that are searched, and the values that they take by default.
+
+    `warm_up` steps are left out of every mean: until then the rule carries less than it will.
+    """
+
+    rule: RuleName
+    options: tuple[str, ...]
+    values: tuple[float, ...]
+    warm_up: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.rule.replace("_", " ")
+
+    def together(self, values: Sequence[float]) -> list[Factors]:
+        """The grid in which all options have the same value."""
+        return [(value,) * len(self.options) for value in values]
+
+    def overrides(self, factors: Factors) -> list[str]:
+        """The options of a run with these factors, or with plain batches, as on the command line."""
+        section = f"rollout.{self.rule}"
+        values = [f"{section}.{name}={value:g}" for name, value in zip(self.options, factors, strict=bool(factors))]
+        return [f"{section}.enable={str(bool(factors)).lower()}", *values]
+
+    def alone(self, factors: Factors) -> list[str]:
+        """`overrides`, with every other rule off, and without the changes that a rule makes when a run ends."""
+        others = [f"rollout.{rule}.enable=false" for rule in _RULES if rule != self.rule]
+        return [*others, *self.overrides(factors), f"rollout.{self.rule}.at_end=leave"]
+
+    def launched(self, factors: Factors, num_prompts: int, group_size: int) -> tuple[int, int]:
+        """Prompts, and samples of each, that a round launches: a short one, if there are long ones."""
+        counts = [num_prompts, group_size]
+        for i, (name, factor) in enumerate(zip(self.options, factors, strict=bool(factors))):
+            counts[i] = provisioned(f"rollout.{self.rule}.{name}", factor, counts[i])
+        return counts[0], counts[1]
+
+    def distinct(self, grid: Sequence[Factors], num_prompts: int, group_size: int) -> list[Factors]:
+        """The factors without those that launch what an earlier one launches: small batches round them up alike."""
+        first: dict[tuple[int, int], Factors] = {}
+        for factors in grid:
+            first.setdefault(self.launched(factors, num_prompts, group_size), factors)
+        return list(first.values())
+
+    def num_steps(self, grid: Sequence[Factors], num_prompts: int) -> int:
+        """How many steps show each value of a grid: two periods of the one with the longest period, or 20."""
+        if self.rule != "tail_batching":
+            return _LEAST_STEPS + self.warm_up
+        return max(_LEAST_STEPS, *(_PERIODS * _period(factors[0], num_prompts) for factors in grid))
+
+
+SEARCHES: Mapping[RuleName, Search] = {
+    "tail_batching": Search(
+        "tail_batching", ("prompt_factor", "response_factor"), (1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4)
+    ),
+    "partial_rollout": Search("partial_rollout", ("over_provision",), (1.5, 2.0, 2.5, 3.0), warm_up=8),
+}
+_RULES = (*SEARCHES, "over_provisioning")
+
+
+def _period(prompt_factor: float, num_prompts: int) -> int:
+    """Steps until a long round has come."""
+    spare = provisioned("rollout.tail_batching.prompt_factor", prompt_factor, num_prompts) - num_prompts
+    return math.ceil(num_prompts / spare) + 1 if spare else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one simulated run shows.
+
+    Attributes:
+      step_s: simulated seconds of a step, with a share of a long round for the prompts that wait at the end.
+      gen_s: likewise, of its rollout.
+      thrown_share: of all response tokens, those that are neither trained on, filtered, nor carried.
+      stale_share: of the trained tokens, those of earlier versions than the policy that trains on them.
+      queue: prompts carried from step to step, on average.
+      wait_steps: the longest that a prompt was carried.
+      long_share: of the steps, those with a long round.
+    """
+
+    step_s: float
+    gen_s: float
+    thrown_share: float
+    stale_share: float
+    queue: float
+    wait_steps: float
+    long_share: float
+
+
+def trial(steps: Sequence[Mapping[str, float]], num_prompts: int, warm_up: int = 0) -> Trial:
+    """What the metrics of a run's steps show, the first `warm_up` of them left out.
+
+    Raises ValueError if prompts wait for a long round at the end and no long round has shown what it costs.
+    """
+    counted = steps[warm_up:]
+    queue = [step.get("rollout/queue_length", 0.0) for step in counted]
+    long = [step for step in counted if step["rollout/long_round"]]
+    # partial rollout carries as much at the start of the counted steps as at their end, and has no long rounds
+    owed = queue[-1] / num_prompts if "rollout/deferred_prompts" in counted[-1] else 0.0
+    if owed and not long:
+        raise ValueError(
+            f"--steps ({len(steps)}) holds no long round, and {queue[-1]:.0f} of the {num_prompts} prompts that make "
+            "one wait at the end: give more steps, or larger prompt factors"
+        )
+    count = len(counted) + owed
+
+    def seconds(name: str) -> float:
+        late = owed * float(np.mean([step.get(name, 0.0) for step in long])) if owed else 0.0
+        return (sum(step.get(name, 0.0) for step in counted) + late) / count
+
+    thrown = sum(step["rollout/thrown_tokens"] for step in counted)
+    useful = sum(
+        step["response_length/mean"] * step["rollout/kept_samples"] + step["rollout/filtered_tokens"]
+        for step in counted
+    )
+    waits = [max(step.get("rollout/queue_age_steps/max", 0), step["rollout/trained_age_steps/max"]) for step in counted]
+    return Trial(
+        step_s=seconds("timing_s/step"),
+        gen_s=seconds("timing_s/gen"),
+        thrown_share=thrown / (thrown + useful),
+        stale_share=float(np.mean([step["training/off_policy/share"] for step in counted])),
+        queue=float(np.mean(queue)),
+        wait_steps=float(max(waits)),
+        long_share=(len(long) + owed) / count,
+    )
+
+
+def label(factors: Factors) -> str:
+    """Factors for people: one number where they are equal."""
+    if not factors:
+        return "plain"
+    return f"{factors[0]:g}" if len(set(factors)) == 1 else " × ".join(f"{factor:g}" for factor in factors)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A value of the grid: its factors, what they launch (prompts, and samples of each), and a trial for each seed."""
+
+    factors: Factors
+    launched: tuple[int, int]
+    trials: tuple[Trial, ...]
+
+    @property
+    def label(self) -> str:
+        return label(self.factors)
+
+    def values(self, name: str) -> np.ndarray:
+        """A figure of each seed's trial."""
+        return np.array([getattr(each, name) for each in self.trials])
+
+    def mean(self, name: str) -> float:
+        return float(self.values(name).mean())
+
+    def gain(self, other: Tried) -> Spread:
+        """Seconds of a step that `other` takes more than this one, over the seeds."""
+        return Spread.of(other.values("step_s") - self.values("step_s"))
+
+    def speedup(self, plain: Tried) -> Spread:
+        return Spread.of(plain.values("step_s") / self.values("step_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and standard deviation over the seeds; one seed has none (nan)."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Spread:
+        return cls(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else math.nan)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the mean exceeds the deviation, where that is known."""
+        return self.mean > (0.0 if math.isnan(self.deviation) else self.deviation)
+
+    def text(self, digits: int) -> str:
+        shown = f"{self.mean:.{digits}f}"
+        return shown if math.isnan(self.deviation) else f"{shown} ± {self.deviation:.{digits}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What a search has found.
+
+    Attributes:
+      search: what was searched.
+      plain: the baseline.
+      tried: the values of the grid, in its order.
+    """
+
+    search: Search
+    plain: Tried
+    tried: tuple[Tried, ...]
+
+    @property
+    def best(self) -> Tried:
+        """The value with the fewest seconds a step."""
+        return min(self.tried, key=lambda each: each.mean("step_s"))
+
+    @property
+    def as_good(self) -> list[Tried]:
+        """The values that the best leads by less than the spread over the seeds."""
+        best = self.best
+        return [each for each in self.tried if each is not best and not best.gain(each).is_clear]
+
+    @property
+    def pays(self) -> bool:
+        """Whether the best is faster than plain batches by more than the spread."""
+        return self.best.gain(self.plain).is_clear
+
+    @property
+    def chosen(self) -> list[str]:
+        """The options to run with, as on the command line."""
+        return self.search.overrides(self.best.factors if self.pays else PLAIN)
+
+    def rows(self) -> list[str]:
+        """The table, aligned; the best has a star."""
+        body: list[tuple[str, ...]] = [_HEAD]
+        for each in (self.plain, *self.tried):
+            body.append(
+                (
+                    ("* " if each is self.best else "  ") + each.label,
+                    " × ".join(map(str, each.launched)),
+                    Spread.of(each.values("step_s")).text(self._digits),
+                    f"{each.mean('gen_s'):.{self._digits}f}",
+                    "1" if each is self.plain else self._speedup(each),
+                    f"{each.mean('thrown_share'):.1%}",
+                    f"{each.mean('stale_share'):.1%}",
+                    f"{each.mean('queue'):.1f}",
+                    f"{each.values('wait_steps').max():.0f}",
+                    f"{each.mean('long_share'):.0%}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*body, strict=True)]
+        return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in body]
+
+    def verdict(self) -> list[str]:
+        """What the table says, in sentences."""
+        best, gain = self.best, f"{self._speedup(self.best)} times as fast as plain batches"
+        if len(self.plain.trials) == 1:
+            return [f"best: {best.label}, {gain}; one seed shows no spread"]
+        if not self.pays:
+            return [f"no value beats plain batches by more than the spread over the seeds; {best.label}: {gain}"]
+        said = [f"best: {best.label}, {gain}"]
+        if self.as_good:
+            labels = [each.label for each in self.as_good]
+            listed = f"{', '.join(labels[:-1])} and {labels[-1]} are" if len(labels) > 1 else f"{labels[0]} is"
+            said.append(f"{listed} within the noise of it: the lead is no larger than its own spread over the seeds")
+        elif len(self.tried) > 1:
+            nearest = min((each for each in self.tried if each is not best), key=lambda each: best.gain(each).mean)
+            lead = best.gain(nearest).text(self._digits)
+            said.append(f"its lead exceeds the noise: {lead} s a step before {nearest.label}, the next best")
+        return said + self._ends()
+
+    def _speedup(self, each: Tried) -> str:
+        return each.speedup(self.plain).text(3)
+
+    @property
+    def _digits(self) -> int:
+        """Decimals that leave four figures of a plain step's seconds."""
+        return min(max(3 - math.floor(math.log10(self.plain.mean("step_s"))), 0), 6)
+
+    def _ends(self) -> list[str]:
+        """Whether a wider grid might have something better, where all factors of a value are equal."""
+        order = sorted(self.tried, key=lambda each: each.factors)
+        if len(order) < 2 or any(len(set(each.factors)) > 1 for each in order):
+            return []
+        ends = {order[0].factors: "smallest", order[-1].factors: "largest"}
+        found = ends.get(self.best.factors)
+        return [f"{self.best.label} is the {found} value tried: a wider grid may hold a better one"] if found else []
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything measured, by value and seed."""
+
+        def entry(each: Tried) -> dict[str, Any]:
+            step, speed = Spread.of(each.values("step_s")), each.speedup(self.plain)
+            return {
+                "factors": dict(zip(self.search.options, each.factors, strict=bool(each.factors))),
+                "launched": list(each.launched),
+                "step_s": _known(step),
+                "speedup": _known(speed),
+                "trials": [asdict(one) for one in each.trials],
+            }
+
+        return {
+            "rule": self.search.rule,
+            "plain": entry(self.plain),
+            "tried": [entry(each) for each in self.tried],
+            "best": entry(self.best)["factors"],
+            "as_good": [entry(each)["factors"] for each in self.as_good],
+            "beats_plain": self.pays,
+            "overrides": self.chosen,
+        }
+
+
+_HEAD = (
+    "  factor",
+    "launches",
+    "seconds a step",
+    "rollout",
+    "speed-up",
+    "thrown tokens",
+    "stale tokens",
+    "queue",
+    "longest wait",
+    "long rounds",
+)
+
+
+def _known(spread: Spread) -> dict[str, float | None]:
+    return {"mean": spread.mean, "deviation": None if math.isnan(spread.deviation) else spread.deviation}

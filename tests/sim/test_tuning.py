@@ -1,0 +1,190 @@
+"""The search over factors: what is run, what a run's steps show, and what a table says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from jaxrl.sim.tuning import PLAIN, SEARCHES, Table, Trial, Tried, label, trial
+
+TAIL, PARTIAL = SEARCHES["tail_batching"], SEARCHES["partial_rollout"]
+
+
+def tried(factors: tuple[float, ...], *step_s: float) -> Tried:
+    trials = [Trial(s, s / 2, 0.1, 0.0, 3.0, 2.0, 0.2) for s in step_s]
+    return Tried(factors, TAIL.launched(factors, 8, 4), tuple(trials))
+
+
+# ---------------------------------------------------------------- what is run
+
+
+def test_the_grid_is_the_paper_s():
+    assert TAIL.values == (1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4)
+    assert TAIL.together(TAIL.values)[1] == (1.15, 1.15)
+    assert PARTIAL.together(PARTIAL.values) == [(1.5,), (2.0,), (2.5,), (3.0,)]
+
+
+def test_options_of_a_value():
+    assert TAIL.overrides((1.2, 1.5)) == [
+        "rollout.tail_batching.enable=true",
+        "rollout.tail_batching.prompt_factor=1.2",
+        "rollout.tail_batching.response_factor=1.5",
+    ]
+    assert TAIL.overrides(PLAIN) == ["rollout.tail_batching.enable=false"]
+    assert TAIL.alone(PLAIN)[:3] == [
+        "rollout.partial_rollout.enable=false",
+        "rollout.over_provisioning.enable=false",
+        "rollout.tail_batching.enable=false",
+    ]
+    assert "rollout.tail_batching.enable=false" in PARTIAL.alone((2.0,))
+    assert "rollout.partial_rollout.at_end=leave" in PARTIAL.alone((2.0,)), "a flush would change the last steps"
+
+
+def test_what_a_value_launches():
+    assert TAIL.launched(PLAIN, 128, 8) == (128, 8)
+    assert TAIL.launched((1.25, 1.25), 128, 8) == (160, 10)
+    assert TAIL.launched((1.25, 1.0), 128, 8) == (160, 8)
+    assert PARTIAL.launched((2.5,), 128, 8) == (320, 8)
+    grid = TAIL.together(TAIL.values)
+    assert TAIL.distinct(grid, 128, 64) == grid
+    assert TAIL.distinct(grid, 8, 4) == TAIL.together([1.1, 1.15, 1.3, 1.4])  # 9 × 5, 10 × 5, 11 × 6, 12 × 6
+
+
+def test_enough_steps_for_the_longest_period_twice():
+    assert TAIL.num_steps(TAIL.together([1.1, 1.4]), 128) == 2 * 11  # 13 spare prompts: 10 short rounds fill a long one
+    assert TAIL.num_steps(TAIL.together([1.01]), 100) == 2 * 101
+    assert TAIL.num_steps([(1.0, 1.5)], 100) == 20, "nothing is deferred"
+    assert PARTIAL.num_steps(PARTIAL.together([1.5]), 100) == 20 + PARTIAL.warm_up
+
+
+# ---------------------------------------------------------------- what a run shows
+
+
+def short(seconds: float, queue: float, age: float = 1.0) -> dict[str, float]:
+    return {
+        "timing_s/step": seconds,
+        "timing_s/gen": seconds - 1,
+        "rollout/long_round": 0.0,
+        "rollout/queue_length": queue,
+        "rollout/queue_age_steps/max": age,
+        "rollout/trained_age_steps/max": 0.0,
+        "rollout/deferred_prompts": 2.0,
+        "rollout/thrown_tokens": 100.0,
+        "rollout/filtered_tokens": 20.0,
+        "training/off_policy/share": age / 8,
+        "rollout/kept_samples": 4.0,
+        "response_length/mean": 20.0,
+    }
+
+
+def long(seconds: float, queue: float, age: float) -> dict[str, float]:
+    changed = {"rollout/long_round": 1.0, "rollout/trained_age_steps/max": age, "rollout/thrown_tokens": 0.0}
+    return short(seconds, queue) | {"rollout/deferred_prompts": 0.0} | changed
+
+
+def test_prompts_that_wait_at_the_end_are_paid_for():
+    steps = [short(10, 2), short(12, 4), long(50, 0, 3), short(11, 2)]
+    found = trial(steps, num_prompts=4)
+    # half a long round is owed: 2 of 4 prompts wait
+    assert found.step_s == pytest.approx((10 + 12 + 50 + 11 + 25) / 4.5)
+    assert found.gen_s == pytest.approx((9 + 11 + 49 + 10 + 24.5) / 4.5)
+    assert found.long_share == pytest.approx(1.5 / 4.5)
+    assert found.thrown_share == pytest.approx(300 / (300 + 4 * 100))
+    assert found.queue == pytest.approx(2.0)
+    assert found.wait_steps == 3
+    assert found.stale_share == pytest.approx(0.125)
+
+
+def test_a_whole_period_needs_no_correction():
+    steps = [short(10, 2), short(12, 4), long(50, 0, 2)]
+    assert trial(steps, 4).step_s == pytest.approx(24)
+    assert trial(steps * 3, 4) == trial(steps, 4)
+
+
+def test_a_queue_that_no_long_round_has_shown_the_price_of():
+    with pytest.raises(ValueError, match=r"--steps \(2\) holds no long round, and 3 of the 4 prompts"):
+        trial([short(10, 2), short(12, 3)], 4)
+
+
+def test_steps_of_the_warm_up_are_left_out():
+    carried = {"rollout/deferred_prompts": 0.0}
+    steps = [{k: v for k, v in short(s, 5).items() if k not in carried} for s in (100, 10, 12)]
+    assert trial(steps, 4, warm_up=1).step_s == 11
+
+
+# ---------------------------------------------------------------- what a table says
+
+
+def test_the_best_leads_by_more_than_the_noise():
+    """Seeds differ by 10 s, the values by 1 s on every seed: the seeds are paired, so that the lead is clear."""
+    table = Table(
+        TAIL,
+        tried(PLAIN, 40, 50, 60),
+        (tried((1.1, 1.1), 31, 41, 51.2), tried((1.2, 1.2), 30, 40, 50), tried((1.3, 1.3), 32, 42, 52)),
+    )
+    assert table.best.factors == (1.2, 1.2)
+    assert table.as_good == []
+    assert table.pays
+    best, lead = table.verdict()
+    assert best == "best: 1.2, 1.261 ± 0.067 times as fast as plain batches"
+    assert lead == "its lead exceeds the noise: 1.07 ± 0.12 s a step before 1.1, the next best"
+    assert table.chosen == TAIL.overrides((1.2, 1.2))
+
+
+def test_values_within_the_noise_are_named():
+    table = Table(
+        TAIL,
+        tried(PLAIN, 40, 50, 60),
+        (tried((1.1, 1.1), 36, 45, 55), tried((1.2, 1.2), 30, 41, 50), tried((1.3, 1.3), 31, 40.5, 51)),
+    )
+    assert [each.factors for each in table.as_good] == [(1.3, 1.3)]
+    assert table.verdict()[1].startswith("1.3 is within the noise of it")
+
+
+def test_plain_batches_are_chosen_where_nothing_beats_them():
+    table = Table(TAIL, tried(PLAIN, 40, 50, 60), (tried((1.1, 1.1), 45, 44, 61), tried((1.2, 1.2), 50, 60, 70)))
+    assert not table.pays
+    (said,) = table.verdict()
+    assert said.startswith("no value beats plain batches by more than the spread over the seeds; 1.1: 1.003 ± 0.125")
+    assert table.chosen == ["rollout.tail_batching.enable=false"]
+
+
+def test_one_seed_shows_no_spread():
+    table = Table(TAIL, tried(PLAIN, 40), (tried((1.1, 1.1), 30), tried((1.2, 1.2), 29.9)))
+    assert table.verdict() == ["best: 1.2, 1.338 times as fast as plain batches; one seed shows no spread"]
+    assert table.chosen == TAIL.overrides((1.2, 1.2))
+    assert table.to_json()["plain"]["step_s"] == {"mean": 40.0, "deviation": None}
+
+
+@pytest.mark.parametrize(("best", "end"), [(0, "smallest"), (1, ""), (2, "largest")])
+def test_the_best_at_an_end_of_the_grid_is_said(best: int, end: str):
+    values = [tried(factors, 30, 30) for factors in TAIL.together([1.1, 1.2, 1.3])]
+    values[best] = tried(values[best].factors, 20, 20)
+    said = Table(TAIL, tried(PLAIN, 40, 50), tuple(values)).verdict()[-1]
+    assert (f"the {end} value tried" in said) == bool(end)
+
+
+def test_rows_are_aligned_and_the_best_has_a_star():
+    table = Table(TAIL, tried(PLAIN, 40, 44), (tried((1.1, 1.1), 30, 31), tried((1.2, 1.5), 20, 22)))
+    rows = table.rows()
+    assert len({len(row) for row in rows}) == 1
+    assert [row[0] for row in rows] == [" ", " ", " ", "*"]
+    assert rows[1].split()[:4] == ["plain", "8", "×", "4"]
+    assert "1.2 × 1.5" in rows[3]
+    assert "2.000 ± 0.000" in rows[3]
+    assert [label(factors) for factors in (PLAIN, (2.0,), (1.2, 1.2))] == ["plain", "2", "1.2"]
+
+
+def test_the_table_as_json():
+    table = Table(TAIL, tried(PLAIN, 40, 50), (tried((1.1, 1.1), 30, 41), tried((1.2, 1.3), 31, 40)))
+    record = json.loads(json.dumps(table.to_json()))
+    assert record["rule"] == "tail_batching"
+    assert record["best"] == {"prompt_factor": 1.1, "response_factor": 1.1}
+    assert record["as_good"] == [{"prompt_factor": 1.2, "response_factor": 1.3}]
+    assert record["beats_plain"]
+    assert record["tried"][1]["launched"] == [10, 6]
+    assert record["tried"][0]["trials"] == [dataclasses.asdict(one) for one in table.tried[0].trials]
+    assert record["tried"][0]["step_s"]["deviation"] == pytest.approx(11 / math.sqrt(2))
