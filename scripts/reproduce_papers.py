@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from papers import calibrate, pat_closed, what_if
-from papers.cases import APRIL_WARM_UP, EXPERIMENTS, cases_of, headline
+from papers.cases import EXPERIMENTS, cases_of, headline
 from papers.pages import page
 from papers.records import header, read
 from papers.runs import Steps, run
 from papers.setups import Case
 
-MOST_STEPS = 30  # of a run in closed form
+MOST_STEPS = 20  # of a run in closed form
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproductions"
 
 
@@ -66,40 +66,53 @@ def _run(case: Case, calibration_file: Path) -> Steps:
     return run(case, calibrate.read(calibration_file))
 
 
+def _in_order(stack: ExitStack, processes: int) -> Callable[..., Iterable[Any]]:
+    """`map`, over several processes if there are to be more than one."""
+    if processes == 1:
+        return map
+    # not by fork: the calling process may have threads
+    return stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
+
+
 def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> list[Steps]:
     """Runs the cases, in order or several at a time; says of each how long it took."""
     done: list[Steps] = []
     began = time.perf_counter()
     with ExitStack() as stack:
-        in_order: Callable[..., Iterable[Steps]] = map
-        if processes > 1:
-            # not by fork: the calling process may have threads
-            in_order = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
-        for steps in in_order(_run, cases, [calibration_file] * len(cases)):
+        for steps in _in_order(stack, processes)(_run, cases, [calibration_file] * len(cases)):
             done.append(steps)
             took = f"{steps.wall_s / len(steps.step_s):.2f} s a step, {time.perf_counter() - began:.0f} s so far"
             print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
     return done
 
 
-def other_readings(
-    record: Mapping[str, Any], cases: Sequence[Case], options: argparse.Namespace
-) -> dict[str, list[list[float]]]:
-    """Speed-ups of the paper's main table, with one assumption changed at a time; over fewer steps, of every seed."""
-    if record["paper"] == "pat":
-        return pat_closed.readings(calibrate.read(options.calibration), cases[0].scale)
+def other_readings(cases: Sequence[Case], calibration_file: Path, processes: int) -> what_if.Readings:
+    """Speed-ups of the paper's main table in closed form, over fewer steps, with one assumption changed at a time."""
+    if cases[0].paper == "pat":
+        return pat_closed.readings(calibrate.read(calibration_file), cases[0].scale)
     chosen = [replace(case, steps=min(case.steps, MOST_STEPS)) for case in headline(cases)]
-    skip = min([APRIL_WARM_UP, *(case.steps - 1 for case in chosen)])
-    return what_if.readings(record["paper"], chosen, calibrate.read(options.calibration), skip)
+    columns = what_if.columns_of(chosen)
+    asked = [(name, case) for name in what_if.names_of(chosen) for column in columns for case in column]
+    with ExitStack() as stack:
+        calibration = calibrate.read(calibration_file)
+        found = iter(
+            list(_in_order(stack, processes)(what_if.reading, *zip(*asked, strict=True), [calibration] * len(asked)))
+            if asked
+            else []
+        )
+        return {name: [[next(found) for _ in column] for column in columns] for name in what_if.names_of(chosen)}
 
 
-def write(
-    file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: Mapping[str, Sequence[Sequence[float]]]
-) -> str:
-    """Writes a result and its page, which is returned."""
+def keep(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: what_if.Readings) -> dict[str, Any]:
+    """Writes a result; its header."""
     whole = {**record, "what_if": readings}
     file.write_text(json.dumps({**whole, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
-    text = page(whole, done)
+    return whole
+
+
+def write(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: what_if.Readings) -> str:
+    """Writes a result and its page, which is returned."""
+    text = page(keep(file, record, done, readings), done)
     file.with_suffix(".md").write_text(text, encoding="utf-8")
     return text
 
@@ -113,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.page:
             record, done = read(options.page)
-            write(options.page, record, done, other_readings(record, [steps.case for steps in done], options))
+            cases = [steps.case for steps in done]
+            write(options.page, record, done, other_readings(cases, options.calibration, options.processes))
             return 0
         calibrate.read(options.calibration)
     except ValueError as error:
@@ -126,9 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scale = 32 if options.tiny else 1
         cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
         done = simulate(cases, options.calibration, options.processes)
-        readings = other_readings(record, cases, options)
         file = options.out / f"{paper}-{began.date().isoformat()}.json"
-        text = write(file, record, done, readings)
+        keep(file, record, done, {})  # `--page` makes the rest, should this end here
+        text = write(file, record, done, other_readings(cases, options.calibration, options.processes))
         print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
     return 0
 

@@ -18,21 +18,33 @@ active takes no time.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
-from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.scheduling.tokens.blocks import BlockManager
+from jaxrl.scheduling.tokens.plan import (
+    Capacity,
+    DecodeRow,
+    Plan,
+    PlanResult,
+    PrefillChunk,
+    Request,
+    RowResult,
+    Ticket,
+)
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.replay import VOCABULARY
 from jaxrl.types import SampleKey
 
-_SEQUENCE = (np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32)
+_SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
+_PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t stands at t * _PLACE_OF_ONE, modulo VOCABULARY
 _ZEROS = np.zeros((1 << 16,), np.float32)
 _ZEROS.flags.writeable = False
 
@@ -76,6 +88,33 @@ class SimulatedTicket:
     @property
     def index(self) -> int:
         return self.result.index
+
+
+class LaneRows(Sequence[DecodeRow]):
+    """The rows of a lane's plan, each made when it is asked for; to be read before the next plan is made, because block
+    tables are those of that moment.
+
+    Args:
+      ids, seats: see `LanePlan`. num_slots: of a dp group. blocks: has the tables.
+    """
+
+    def __init__(self, ids: np.ndarray, seats: np.ndarray, num_slots: int, blocks: BlockManager) -> None:
+        self._ids, self._seats, self._num_slots, self._blocks = ids, seats, num_slots, blocks
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, place: int) -> DecodeRow: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[DecodeRow, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> DecodeRow | tuple[DecodeRow, ...]:
+        if isinstance(place, slice):
+            return tuple(self[i] for i in range(len(self))[place])
+        request_id, (group, slot) = int(self._ids[place]), divmod(int(self._seats[place]), self._num_slots)
+        return DecodeRow(request_id, group, slot, self._blocks.table(request_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,13 +461,19 @@ def _row_result(tokens: np.ndarray, stopped: bool) -> RowResult:
 
 
 def fillers(request: Request, length: int) -> np.ndarray:
-    """The tokens of a response, int32 [length]: `jaxrl.sim.replay.filler` of every position at once."""
+    """The tokens of a response, int32 [length], read-only: `jaxrl.sim.replay.filler` of every position at once."""
     key, stops = request.key, request.params.stop_token_ids
     first = key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31
-    entry = first * pow(17, -1, VOCABULARY) % VOCABULARY  # the value of the sequence 0, 17, 34, ... at `first`
-    tokens = np.tile(_SEQUENCE, -(-(entry + length) // VOCABULARY))[entry : entry + length].copy()
-    for stop in sorted(stops):
-        tokens[tokens == stop] += 1
+    entry = first * _PLACE_OF_ONE % VOCABULARY
+    sequence = _SEQUENCE
+    if entry + length > len(sequence):
+        sequence = np.resize(sequence, entry + length)
+    tokens = sequence[entry : entry + length].copy()
+    for stop in stops:
+        if 0 <= stop < VOCABULARY:
+            instead = next(token for token in itertools.count(stop + 1) if token not in stops)
+            tokens[(stop * _PLACE_OF_ONE - entry) % VOCABULARY :: VOCABULARY] = instead
     if stops and length < request.params.max_tokens:
         tokens[-1] = stops[0]
+    tokens.flags.writeable = False
     return tokens

@@ -16,7 +16,6 @@ step, and its tokens can be read later; so they are copied once, when the row le
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -24,61 +23,106 @@ import numpy as np
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, Request, Seat
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Seat
 from jaxrl.scheduling.tokens.progress import Completed, Ended, Named, Progress, StopCheck, TraceEvent, finish_reason
-from jaxrl.sim.executor import Gains, LanePlan
+from jaxrl.sim.executor import Gains, LanePlan, LaneRows
+
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan of the lane in flight: the rows that it names, and which of them have left the lane since."""
+    """A plan of the lane in flight: the places of the rows that it names, and which rows have left the lane since."""
 
-    rows: tuple[DecodeRow, ...]
+    places: np.ndarray
     gone: dict[int, Progress] = field(default_factory=dict)
-
-
-_Due = tuple[int, Progress, int]
-"""A row to look at: its arrival (unique); the row; its `num_written` when the lane was formed."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Rows that decode together."""
+    """Rows that decode together. A row's *place* is its index in these arrays, [rows], by ascending seat.
 
-    members: dict[int, Progress]  # by request id
-    named: dict[int, DecodeRow]  # those that the next plan names, in the order of their seats
-    ids: np.ndarray  # of `named`, int64
-    seats: np.ndarray  # and where they are: dp group * num_slots + slot, int64
-    written: np.ndarray  # and their `num_written` when the lane was formed, int64
-    due: defaultdict[int, list[_Due]] = field(default_factory=lambda: defaultdict(list))  # by the lane's plan
-    num_plans: int = 0  # of the lane so far
-    taken: int = 0  # steps with tokens that the members' arrays do not hold yet
-    version: int = -1  # of the weights that made those
-    gains: Gains | None = None  # of the plan that was collected last
-    flights: dict[int, _Flight] = field(default_factory=dict)  # by the plan's index
+    Attributes:
+      members: by request id; what has left is no longer in here.
+      ids, seats: request ids, and dp group * num_slots + slot, both int64.
+      arrivals, limits, written: of each `Progress`; `num_written` as it was when the lane was formed.
+      held: blocks of each row.
+      is_member, is_named: bool: it has not left; the next plan names it.
+      due: places to look at before the lane's plan of this number: rows that need a block, or must not be named again.
+      num_plans: of the lane so far.
+      taken: steps with tokens that the members' arrays do not hold yet; version: of the weights that made those.
+      gains: of the plan that was collected last.
+      flights: by the plan's index.
+    """
+
+    members: dict[int, Progress]
+    ids: np.ndarray
+    seats: np.ndarray
+    arrivals: np.ndarray
+    limits: np.ndarray
+    written: np.ndarray
+    held: np.ndarray
+    is_member: np.ndarray
+    is_named: np.ndarray
+    due: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    num_plans: int = 0
+    taken: int = 0
+    version: int = -1
+    gains: Gains | None = None
+    flights: dict[int, _Flight] = field(default_factory=dict)
+    _named: np.ndarray | None = field(default=None, init=False)  # places that the next plan names; None: to be found
+    _place_of: dict[int, int] = field(init=False)  # by request id
+
+    def __post_init__(self) -> None:
+        self._place_of = {request_id: place for place, request_id in enumerate(self.ids.tolist())}
+
+    def named(self) -> np.ndarray:
+        """Places of the rows that the next plan names, ascending."""
+        if self._named is None:
+            self._named = np.flatnonzero(self.is_named)
+        return self._named
 
     def leave(self, progress: Progress, num_more: int = 0) -> None:
         """Takes a row out, with its tokens of all plans counted so far and `num_more` more."""
         request_id = progress.request.request_id
         self.copy_tokens(progress, num_more)
         del self.members[request_id]
-        self.name_no_more(request_id)
+        place = self._place_of[request_id]
+        self.is_member[place] = False
+        self.name_no_more(place)
         for flight in self.flights.values():
             flight.gone[request_id] = progress
 
-    def name_no_more(self, request_id: int) -> None:
-        """Leaves a row out of all further plans."""
-        if self.named.pop(request_id, None) is not None:
-            others = self.ids != request_id
-            self.ids, self.seats, self.written = self.ids[others], self.seats[others], self.written[others]
+    def name_no_more(self, places: int | np.ndarray) -> None:
+        """Leaves rows out of all further plans."""
+        self.is_named[places] = False
+        self._named = None
+
+    def look_later(self, places: np.ndarray, block_size: int, steps: int) -> None:
+        """Notes when to look at rows again: before the plan that needs a block for it, or that must not name it."""
+        room, limits = self.held[places] * block_size, self.limits[places]
+        reached = np.where(room >= limits, limits - 1, np.minimum(limits - 1, room + 1 - steps))
+        plans = np.maximum(-(-(reached - self.written[places]) // steps), self.num_plans)
+        for plan in np.unique(plans).tolist():
+            self.due.setdefault(plan, []).append(places[plans == plan])
+
+    def take_due(self) -> np.ndarray:
+        """The places to look at before the next plan, in the order of arrival."""
+        places = np.concatenate([_NONE, *self.due.pop(self.num_plans, ())])
+        places = places[self.is_member[places]]
+        return places[np.argsort(self.arrivals[places])]
 
     def copy_tokens(self, progress: Progress, num_more: int = 0) -> None:
-        """Gives a member the tokens of the steps taken."""
+        """Gives a member the tokens of the steps taken; without a copy if no others are older."""
         count = self.taken + num_more
-        if count:
-            assert self.gains is not None, "steps were taken in plans that were not collected"
-            first = progress.num_tokens
-            progress.append(self.gains.tokens(progress.request.request_id, first, first + count), self.version)
+        if not count:
+            return
+        assert self.gains is not None, "steps were taken in plans that were not collected"
+        first, request_id = progress.num_tokens, progress.request.request_id
+        if progress.is_all_of(self.version):
+            progress.take_whole(self.gains.tokens(request_id, 0, first + count), self.version)
+        else:
+            progress.append(self.gains.tokens(request_id, first, first + count), self.version)
 
     def collect(self, gains: Gains, version: int) -> None:
         """Reads tokens from this plan's `gains` from now on; tokens of earlier weights are copied first."""
@@ -128,8 +172,9 @@ class LockstepBatcher(Batcher):
         if lane is None or plan.index not in lane.flights:
             return super().fullest(plan)
         assert plan.index == self.next_index - 1, "the plan was just made"
-        group_R, num_groups = lane.seats // self.capacity.num_slots, self.capacity.num_groups
-        before_R = lane.written + 1 + (lane.num_plans - 1) * self.config.decode_steps
+        named, num_groups = lane.flights[plan.index].places, self.capacity.num_groups
+        group_R = lane.seats[named] // self.capacity.num_slots
+        before_R = lane.written[named] + 1 + (lane.num_plans - 1) * self.config.decode_steps
         rows_G = np.bincount(group_R, minlength=num_groups)
         return int(rows_G.max()), int(np.bincount(group_R, before_R, num_groups).max())
 
@@ -198,57 +243,51 @@ class LockstepBatcher(Batcher):
 
     def _form(self) -> _Lane:
         by_seat = sorted(self._running, key=lambda progress: (progress.group, progress.slot))
-        members = {progress.request.request_id: progress for progress in by_seat}
-        lane = _Lane(
-            members,
-            {i: DecodeRow(i, p.group, p.slot, self.blocks.table(i)) for i, p in members.items()},
-            np.array(list(members), np.int64),
-            np.array([p.group * self.capacity.num_slots + p.slot for p in by_seat], np.int64),
-            np.array([p.num_written for p in by_seat], np.int64),
-        )
-        for request_id, progress in members.items():
-            self._look_later(lane, progress, progress.num_written, self.blocks.num_held(request_id))
+        num_slots, num_held = self.capacity.num_slots, self.blocks.num_held
+        of_rows = [
+            (i := p.request.request_id, p.group * num_slots + p.slot, p.arrival, p.limit, p.num_written, num_held(i))
+            for p in by_seat
+        ]
+        columns = np.ascontiguousarray(np.array(of_rows, np.int64).T)
+        masks = np.ones((2, len(by_seat)), bool)
+        lane = _Lane({p.request.request_id: p for p in by_seat}, *columns, *masks)
+        lane.look_later(np.arange(len(by_seat)), self.capacity.block_size, self.config.decode_steps)
         return lane
-
-    def _look_later(self, lane: _Lane, progress: Progress, written: int, num_blocks: int) -> None:
-        """Notes when to look at a row again: before the plan that needs a block for it, or that must not name it."""
-        held, limit, steps = num_blocks * self.capacity.block_size, progress.limit, self.config.decode_steps
-        reached = limit - 1 if held >= limit else min(limit - 1, held + 1 - steps)
-        plan = max(-(-(reached - written) // steps), lane.num_plans)
-        lane.due[plan].append((progress.arrival, progress, written))
 
     def _look_at_due(self, lane: _Lane) -> bool:
         """Gives blocks to the rows that need them, oldest first, and leaves out rows that the plans in flight bring to
         their last token. False if a pool runs dry: `Batcher` then goes on from the row that got no block."""
-        promised = lane.num_plans * self.config.decode_steps
-        for _, progress, written in sorted(lane.due.pop(lane.num_plans, ()), key=_arrival):
-            request_id, now = progress.request.request_id, written + promised
-            if progress.ended:
-                continue
-            if now + 1 >= progress.limit:
-                lane.name_no_more(request_id)
-                continue
-            if not self.blocks.extend(request_id, min(now + self.config.decode_steps, progress.limit)):
-                return False
-            table = self.blocks.table(request_id)
-            lane.named[request_id] = DecodeRow(request_id, progress.group, progress.slot, table)
-            self._look_later(lane, progress, written, len(table))
+        places, steps = lane.take_due(), self.config.decode_steps
+        if not len(places):
+            return True
+        now = lane.written[places] + lane.num_plans * steps
+        grows = now + 1 < lane.limits[places]
+        if not grows.all():
+            lane.name_no_more(places[~grows])
+            places, now = places[grows], now[grows]
+        num_more = -(-np.minimum(now + steps, lane.limits[places]) // self.capacity.block_size) - lane.held[places]
+        if not self.blocks.grow(zip(lane.ids[places].tolist(), num_more.tolist(), strict=True)):
+            return False
+        lane.held[places] += num_more
+        lane.look_later(places, self.capacity.block_size, steps)
         return True
 
     def _repeat(self, lane: _Lane) -> Plan | None:
         """The next plan: the rows of the previous plan that are still there."""
-        if not lane.named:
+        named = lane.named()
+        if not len(named):
             assert self._flights or not self._requests, "requests run, and no plan names one"
             return None
+        ids, seats = lane.ids[named], lane.seats[named]
         plan = LanePlan(
             index=self.next_index,
-            decode=tuple(lane.named.values()),
+            decode=LaneRows(ids, seats, self.capacity.num_slots, self.blocks),
             num_steps=self.config.decode_steps,
             leave_after=UNLIMITED,
-            ids=lane.ids,
-            seats=lane.seats,
+            ids=ids,
+            seats=seats,
         )
-        lane.flights[plan.index] = _Flight(plan.decode)
+        lane.flights[plan.index] = _Flight(named)
         self._flights.append((plan.index, [], True))
         lane.num_plans += 1
         self.next_index += 1
@@ -267,14 +306,12 @@ class LockstepBatcher(Batcher):
 
     def _named(self, lane: _Lane, flight: _Flight) -> list[Named]:
         """A plan of the lane in flight, as `Batcher` keeps it."""
-        named = []
-        for row in flight.rows:
-            progress = lane.members.get(row.request_id) or flight.gone[row.request_id]
+        named, num_slots = [], self.capacity.num_slots
+        of_rows = zip(lane.ids[flight.places].tolist(), lane.seats[flight.places].tolist(), strict=True)
+        for request_id, seat in of_rows:
+            progress = lane.members.get(request_id) or flight.gone[request_id]
             progress.pending += self.config.decode_steps
-            self._in_flight[row.request_id] += 1
-            named.append(Named(progress, row.dp_group, row.slot, self.config.decode_steps, ends_prefill=False))
+            self._in_flight[request_id] += 1
+            group, slot = divmod(seat, num_slots)
+            named.append(Named(progress, group, slot, self.config.decode_steps, ends_prefill=False))
         return named
-
-
-def _arrival(entry: _Due) -> int:
-    return entry[0]

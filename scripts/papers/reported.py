@@ -11,6 +11,7 @@ REPORTED: dict[str, dict[str, float]] = {
     "RollPacker Table 2, + reward scheduler": {"7B/8k": 2.01, "14B/16k": 1.99, "32B/32k": 2.48},
     "RollPacker Table 2, + parallelism planner": {"7B/8k": 2.01, "14B/16k": 2.02, "32B/32k": 2.52},
     "RollPacker Table 2, + stream trainer": {"7B/8k": 2.03, "14B/16k": 2.22, "32B/32k": 2.56},
+    "RollPacker §6.5, asynchronous reward computation": {"7B/8k": 1.48, "14B/16k": 1.35, "32B/32k": 1.18},
     "RollPacker §6.7, one-off pipeline": {"7B/8k": 1.71},
     "APRIL Table 1, GRPO, tokens/s with APRIL, Qwen3-4B": {
         "DAPO-Math-17k": 12210.0,
@@ -23,6 +24,7 @@ REPORTED: dict[str, dict[str, float]] = {
         "DeepMath": 11594.0,
     },
     "APRIL Table 1, GRPO, mean improvement": {"Qwen3-4B": 0.313, "Qwen3-8B": 0.369},
+    "APRIL Table 1, DAPO, mean improvement": {"Qwen3-4B": 0.108, "Qwen3-8B": 0.091},
     "PAT §5.2-5.3, H100, speed-up of an iteration": {"Llama-3.1-8B/24K": 1.37, "Qwen3-14B/16K": 1.29},
     "PAT §5.3, H100, generation with PAT in s": {"Llama-3.1-8B/24K": 87.9, "Qwen3-14B/16K": 91.1},
     "PAT §5.2, A40, largest speed-up": {"Llama-3.1-8B, 8 devices": 1.27, "16 devices": 1.19, "Qwen3-14B, 16": 1.18},

@@ -102,12 +102,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
-def beside(ours: float, theirs: float) -> list[str]:
-    """Speed-ups: ours, theirs, ours / theirs, the error of (speed-up - 1), and whether it is within the bar."""
-    error = error_of(ours, theirs)
-    return [f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}", f"{error:+.0%}", verdict(error)]
-
-
 def error_of(ours: float, theirs: float) -> float:
     """Of (speed-up - 1)."""
     return (ours - 1) / (theirs - 1) - 1
@@ -125,7 +119,6 @@ def over_seeds(ours: Sequence[float], closed: Sequence[float], theirs: float) ->
     return [shown(ours), shown(closed), f"{theirs:.2f}", *(shown(each, "{:+.0%}".format) for each in errors), held]
 
 
-BESIDE = ("speed-up", "paper", "ours / paper", "error of (speed-up − 1)", "within 25 %")
 OVER_SEEDS = (
     "speed-up",
     "in closed form",

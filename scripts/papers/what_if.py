@@ -25,6 +25,7 @@ from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.workload import ModelledWorkload, uniform
 from jaxrl.types import SampleKey
 from papers import slime
+from papers.cases import APRIL_WARM_UP, FACTORS
 from papers.closed_form import PROMPT_TOKENS, drain, train_s
 from papers.problems import PROBLEMS
 from papers.rollpacker import FORWARDS, mixed_reward_s
@@ -97,6 +98,17 @@ APRIL_VARIANTS = (
     Variant("DAPO's row, 0.2 dropped; fitted anew", filtered_share=0.2, dapo=True),
     Variant("DAPO's row, 0.5 dropped; fitted anew", filtered_share=0.5, dapo=True),
 )
+
+
+DAPO = {
+    "0.2": "DAPO's row, 0.2 dropped; fitted anew",
+    "0.35 (the calibration)": "DAPO's row of Table 1",
+    "0.5": "DAPO's row, 0.5 dropped; fitted anew",
+}
+"""By share of dropped groups: names in `APRIL_VARIANTS`."""
+
+PERIODS = {factors: f"rollout of a period, {factors}" for factors in ("plain", *FACTORS)}
+"""By name of factors (RollPacker Fig. 12): names of seconds among the readings."""
 
 
 def _varied(case: Case, calibration: Calibration, variant: Variant) -> tuple[RooflineCost, ModelledWorkload]:
@@ -180,6 +192,14 @@ def _tail_steps(case: Case, cost: CostModel, workload: ModelledWorkload, variant
     return decoding_s / case.steps, training_s / case.steps
 
 
+def period_s(case: Case, calibration: Calibration) -> float:
+    """Mean seconds of rollouts over two periods (Fig. 12)."""
+    cost, workload = _varied(case, calibration, AS_CALIBRATED)
+    steps = min(2 * case.period, case.steps) if case.period > 1 else min(10, case.steps)
+    decoding_s, _ = _tail_steps(replace(case, steps=steps), cost, workload, AS_CALIBRATED)
+    return decoding_s + cost.rollout_fixed_s() + cost.weight_sync_s(case.of.tp, case.num_devices)
+
+
 # ---------------------------------------------------------------- APRIL
 
 
@@ -239,28 +259,42 @@ def stale_shares(case: Case, calibration: Calibration, skip: int) -> list[float]
 
 # ---------------------------------------------------------------- both
 
-
-def readings(paper: str, cases: Sequence[Case], calibration: Calibration, skip: int) -> dict[str, list[list[float]]]:
-    """By variant, the speed-up of each case, [cases][seeds] where consecutive cases differ in the seed alone; cases of
-    tail batching (rollpacker) or partial rollout (april). None for another paper."""
-    if not cases:
-        return {}
-    together: dict[Case, list[Case]] = {}
-    for case in cases:
-        together.setdefault(replace(case, seed=0), []).append(case)
-    columns = list(together.values())
-    if paper == "april":
-        found = {
-            v.name: [[april_speedup(case, calibration, v, skip) for case in column] for column in columns]
-            for v in APRIL_VARIANTS
-        }
-        stale = [[stale_shares(case, calibration, skip) for case in column] for column in columns]
-        for i, name in enumerate(STALE):
-            found[name] = [[shares[i] for shares in column] for column in stale]
-        return found
-    return {
-        v.name: [[tail_speedup(case, calibration, v) for case in column] for column in columns] for v in TAIL_VARIANTS
-    }
-
+Readings = dict[str, list[list[float]]]
+"""By name, a value of each case, [models][seeds]."""
 
 STALE = ("stale, as the authors count", "stale, of trained tokens", "stale, of trained responses")
+
+
+def columns_of(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases that differ in the seed alone, together."""
+    columns: dict[Case, list[Case]] = {}
+    for case in cases:
+        columns.setdefault(replace(case, seed=0), []).append(case)
+    return list(columns.values())
+
+
+def names_of(cases: Sequence[Case]) -> list[str]:
+    """What is asked about cases of a paper: of tail batching (RollPacker), or of partial rollout (APRIL)."""
+    if not cases:
+        return []
+    if cases[0].paper == "april":
+        return [*(variant.name for variant in APRIL_VARIANTS), *STALE]
+    return [*(variant.name for variant in TAIL_VARIANTS), *PERIODS.values()]
+
+
+def reading(name: str, case: Case, calibration: Calibration) -> float:
+    """A variant's speed-up of a case; a share of stale data; or seconds of a rollout."""
+    if case.paper == "april":
+        skip = min(APRIL_WARM_UP, case.steps - 1)
+        if name in STALE:
+            return stale_shares(case, calibration, skip)[STALE.index(name)]
+        return april_speedup(case, calibration, _named(APRIL_VARIANTS, name), skip)
+    for factors, period in PERIODS.items():
+        if name == period:
+            prompt, response = FACTORS.get(factors, (1.0, 1.0))
+            return period_s(replace(case, prompt_factor=prompt, response_factor=response), calibration)
+    return tail_speedup(case, calibration, _named(TAIL_VARIANTS, name))
+
+
+def _named(variants: Sequence[Variant], name: str) -> Variant:
+    return next(variant for variant in variants if variant.name == name)

@@ -34,6 +34,13 @@ def test_it_prints_seconds_by_kind_of_round_and_memory(capsys: pytest.CaptureFix
     assert lines[-1].endswith("after 8")
 
 
+def test_layouts_that_adapt_have_the_same_bar(capsys: pytest.CaptureFixture[str]):
+    assert bench_simulate.main(["--steps", "2", "--adaptive", "--bar", "1e-6", *SMALL]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "layout: all 2 steps: " in line]
+    assert [line.split()[0] for line in lines] == ["configured", "adaptive"]
+    assert all(line.endswith("s of a core on average (bar 1e-06: missed)") for line in lines)
+
+
 @pytest.mark.slow
 def test_memory_is_flat_over_a_thousand_steps(tmp_path: Path):
     config = config_files.load(str(bench_simulate.CONFIG), ("trainer.total_training_steps=1000", *SMALL))

@@ -22,15 +22,25 @@ from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import Efficiency, RooflineCost, TrainLoad
-from jaxrl.sim.executor import SimulatedExecutor, decode_s
+from jaxrl.sim.executor import SimulatedExecutor, decode_s, fillers
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.sim.replay import ReplayExecutor, filler
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch
 
 # ---------------------------------------------------------------- oracles
+
+
+@pytest.mark.parametrize("stops", [(), (1,), (17, 18, 34), (30_010, 2, 99_999), (0, 16, 17)])
+@pytest.mark.parametrize("length", [1, 500, 31_000, 125_000])
+def test_fillers_of_a_whole_response_are_those_of_its_positions(length: int, stops: tuple[int, ...]):
+    """Beyond 30,011 positions they come round again, and stop tokens are replaced wherever they would stand."""
+    for max_tokens in (length, length + 1):
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
+        request = Request(0, SampleKey(2, 4321, 7, attempt=1), (0,), params)
+        assert fillers(request, length).tolist() == [filler(request, i, length) for i in range(length)]
 
 
 class Recording:

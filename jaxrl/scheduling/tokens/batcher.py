@@ -297,12 +297,13 @@ class Batcher:
         num_prompt = len(request.prompt_ids)
         num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
         wanted = self.blocks.blocks_for(min(num_grown, progress.limit))
-        holding = self.blocks.groups_holding(request.share)
+        blocks, closed, headroom, free_slots = self.blocks, draft.closed, draft.headroom, self._free_slots
+        holding = blocks.groups_holding(request.share)
         with_room = []
-        for group in groups:
-            if group not in draft.closed and self._free_slots[group]:
-                there = self.blocks.num_published(group, request.share, num_prompt) if group in holding else 0
-                if wanted - there + draft.headroom[group] <= self.blocks.num_free(group):
+        for group in groups:  # every one for every request that starts: thousands, in a simulation of a large machine
+            if group not in closed and free_slots[group]:
+                there = blocks.num_published(group, request.share, num_prompt) if group in holding else 0
+                if wanted - there + headroom[group] <= blocks.num_free(group):
                     with_room.append(group)
         return with_room
 

@@ -19,6 +19,7 @@ published block may be named in the same plan without waiting for the device.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
@@ -131,6 +132,24 @@ class BlockManager:
         if num_new > self.num_free(holding.group):
             return False
         self._take(holding, max(num_new, 0))
+        return True
+
+    def grow(self, wanted: Iterable[tuple[int, int]]) -> bool:
+        """Gives requests more blocks: pairs of a request id and how many, at least one. False at the first with a pool
+        that runs dry: the requests before it have got theirs."""
+        holdings, free, references = self._holdings, self._free, self._references
+        for request_id, count in wanted:
+            holding = holdings[request_id]
+            pool = free[holding.group]
+            if count > len(pool):
+                return False
+            if count == 1:  # nearly always, and there are thousands
+                block = pool.pop()
+                references[holding.group][block] = 1
+                holding.blocks.append(block)
+                holding.table = None
+            else:
+                self._take(holding, count)
         return True
 
     def publish(self, request_id: int, num_tokens: int) -> None:

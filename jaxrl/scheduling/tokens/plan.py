@@ -12,7 +12,7 @@ not write are pointed at it).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -112,7 +112,7 @@ class Plan:
 
     index: int
     prefill: tuple[PrefillChunk, ...] = ()
-    decode: tuple[DecodeRow, ...] = ()
+    decode: Sequence[DecodeRow] = ()
     num_steps: int = 0
     leave_after: int = 1 << 30
 

@@ -184,6 +184,17 @@ class Progress:
         self._versions[start:stop] = version
         self.num_tokens = stop
 
+    def take_whole(self, row: RowResult, version: int) -> None:
+        """Takes a response from its first token, whose tokens so far have all been of this version. Nothing is copied:
+        the arrays stay the caller's, who must not change them, and a later `append` makes its own."""
+        self._ids, self._sampled, self._rollout = row.token_ids, row.sampled_logprobs, row.rollout_logprobs
+        self.num_tokens = len(row.token_ids)
+        self._versions = np.broadcast_to(np.int32(version), self.num_tokens)
+
+    def is_all_of(self, version: int) -> bool:
+        """Whether all tokens so far were made by weights of this version, in this request. Versions never fall."""
+        return self.num_tokens > 0 and not self.request.generated and bool(self._versions[0] == version)
+
     def truncate(self, length: int) -> None:
         self.num_tokens = min(length, self.num_tokens)
 

@@ -273,6 +273,34 @@ def check_resumption(training: FakeTraining) -> None:
     assert places == sorted(places)
 
 
+@given(
+    num_groups=st.integers(1, 4),
+    over_provision=st.sampled_from([1.5, 2.0, 3.0, 3.5]),
+    slack=st.integers(0, 1),
+    max_restarts=st.integers(0, 2),
+    lag=st.integers(0, 1),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=120, deadline=None)
+def test_no_sample_starts_again_too_often(
+    num_groups: int, over_provision: float, slack: int, max_restarts: int, lag: int, seed: int
+):
+    """A third of the prompts outlives any cap, so that many groups must be in batches at the same time."""
+    batch = BatchSettings(num_groups, 2, version_lag=lag)
+    options = PartialRolloutSection(True, over_provision, max_restarts=max_restarts)
+    options = replace(options, max_staleness=PartialRollout(batch, options).least_staleness + slack)
+    rule = PartialRollout(batch, options)
+    rollout = FakeRollout(lambda k: 200 if tangled(seed, k.prompt_index) % 3 == 0 else 2, num_slots=40, plan_tokens=2)
+    training = FakeTraining(rule, FakePrompts(1000), rollout, None, version_lag=lag)
+    for step in range(1, 13):
+        samples = [sample for group in training.run_step().groups for sample in group.samples]
+        carried = [sample for group in rule.buffer for sample in group.samples]
+        assert max(sample.key.attempt for sample in (*samples, *carried)) <= max_restarts
+        assert all(step - 1 - sample.versions.min() <= options.max_staleness for sample in samples)
+    if max_restarts == 0:
+        assert all(result.metrics["rollout/thrown_tokens"] == 0 for result in training.results)
+
+
 # -- the baselines -----------------------------------------------------------------------------------------------------
 
 

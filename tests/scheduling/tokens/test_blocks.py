@@ -22,6 +22,22 @@ def test_blocks_are_given_in_order_and_come_back():
     blocks.check()
 
 
+def test_growing_is_extending_one_after_another():
+    """The same blocks in the same order; the first that finds its pool dry gets nothing, and those after it neither."""
+    one_by_one, together = (BlockManager(num_groups=2, num_blocks=6, block_size=4) for _ in range(2))
+    for blocks in (one_by_one, together):
+        for request, group in ((1, 0), (2, 1), (3, 0)):
+            assert blocks.allocate(request, group, num_tokens=4) == 0
+    assert one_by_one.extend(3, 8)
+    assert one_by_one.extend(2, 12)
+    assert one_by_one.extend(1, 8)
+    assert together.grow([(3, 1), (2, 2), (1, 1)])
+    assert [together.table(i) for i in (1, 2, 3)] == [one_by_one.table(i) for i in (1, 2, 3)]
+    assert not together.grow([(3, 1), (1, 2), (2, 1)])
+    assert [together.num_held(i) for i in (1, 2, 3)] == [2, 3, 3]
+    together.check()
+
+
 def test_a_published_prompt_is_shared_and_outlives_its_writer():
     blocks = BlockManager(num_groups=2, num_blocks=9, block_size=4)
     blocks.allocate(1, 0, num_tokens=10, share="p", prompt_len=9)

@@ -1,0 +1,278 @@
+"""Whole runs of the loop on a small simulated machine, through any number of processes, and what must hold for them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from sim_machine import SMALL
+
+from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.loop import Hooks
+from jaxrl.record.state import dump_state, load_state
+from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.scheduling.rounds.carried import unpack_samples
+from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
+from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING
+from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.hardware import H100
+from jaxrl.sim.workload import ModelledWorkload
+from jaxrl.types import Group
+
+Metrics = dict[str, float]
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+def make_config(values: dict[str, Any], **more: Any) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": "tiny"},
+        "data": {"train_batch_size": 3, "max_prompt_length": 16, "max_response_length": 40, "val_size": 2},
+        "rollout": {"n": 2, "block_size": 4, "num_blocks": 40, "max_num_seqs": 5, "decode_steps": 3},
+        "algorithm": {},
+        "actor": {},
+        "reward": {"num_workers": 2, "timeout_s": 1.0},
+        "trainer": {"total_training_steps": 7, "save_freq": 1, "num_devices": 2},
+        "simulate": {"num_prompts": 8},
+    }
+    for path, value in {**values, **more}.items():
+        section, option = path.split(".", 1)
+        base[section][option] = value
+    return from_mapping(base)
+
+
+def make_workload(
+    seed: int,
+    hang_share: float = 0.2,
+    pass_rate: float = 0.5,
+    scoring_s: float = 0.05,
+    timeout_s: float = 1.0,
+    lengths: tuple[float, float] = (9, 1.0),
+) -> ModelledWorkload:
+    """`timeout_s` is that of `reward.timeout_s`, `lengths` median and sigma of responses."""
+    task = SimulatedTask(
+        "t",
+        response=SimulatedLengths(*lengths),
+        prompt_median=6,
+        prompt_sigma=0.5,
+        scoring=SimulatedScoring(scoring_s, 1.5, hang_share=hang_share),
+        pass_rate=pass_rate,
+        pass_spread=1.0,
+    )
+    return ModelledWorkload(seed, (task,), max_response_length=40, max_prompt_length=16, timeout_s=timeout_s)
+
+
+class Counting:
+    """A backend that counts, for each training round, the tokens that its events tell beyond those resumed."""
+
+    def __init__(self, backend: Any, tokens: dict[int, int]) -> None:
+        self._backend, self._tokens = backend, tokens
+        self._step: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def begin(self, step: int, params: Any, kind: str = "all") -> None:
+        self._step = None if kind == "eval" else step
+        self._tokens |= {} if self._step is None else {self._step: 0}
+        self._backend.begin(step, params, kind)
+
+    def wait(self) -> Event:
+        event = self._backend.wait()
+        if isinstance(event, SampleFinished | SampleAborted):
+            self._count(len(event.sample))
+        return event
+
+    def apply(self, command: Command) -> None:
+        if isinstance(command, Launch):
+            self._count(-sum(map(len, command.resumed)))
+        self._backend.apply(command)
+
+    def _count(self, tokens: int) -> None:
+        if self._step is not None:
+            self._tokens[self._step] += tokens
+
+
+class House:
+    """A run through any number of processes; `metrics` and `groups` are those of the steps that count, `tokens` those
+    drawn in the round of each."""
+
+    def __init__(self, config: Config, workload: ModelledWorkload) -> None:
+        self.config, self.workload = config, workload
+        self.metrics: dict[int, Metrics] = {}
+        self.groups: dict[int, list[Group]] = {}
+        self.tokens: dict[int, int] = {}
+        self.saved: dict[int, str] = {}
+        self.num_asked = 0
+        self.ends: tuple[Literal["kill", "stop"], int] | None = None
+        self.simulation: Simulation | None = None
+
+    def run(self, ends: tuple[Literal["kill", "stop"], int] | None = None) -> bool:
+        """One process, from the last checkpoint on; `ends`: how, and after how many looks at the stop signal. Returns
+        whether the run is finished."""
+        self.num_asked, self.ends = 0, ends
+        hooks = Hooks(lambda *_: None, self.on_step, lambda *_: None, self.save, self.stop)
+        simulation = self.simulation = build(self.config, RooflineCost(SMALL, H100), self.workload, hooks)
+        loop: Any = simulation.loop
+        loop._backend = Counting(loop._backend, self.tokens)
+        if self.saved:
+            simulation.loop.load_host_state(load_state(self.saved[max(self.saved)], "test"))
+        try:
+            return simulation.loop.run()
+        except Killed:
+            last = max(self.saved, default=0)
+            self.metrics = {step: values for step, values in self.metrics.items() if step <= last}
+            return False
+
+    def stop(self) -> bool:
+        self.num_asked += 1
+        if self.ends is None or self.num_asked < self.ends[1]:
+            return False
+        if self.ends[0] == "kill":
+            raise Killed
+        return True
+
+    def on_step(self, step: int, measured: Metrics, groups: Any) -> None:
+        self.metrics[step], self.groups[step] = measured, list(groups)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self.saved[step] = dump_state(state)
+
+    @property
+    def loop(self) -> Any:
+        assert self.simulation is not None
+        return self.simulation.loop
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return load_state(self.saved[max(self.saved)], "test")
+
+    def decided(self) -> Any:
+        """All results of a run but its seconds: scoring that no round waits for keeps its worker, and a resumed run has
+        free workers."""
+        metrics = {
+            step: {k: v for k, v in values.items() if not k.startswith(("timing_s/", "perf/"))}
+            for step, values in self.metrics.items()
+        }
+        trained = {
+            step: [
+                (s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward, s.text) for g in groups for s in g.samples
+            ]
+            for step, groups in self.groups.items()
+        }
+        return metrics, trained
+
+
+def whole(config: Config, workload: ModelledWorkload) -> House:
+    house = House(config, workload)
+    assert house.run()
+    return house
+
+
+def drawn(house: House) -> list[tuple[int, int]]:
+    """Keys of all prompts handed out."""
+    prompts = house.loop._prompts
+    position = prompts.state()["position"]
+    prompts.load_state(prompts.state() | {"position": 0})
+    keys = [prompt.key for prompt in prompts.next(position)]
+    return keys
+
+
+def check(house: House) -> None:
+    """Checks what holds for every rule."""
+    config, loop = house.config, house.loop
+    batch, size = config.data.train_batch_size, config.rollout.n
+    assert sorted(house.metrics) == list(range(1, config.trainer.total_training_steps + 1))
+    samples: set[Any] = set()
+    prompts: set[Any] = set()
+    for groups in house.groups.values():
+        assert len(groups) == batch
+        assert all(len(group.samples) == size for group in groups)
+        keys = {sample.key for group in groups for sample in group.samples}
+        assert len(keys) == batch * size
+        assert not keys & samples, "a sample in two batches"
+        assert not {group.prompt.key for group in groups} & prompts
+        samples |= keys
+        prompts |= {group.prompt.key for group in groups}
+    handed = drawn(house)
+    counts = loop.departures.counts
+    left = [key for key in handed if loop.departures.has_left(key)]
+    assert sum(counts.values()) == len(left)
+    assert counts["trained"] == len(prompts)
+    assert len(handed) == len(left) + loop.num_carried, "each prompt has left once, or is carried"
+    check_counts(house)
+    check_tokens(house)
+    check_samples(house)
+    lag = int(config.trainer.one_step_off)
+    for step, values in house.metrics.items():
+        stale = values["training/off_policy/max_staleness"]
+        if not config.rollout.partial_rollout.enable:
+            assert stale == (lag if step > 1 else 0)
+            assert values["training/off_policy/share"] == (1.0 if lag and step > 1 else 0.0)
+        elif config.rollout.partial_rollout.max_staleness >= 0:
+            assert stale <= config.rollout.partial_rollout.max_staleness
+        ahead = (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
+        if config.rollout.tail_batching.enable:
+            assert values["rollout/queue_length"] <= (batch + ahead - 1) + (loop.rule.num_spare + ahead)
+            if max_age := config.rollout.tail_batching.max_age_steps:
+                assert values["rollout/trained_age_steps/max"] <= max_age
+                assert values["rollout/queue_age_steps/max"] <= max_age
+        elif config.rollout.partial_rollout.enable:
+            assert values["rollout/queue_length"] <= loop.rule.num_spare + ahead
+    if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":
+        assert loop.num_carried == 0
+
+
+def of_steps(house: House, name: str) -> list[float]:
+    return [values.get(f"rollout/{name}", 0.0) for _, values in sorted(house.metrics.items())]
+
+
+def check_counts(house: House) -> None:
+    """The metrics of all steps say how prompts left."""
+    left = {name: sum(of_steps(house, f"{name}_prompts")) for name in ("kept", "filtered", "failed", "discarded")}
+    assert house.loop.departures.counts == {
+        "trained": left["kept"],
+        "filtered": left["filtered"] + left["discarded"],
+        "failed": left["failed"],
+    }
+
+
+def check_tokens(house: House) -> None:
+    """Each token that a round draws, or finds carried, is trained on, filtered, thrown away or carried on."""
+    filtered, thrown, carried = (of_steps(house, f"{name}_tokens") for name in ("filtered", "thrown", "buffered"))
+    for i, step in enumerate(sorted(house.metrics)):
+        trained = sum(len(sample) for group in house.groups[step] for sample in group.samples)
+        came = house.tokens[step] + (carried[i - 1] if i else 0)
+        assert came == trained + filtered[i] + thrown[i] + carried[i], f"step {step}"
+    assert carried[-1] == sum(map(len, buffered(house)))
+
+
+def check_samples(house: House) -> None:
+    """Responses are whole, in order, fresh enough, and have not started again too often."""
+    options = house.config.rollout.partial_rollout
+    rule = house.loop.rule
+    carried = buffered(house)
+    trained = [(step, s) for step, groups in house.groups.items() for group in groups for s in group.samples]
+    for step, sample in trained:
+        assert len(sample) == house.workload.length(sample.key)
+        assert np.all(np.diff(sample.versions) >= 0)
+        assert sample.versions.max(initial=0) < step
+        assert sample.reward == house.workload.reward(sample.key) or "error" in sample.reward_info
+        if options.enable and options.max_staleness >= 0:
+            assert step - 1 - sample.versions.min(initial=step) <= options.max_staleness
+    if options.enable:
+        most = options.max_restarts if options.max_staleness >= 0 or options.buffer_filter_path else 0
+        restarts = [sample.key.attempt for sample in (*carried, *(sample for _, sample in trained))]
+        assert max(restarts) <= most
+        seen = sum(restarts)
+        counted = sum(of_steps(house, "restarted_samples"))
+        assert seen <= counted if house.config.algorithm.filter_groups.enable else seen == counted
+        assert len({(entry.key, entry.first_step) for entry in rule.buffer}) == len(rule.buffer)
+
+
+def buffered(house: House) -> list[Any]:
+    """Samples that partial rollout carries at the end."""
+    state = house.loop.rule.state_dict()
+    return unpack_samples(state["samples"]) if "samples" in state else []
