@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import reproduce_papers  # noqa: E402
-from papers import calibrate  # noqa: E402
+from papers import calibrate, tables  # noqa: E402
 from papers.calibrate import constant  # noqa: E402
 from papers.facts import FACTS  # noqa: E402
 from papers.problems import PROBLEMS  # noqa: E402
