@@ -165,8 +165,8 @@ The first steps of 32B/32k, first seed:
 {table(["", "longest response", "rollout, s"], rows)}
 
 A short round's rollout is {shown(gain, "{:.1f}".format)} times as fast as a plain one's on average (paper: up to 7.8,
-of the whole system). A long round's takes {shown(loss)} times as long (paper: comparable). All models, as shares of a long
-round's step time:
+of the whole system). A long round's takes {shown(loss)} times as long (paper: comparable). As shares of a long round's
+step time:
 
 {table(head, breakdown)}"""
 
