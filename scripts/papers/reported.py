@@ -1,7 +1,8 @@
 """The gains of the papers' own methods, for tables that set ours beside theirs.
 
-Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), read from their text; the labels
-of Fig. 12's bars as `papers.facts` reads the plain ones. Neither a calibration nor the code that runs a case reads this file: tests check their sources.
+Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), read from their text; the
+labels of Fig. 12's bars as `papers.facts` reads the plain ones. Neither a calibration nor the code that runs a case
+reads this file: tests check their sources.
 """
 
 from __future__ import annotations

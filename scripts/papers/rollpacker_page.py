@@ -201,5 +201,5 @@ in Fig. 12, if nothing else of the step changes:
 
 {table(head, implied)}
 
-For 14B/16k they ask for a larger gain than Table 2 has, for the other two for a smaller one: Fig. 12 and Table 2 are not
-of the same runs. What would decide is the rollout's seconds in Table 2's runs."""
+For 14B/16k they ask for a larger gain than Table 2 has, for the other two for a smaller one: Fig. 12 and Table 2 are
+not of the same runs. What would decide is the rollout's seconds in Table 2's runs."""
