@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,16 @@ def _in_order(stack: ExitStack, processes: int) -> Callable[..., Iterable[Any]]:
     return stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
 
 
-def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> list[Steps]:
-    """Runs the cases, in order or several at a time; says of each how long it took."""
+def simulate(
+    cases: Sequence[Case], calibration_file: Path, processes: int, on_run: Callable[[Sequence[Steps]], object]
+) -> list[Steps]:
+    """Runs the cases, in order or several at a time; says of each how long it took, and hands out what is done."""
     done: list[Steps] = []
     began = time.perf_counter()
     with ExitStack() as stack:
         for steps in _in_order(stack, processes)(_run, cases, [calibration_file] * len(cases)):
             done.append(steps)
+            on_run(done)
             took = f"{steps.wall_s / len(steps.step_s):.2f} s a step, {time.perf_counter() - began:.0f} s so far"
             print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
     return done
@@ -139,9 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = header(began, paper, arguments, options.calibration, options.tiny)
         scale = 32 if options.tiny else 1
         cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
-        done = simulate(cases, options.calibration, options.processes)
         file = options.out / f"{paper}-{began.date().isoformat()}.json"
-        keep(file, record, done, {})  # `--page` makes the rest, should this end here
+        # kept after each run; `--page` makes the rest, should this be ended
+        done = simulate(cases, options.calibration, options.processes, partial(keep, file, record, readings={}))
         text = write(file, record, done, other_readings(cases, options.calibration, options.processes))
         print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
     return 0

@@ -55,6 +55,8 @@ sets."""
 def _dapo(readings: Readings) -> str:
     rows = []
     for share_dropped, variant in DAPO.items():
+        if variant not in readings:
+            continue  # tried out at a tiny size
         row = [share_dropped]
         for i, name in enumerate(APRIL_SETUPS):
             gain = REPORTED["APRIL Table 1, DAPO, mean improvement"][name]

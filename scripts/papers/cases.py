@@ -61,7 +61,7 @@ def _rollpacker(steps: int) -> list[Case]:
 
 
 def _april(steps: int) -> list[Case]:
-    steps = min(steps, 20)  # the paper does not say how many; shares and tokens per second settle within a few
+    steps = min(steps, 10)  # the paper does not say how many; shares and tokens per second settle within a few
     return [
         case
         for setup in APRIL_SETUPS.values()

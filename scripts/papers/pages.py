@@ -52,7 +52,7 @@ All seconds are simulated ones. What they rest on, and what to make of them: [RE
 def _what_if(header: Mapping[str, Any]) -> str:
     april = header["paper"] == "april"
     variants = APRIL_VARIANTS if april else TAIL_VARIANTS
-    shown_here = [variant.name for variant in variants if not variant.dapo]
+    shown_here = [variant.name for variant in variants if not variant.dapo and variant.name in header["what_if"]]
     rows = [[name, *(shown(values) for values in header["what_if"][name])] for name in shown_here]
     if april:
         reported = [1 + gain for gain in REPORTED["APRIL Table 1, GRPO, mean improvement"].values()]

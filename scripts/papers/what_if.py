@@ -274,11 +274,13 @@ def columns_of(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def names_of(cases: Sequence[Case]) -> list[str]:
-    """What is asked about cases of a paper: of tail batching (RollPacker), or of partial rollout (APRIL)."""
+    """What is asked about cases of a paper: of tail batching (RollPacker), or of partial rollout (APRIL). At a tiny
+    size, nothing is fitted anew: that takes half a minute."""
     if not cases:
         return []
     if cases[0].paper == "april":
-        return [*(variant.name for variant in APRIL_VARIANTS), *STALE]
+        chosen = [variant for variant in APRIL_VARIANTS if variant.filtered_share is None or cases[0].scale == 1]
+        return [*(variant.name for variant in chosen), *STALE]
     return [*(variant.name for variant in TAIL_VARIANTS), *PERIODS.values()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def test_only_pages_read_what_the_papers_methods_reached():
 
 
 def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert reproduce_papers.main(["--tiny", "--steps", "1", "--out", str(tmp_path)]) == 0
+    assert reproduce_papers.main(["--tiny", "--steps", "1", "--seeds", "2", "--out", str(tmp_path)]) == 0
     files = sorted(tmp_path.glob("*.json"))
     assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rollpacker"]
     header, runs = read(files[2])
@@ -113,10 +114,13 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     assert len(tail.step_s) == tail.case.period == 5
     assert tail.long == [False, False, False, False, True]
     for r in runs:
-        assert r.step_s == pytest.approx([a + b + c for a, b, c in zip(r.gen_s, r.reward_s, r.train_s, strict=True)])
+        stages = zip(r.start_s, r.gen_s, r.reward_s, r.train_s, strict=True)
+        assert r.step_s == pytest.approx([sum(each) for each in stages])
     page = files[2].with_suffix(".md").read_text(encoding="utf-8")
     assert "no figure below means anything" in page
     assert "| 32B/32k |" in page
+    assert "one seed" not in page
+    assert re.search(r"speed-up \| in closed form .*\n.*\n\| 7B/8k .* \d\.\d\d ± \d\.\d\d \|", page)
     assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
     assert "seed 0" in capsys.readouterr().out
     for file in files[1:]:  # with other readings, and without
@@ -150,3 +154,17 @@ def test_speedups_are_held_against_what_is_above_one():
     assert tables.verdict(tables.error_of(1.48, 1.4)) == "yes"
     assert tables.error_of(1.28, 1.4) == pytest.approx(-0.3)
     assert tables.verdict(tables.error_of(1.28, 1.4)) == "**no**"
+
+
+def test_figures_are_means_over_seeds_with_their_spread():
+    assert tables.shown([1.0, 1.5, 2.0]) == "1.50 ± 0.50"
+    assert tables.shown([1.5]) == "1.50 (one seed)", "which is no result"
+    assert tables.over_seeds([1.4, 1.6], [1.4, 1.4], 1.4) == [
+        "1.50 ± 0.14",
+        "1.40 ± 0.00",
+        "1.40",
+        "+25% ± 35%",
+        "+0% ± 0%",
+        "yes",
+    ]
+    assert reproduce_papers.parsed([]).seeds >= 5
