@@ -16,12 +16,8 @@ Kinds (`reward.kind`):
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.util
-import inspect
 import json
 import pickle
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +27,7 @@ from typing import Any, Protocol
 
 from jaxrl.config import Config
 from jaxrl.rewards import math
+from jaxrl.rewards.user_file import user_function
 from jaxrl.scheduling.rounds.events import VerdictStatus
 from jaxrl.types import Prompt, Sample
 
@@ -165,11 +162,13 @@ class CustomScorer:
     preload: tuple[str, ...] = ()
 
     def load(self) -> None:
-        _custom_function(self.path, self.name)
+        user_function(self.path, self.name, "reward", _CUSTOM_ARGUMENTS)
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]:
         values = (request.source, request.response, request.answer, dict(request.extra))
-        result = _custom_function(self.path, self.name)(**dict(zip(_CUSTOM_ARGUMENTS, values, strict=True)))
+        result = user_function(self.path, self.name, "reward", _CUSTOM_ARGUMENTS)(
+            **dict(zip(_CUSTOM_ARGUMENTS, values, strict=True))
+        )
         if not isinstance(result, Mapping):
             return result, {}
         if "score" not in result:
@@ -251,39 +250,3 @@ def _task_dataset(task: str, task_config: str) -> Any:
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task, **json.loads(task_config), seed=0, size=10)
-
-
-@functools.cache
-def _custom_function(path: str, name: str) -> Callable[..., Any]:
-    """Imports the user's file and checks the function in it; raises ValueError if either is wrong."""
-    if not Path(path).is_file():
-        raise ValueError(f"reward.path: no such file: {path}")
-    # by a name of its own: the file may be called math.py, and two runs' files may be called the same
-    module_name = f"jaxrl_reward_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"reward.path must name a Python file (.py), found {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        raise ValueError(f"reward.path: importing {path} failed with {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = "nothing" if function is None else type(function).__name__
-        raise ValueError(f"reward.name: {path} must define a function {name!r}, found {found}")
-    _check_signature(function, f"{path}: {name}")
-    return function
-
-
-def _check_signature(function: Callable[..., Any], what: str) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{what} must be an ordinary function, found an async one")
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**dict.fromkeys(_CUSTOM_ARGUMENTS))
-    except TypeError as error:
-        wanted = ", ".join(_CUSTOM_ARGUMENTS)
-        raise ValueError(f"{what} must take ({wanted}), by these names; found {signature}: {error}") from error

@@ -6,9 +6,14 @@ what each does and which of them combine.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.options import FilterGroupsSection
+from jaxrl.rewards.user_file import user_function
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.composition import composition_problem
+from jaxrl.scheduling.rounds.group_filter import FILTER_ARGUMENTS, KeepsGroup, user_filter
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
@@ -28,6 +33,8 @@ def batch_rule(config: Config) -> BatchRule:
             config.algorithm.filter_groups,
             rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
+            gen_batch_size=config.data.gen_batch_size,
+            keeps_group=_own_filter(config.algorithm.filter_groups),
         )
         if rollout.tail_batching.enable:
             return TailBatching(batch, rollout.tail_batching)
@@ -36,6 +43,15 @@ def batch_rule(config: Config) -> BatchRule:
         return FreshBatches(batch, rollout.over_provisioning)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _own_filter(options: FilterGroupsSection) -> KeepsGroup | None:
+    """The filter in a file of the user's, or None if there is none."""
+    if not options.enable or not options.path:
+        return None
+    path = str(Path(options.path).expanduser().resolve())
+    function = user_function(path, options.name, "algorithm.filter_groups", FILTER_ARGUMENTS)
+    return user_filter(function, f"algorithm.filter_groups.path: {path}: {options.name}")
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:

@@ -7,7 +7,8 @@ of (time, sequence, verdict). A verdict carries the time at which it came in, ev
 Source: rewards beside the rollout, RollPacker §4.3.
 
 Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool;
-crashes and errors of scorers are not modelled. A cancelled scoring keeps its worker until its end, and is counted.
+crashes and errors of scorers are not modelled. What a scorer returns besides is `acc`, equal to the reward. A cancelled
+scoring keeps its worker until its end, and is counted.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class ScoringWorkers:
         if timed_out:
             verdict = Verdict(end_s, key, 0.0, "timeout", {"error": f"no verdict after {duration_s} s"}, duration_s)
         else:
-            verdict = Verdict(end_s, key, self._workload.reward(key, step), "ok", {}, duration_s)
+            reward = self._workload.reward(key, step)
+            verdict = Verdict(end_s, key, reward, "ok", {"acc": reward}, duration_s)
         self._scored[verdict.status] += 1
         self._scoring_s += duration_s
         sequence = self._pending[key] = next(self._sequence)
