@@ -33,6 +33,14 @@ def _check_data(c: Config) -> None:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
     if c.reward.kind == "custom" and not c.reward.path:
         raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
+    quotas, batch = c.data.source_quotas, c.data.train_batch_size
+    for source, quota in quotas.items():
+        if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
+            raise ConfigError(f"data.source_quotas.{source} must be a whole number of prompts >= 0, found {quota!r}")
+    if quotas and sum(quotas.values()) != batch:
+        raise ConfigError(
+            f"data.source_quotas must add up to data.train_batch_size ({batch} prompts), found {sum(quotas.values())}"
+        )
     filtering = c.algorithm.filter_groups
     if c.data.gen_batch_size and not filtering.enable:
         raise ConfigError(

@@ -70,6 +70,11 @@ class DataSection:
         "Prompts launched at a time with algorithm.filter_groups, in place of as many as are expected to be needed; 0: "
         "that many.",
     ] = 0
+    source_quotas: Annotated[
+        dict[str, int],
+        "Prompts of each source in data.train_batch_size, by the source's name, 0 to leave one out; none: as the data "
+        "has them.",
+    ] = field(default_factory=dict)
     shuffle: Annotated[bool, "Give the prompts in a new random order in each epoch; false: in the files' order."] = True
     seed: Annotated[int, Ge(0), "Seed of the procedural problems and of the order of the prompts."] = 0
 
