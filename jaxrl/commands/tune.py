@@ -108,8 +108,10 @@ def tune(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Table:
     """Searches, and says what was found; raises ValueError for what a user can mend."""
-    search, given = SEARCHES[options.rule], [*_of_the_run(run_dir), *overrides]
-    config, grid = _load(run_dir, given), options.grid(SEARCHES[options.rule])
+    search = SEARCHES[options.rule]
+    grid = options.grid(search)
+    given = [*_of_the_run(run_dir), *overrides]
+    config = _load(run_dir, given)
     batch = config.data.train_batch_size, config.rollout.n
     values = search.distinct((PLAIN, *grid), *batch)
     if len(values) == 1:
