@@ -81,7 +81,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def search(run_dir: str, *overrides: str, **options: Any) -> tuple[Any, list[str]]:
     """The table, and what was said."""
     said: list[str] = []
-    return tune(run_dir, overrides, TuneOptions(**({"seeds": 2} | options)), said.append), said
+    return tune(run_dir, overrides, TuneOptions(**{"seeds": 2, **options}), said.append), said
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
