@@ -21,7 +21,6 @@ from pathlib import Path
 from jaxrl.config.files import load
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.runtime.build import prepare_jax
-from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.profile import identity_of
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sharding.mesh import make_mesh
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all
         mesh = make_mesh(devices)
         identity = identity_of(config, config_of(resolve_path(config.model.path)), mesh)
-        profile = made_up(identity, layout_degrees(config, mesh.size))
+        profile = made_up(identity, config.rollout.layout.possible_on(mesh.size))
         options.out.write_text(json.dumps(profile.to_json()), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"made_up_profile: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTa
 from jaxrl.loop import STATE_SCHEMA, Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING
 from jaxrl.sim.cost_model import RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload
@@ -187,10 +188,11 @@ def check(house: House) -> None:
             assert values["training/off_policy/share"] == (1.0 if lag and step > 1 else 0.0)
         elif config.rollout.partial_rollout.max_staleness >= 0:
             assert stale <= config.rollout.partial_rollout.max_staleness
+        ahead = (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
         if config.rollout.tail_batching.enable:
-            assert values["rollout/queue_length"] <= batch - 1 + loop.rule.num_spare
+            assert values["rollout/queue_length"] <= (batch + ahead - 1) + (loop.rule.num_spare + ahead)
         elif config.rollout.partial_rollout.enable:
-            assert values["rollout/queue_length"] <= loop.rule.num_spare
+            assert values["rollout/queue_length"] <= loop.rule.num_spare + ahead
     if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":
         assert loop.num_carried == 0
 
@@ -260,7 +262,7 @@ def test_nothing_is_lost_whatever_happens(data: st.DataObject):
             "trainer.test_freq": draw(st.sampled_from([0, 2])),
             "algorithm.filter_groups": {
                 "enable": filtering,
-                "max_unscored_groups": draw(st.sampled_from([0, 8])),
+                "max_unscored_groups": draw(st.sampled_from([-1, 0, 8])),
                 "max_num_gen_batches": 1000,  # rewards are drawn: ten groups of equal ones in a row do happen
             },
             "reward.score_when": draw(st.sampled_from(whens or ["sample", "group", "rollout"])),

@@ -24,6 +24,7 @@ from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import abstract, build_engine, build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.runtime.degree import with_degree
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -38,13 +39,14 @@ def evaluate(config: Config, checkpoint: str | None = None, out: str | None = No
     """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name."""
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
+    config = with_degree(config, mesh)
     tokenizer, model, params = load_tokenizer_and_model(config, mesh)
     if checkpoint:
         params = restore_params_only(checkpoint, abstract(params))
     prompts = validation_prompts(config, tokenizer)
     if not prompts:
         raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
-    executor = build_executor(config, model, Layout(mesh, config.rollout.tensor_model_parallel_size))
+    executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
     val = config.rollout.val_kwargs
     sampling = SamplingParams(
         temperature=val.temperature,

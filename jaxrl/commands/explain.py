@@ -8,7 +8,7 @@ Source: docs/architecture.md (The mesh, Memory phases); the bytes are `jaxrl.run
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxrl.config import Config
 from jaxrl.config.devices import devices_problem
@@ -16,6 +16,7 @@ from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.runtime.build import device_bytes, prepare_jax
+from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, row_tokens
 from jaxrl.runtime.rules import batch_rule
 
@@ -68,7 +69,10 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     model = config_of(resolve_path(config.model.path))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = devices[0].platform if devices else "gpu"
-    return explain(config, model, num_devices or len(devices), memory, platform=platform)
+    num_devices = num_devices or len(devices)
+    config, said = planned_degree(config, model, config.rollout.num_devices or num_devices, memory)
+    explained = explain(config, model, num_devices, memory, platform=platform)
+    return replace(explained, warnings=(said, *explained.warnings)) if said else explained
 
 
 def explain(
@@ -103,7 +107,7 @@ def explain(
 def _layout(config: Config, num_devices: int) -> tuple[int, int]:
     """(dp, tp) of the rollout on all of `num_devices` or on its own."""
     rollout = config.rollout
-    tp, own = rollout.tensor_model_parallel_size, rollout.num_devices
+    tp, own = rollout.tp, rollout.num_devices
     if num_devices < 1:
         raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
     problem = devices_problem(own, num_devices, tp, "the number of devices")

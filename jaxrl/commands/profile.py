@@ -59,7 +59,7 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
     mesh = make_mesh(devices)
     degrees = layout_degrees(config, mesh.size)
     _, model, params = load_tokenizer_and_model(config, mesh)
-    layout = Layout(mesh, config.rollout.tensor_model_parallel_size)
+    layout = Layout(mesh, config.rollout.tp)
     executor = build_executor(config, model, layout, lambda: params)
     path = Path(out).expanduser()
     table = Profile(identity_of(config, model, mesh))
@@ -87,9 +87,13 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
 
 
 def adaptive(config: Config) -> Config:
-    """The configuration with layouts to choose from, whether or not it has them already."""
+    """The configuration with layouts to choose from, whether or not it has them already. Where the degree to begin with
+    is to be chosen from the profile (auto), every degree is measured with rollout.max_num_seqs rows per dp group."""
     layout = replace(config.rollout.layout, planner=True, switch=False)
-    return replace(config, rollout=replace(config.rollout, layout=layout))
+    if not config.is_tp_open:
+        return replace(config, rollout=replace(config.rollout, layout=layout))
+    layout = replace(layout, scale_rows=False)
+    return replace(config, rollout=replace(config.rollout, layout=layout)).with_tp(min(layout.degrees, default=1))
 
 
 def _points(

@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.config import Config, ConfigError
 from jaxrl.loop import Hooks
 from jaxrl.record.files import write_whole
-from jaxrl.record.run_dir import SIMULATED, RunDir
+from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
 from jaxrl.record.run_record import RunOutcome, open_record
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
@@ -35,6 +35,7 @@ from jaxrl.sim.configured import (
     machine_sizes,
     model_sizes,
     num_devices_of,
+    with_degree,
     workload_of,
 )
 from jaxrl.sim.cost_model import CostModel
@@ -51,6 +52,7 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
         raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")
+    config, said = _with_degree(config, folder)
     cost, cost_source = cost_model(config)
     workload, workload_source = workload_of(config)
     sizes = machine_sizes(config, cost, model_sizes(config))
@@ -61,6 +63,8 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
         say(f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones")
         for name in ("cost_model", "workload"):
             say(f"  {name.replace('_', ' ')}: {sources[name]}")
+        if said:
+            say(f"  {said}")
         file = run_dir.file(STATE_FILE)
         state = load_state(file.read_text(), str(file)) if file.exists() else None
         if state is not None:
@@ -68,6 +72,17 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
                 say(line)
         _record_start(config, run_dir, 0 if state is None else state["step"], sources | {"machine": asdict(sizes)})
         return _run(config, run_dir, state, cost, workload, sizes, layouts)
+
+
+def _with_degree(config: Config, folder: str) -> tuple[Config, str]:
+    """The configuration with a number in place of rollout.tensor_model_parallel_size=auto, and what to say of it: that
+    of an earlier start in `folder`, or the fastest."""
+    if not config.is_tp_open:
+        return config, ""
+    kept = config.with_tp_of(recorded_config(folder), config.rollout.num_devices or num_devices_of(config))
+    if kept.is_tp_open:
+        return with_degree(config)
+    return kept, f"rollout.tensor_model_parallel_size: auto stays {kept.rollout.tp}, as this run began"
 
 
 def _record_start(config: Config, run_dir: RunDir, step: int, sources: Mapping[str, Any]) -> None:

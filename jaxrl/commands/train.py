@@ -30,6 +30,7 @@ from jaxrl.runtime.build import (
     prepare_jax,
     with_planned_remat,
 )
+from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.layout_session import LayoutSession
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.overlap import Overlap
@@ -84,12 +85,13 @@ class _Run:
         self.began = time.monotonic()
         self.rule = batch_rule(config)  # before anything that takes long: its settings may be refused
         run_dir.refuse_other_kind(simulated=False, option="trainer.run_dir")
-        changes = run_dir.changes(config)
         self.devices = prepare_jax(config)
         own = config.rollout.num_devices
         self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
         rollout_mesh = make_mesh(self.devices[-own:]) if own else self.mesh
-        self.layout = Layout(rollout_mesh, config.rollout.tensor_model_parallel_size)
+        config = self.config = with_degree(config, rollout_mesh, say, run_dir.earlier)
+        changes = run_dir.changes(config)
+        self.layout = Layout(rollout_mesh, config.rollout.tp)
         self.tokenizer, self.model, params = load_tokenizer_and_model(config, self.mesh)
         problems = load_train(config)
         self.prompts = PromptSource(problems, self.tokenizer, config)

@@ -97,13 +97,14 @@ def _check_tokens(c: Config) -> None:
 
 
 def _check_devices(c: Config) -> None:
-    devices, own, tp = c.trainer.num_devices, c.rollout.num_devices, c.rollout.tensor_model_parallel_size
+    devices, own = c.trainer.num_devices, c.rollout.num_devices
+    tp = None if c.is_tp_open else c.rollout.tp
     if own and not c.trainer.one_step_off:
         raise ConfigError(
             f"rollout.num_devices ({own}) needs trainer.one_step_off: without it rollout and update wait for each "
             "other, and devices of their own would stand idle in turns"
         )
-    problem = devices_problem(own, devices, tp, "trainer.num_devices")
+    problem = devices_problem(own, devices, tp or 1, "trainer.num_devices")
     if problem is not None:
         raise ConfigError(problem)
     problem = c.rollout.layout.problem(tp, own or devices)

@@ -50,6 +50,12 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Declared]]:
             yield prefix + name, found
 
 
+def number_or_name(hint: Any) -> tuple[type, tuple[str, ...]]:
+    """Of `int | Literal["auto"]`: the type of numbers, and the names that may stand for one."""
+    number, names = typing.get_args(hint)
+    return number, typing.get_args(names)
+
+
 def is_within(value: Any, bounds: Interval) -> bool:
     """Whether a value keeps its bounds; a NaN never does."""
     return (

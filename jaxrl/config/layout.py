@@ -48,10 +48,27 @@ class LayoutSection:
     correction_max_factor: Annotated[
         float, Ge(1), "Measured step times count as at most this many times the predicted ones."
     ] = 2.0
+    planner_rule: Annotated[
+        Literal["paper", "confident"],
+        "What the planner takes for a rise of preemptions; paper: more than rollout.layout.planner_rise times those of "
+        "the step before, confident: the same in the mean, and beyond the noise of the steps before; it also tries to "
+        "come down again.",
+    ] = "paper"
     planner_rise: Annotated[
         float, Ge(1), "The planner raises tp where preemptions are more than this times those of the step before."
     ] = 1.05
     planner_quiet_rounds: Annotated[int, Ge(1), "The planner lowers tp after so many steps without preemption."] = 4
+    planner_level: Annotated[
+        float,
+        Interval(gt=0, lt=1),
+        "With rollout.layout.planner_rule=confident, the chance per step that noise alone raises tp.",
+    ] = 1e-4
+    planner_trial_rounds: Annotated[
+        int,
+        Ge(1),
+        "With rollout.layout.planner_rule=confident, the steps after which a raised tp is lowered on trial; doubled "
+        "each time that this fails.",
+    ] = 16
 
     @property
     def adapts(self) -> bool:
@@ -59,24 +76,26 @@ class LayoutSection:
 
     def degrees_on(self, tp: int, num_devices: int) -> tuple[int, ...]:
         """The degrees that rounds which start in `tp` use on so many devices. Raises ValueError for impossible ones."""
-        if not self.adapts:
-            return (tp,)
+        return self.possible_on(num_devices, tp) if self.adapts else (tp,)
+
+    def possible_on(self, num_devices: int, *chosen: int) -> tuple[int, ...]:
+        """The degrees that can be used on so many devices; `chosen` ones must be among them, else ValueError."""
         possible = tuple(accumulate((1, *prime_factors(num_devices)), operator.mul))
         host = self.devices_per_host or num_devices
         degrees = tuple(self.degrees) or tuple(degree for degree in possible if degree <= host)
-        for degree in (*degrees, tp):
+        for degree in (*degrees, *chosen):
             if degree not in possible or degree > host or degree not in degrees:
                 raise ValueError(
                     f"rollout.layout.degrees: tp {degree} must be one of {', '.join(map(str, possible))} (which the "
                     f"{num_devices} devices can be factored into), at most the {host} devices of a host, and the first "
-                    f"tp ({tp}) one of the degrees {degrees}"
+                    f"tp ({', '.join(map(str, chosen)) or 'auto'}) one of the degrees {degrees}"
                 )
         return degrees
 
-    def problem(self, tp: int, num_devices: int) -> str | None:
-        """The first impossible setting, as a sentence, or None. `num_devices` 0: not known yet."""
+    def problem(self, tp: int | None, num_devices: int) -> str | None:
+        """The first impossible setting, as a sentence, or None. `tp` None: not chosen yet; so `num_devices` 0."""
         degrees = self.degrees
-        if not self.adapts:
+        if not self.adapts and tp is not None:
             return None
         if self.switch and not self.profile:
             return "rollout.layout.profile is missing: rollout.layout.switch needs a file of `jaxrl profile`"
@@ -85,10 +104,14 @@ class LayoutSection:
                 f"rollout.layout.direction must be up where rollout.layout.planner is on, found {self.direction}: the "
                 "planner alone lowers tp, between steps"
             )
-        if degrees and (degrees[0] < 1 or any(a >= b or b % a for a, b in pairwise(degrees)) or tp not in degrees):
+        if degrees and (
+            degrees[0] < 1
+            or any(a >= b or b % a for a, b in pairwise(degrees))
+            or (tp is not None and tp not in degrees)
+        ):
             return (
                 f"rollout.layout.degrees {degrees} must ascend from at least 1, each dividing the next, with "
-                f"rollout.tensor_model_parallel_size ({tp}) among them"
+                f"rollout.tensor_model_parallel_size ({'auto' if tp is None else tp}) among them"
             )
         for degree in degrees if num_devices else ():
             if num_devices % degree:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl.config.checks import ConfigError, check
-from jaxrl.config.declared import bounds_text, declared, is_within, walk
+from jaxrl.config.declared import bounds_text, declared, is_within, number_or_name, walk
 from jaxrl.config.options import Config
 
 _GONE = frozenset({"rollout.tail_batching.keep_finished"})
@@ -79,7 +79,8 @@ def build(section: type, values: Any, path: str) -> Any:
             raise ConfigError(_unknown(path, str(key), list(known)))
         option, full = known[key], f"{path}.{key}" if path else key
         kwargs[key] = converted = _convert(option.type, value, full)
-        if option.bounds is not None and not is_within(converted, option.bounds):
+        named = isinstance(converted, str)  # `auto` of an option that is a number otherwise
+        if option.bounds is not None and not named and not is_within(converted, option.bounds):
             raise ConfigError(f"{full} must be {bounds_text(option.bounds)}, found {converted!r}")
     return section(**kwargs)
 
@@ -108,6 +109,13 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             hint_text = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{path} must be one of {', '.join(map(str, allowed))}, found {value!r}{hint_text}")
         return value
+    if origin in (typing.Union, types.UnionType):
+        number, names = number_or_name(hint)
+        if value in names:
+            return value
+        if isinstance(value, str):
+            raise ConfigError(f"{path} must be {number.__name__} or {' or '.join(names)}, found {value!r}")
+        return _convert(number, value, path)
     if origin in (list, types.GenericAlias):
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path} must be a list, found {value!r}")

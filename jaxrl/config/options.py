@@ -8,7 +8,7 @@ or tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, overload
 
 from annotated_types import Ge, Gt, Interval
@@ -131,7 +131,12 @@ class FilterGroupsSection:
     max_num_gen_batches: Annotated[
         int, Ge(1), "A round gives up with an error once it has launched this many times the prompts it started with."
     ] = 10
-    max_unscored_groups: Annotated[int, Ge(0), "Complete prompts that may lack rewards before generation waits."] = 8
+    max_unscored_groups: Annotated[
+        int,
+        Ge(-1),
+        "Complete prompts that may lack rewards before generation waits; -1: half as many as still decode, and at most "
+        "data.train_batch_size.",
+    ] = -1
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,10 @@ class RolloutSection:
     ] = 0.0
     stop: Annotated[list[str], "Strings that end a response."] = field(default_factory=list)
     tensor_model_parallel_size: Annotated[
-        int, Ge(1), "Devices that share one copy of the weights (tp); the devices of the rollout divided by it are dp."
+        int | Literal["auto"],
+        Ge(1),
+        "Devices that share one copy of the weights (tp); the devices of the rollout divided by it are dp; auto: the "
+        "tp with which rollout.layout.profile predicts the fastest rollout of a batch.",
     ] = 1
     dtype: Annotated[FloatType, "Type of the rollout's weights, activations and KV cache."] = "float32"
     block_size: Annotated[int, Ge(1), "Tokens per KV block."] = 16
@@ -192,6 +200,13 @@ class RolloutSection:
     over_provisioning: OverProvisioningSection = field(default_factory=OverProvisioningSection)
     layout: LayoutSection = field(default_factory=LayoutSection)
     val_kwargs: ValSamplingSection = field(default_factory=ValSamplingSection)
+
+    @property
+    def tp(self) -> int:
+        """`tensor_model_parallel_size`. Raises ValueError while that is auto: whoever starts a run chooses first."""
+        if self.tensor_model_parallel_size == "auto":
+            raise ValueError("rollout.tensor_model_parallel_size is auto, and must be a number here: nothing chose one")
+        return self.tensor_model_parallel_size
 
 
 @dataclass(frozen=True)
@@ -381,6 +396,22 @@ class Config:
     def max_model_length(self) -> int:
         """Tokens of the longest sequence: prompt and response."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def is_tp_open(self) -> bool:
+        """Whether `rollout.tensor_model_parallel_size` is auto, so that its number is still to be chosen."""
+        return self.rollout.tensor_model_parallel_size == "auto"
+
+    def with_tp(self, degree: int) -> Config:
+        """The same with `rollout.tensor_model_parallel_size` so."""
+        return replace(self, rollout=replace(self.rollout, tensor_model_parallel_size=degree))
+
+    def with_tp_of(self, earlier: Config | None, num_devices: int) -> Config:
+        """Where the number is open, the same with that of an `earlier` start of its run, if there is one and it divides
+        the rollout's devices."""
+        if not self.is_tp_open or earlier is None or earlier.is_tp_open or num_devices % earlier.rollout.tp:
+            return self
+        return self.with_tp(earlier.rollout.tp)
 
 
 @overload

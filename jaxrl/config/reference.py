@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config.declared import bounds_text, declared, walk
+from jaxrl.config.declared import bounds_text, declared, number_or_name, walk
 from jaxrl.config.mapping import flatten, to_mapping
 from jaxrl.config.options import Config
 
@@ -62,6 +63,9 @@ def _type_text(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
+    if origin in (typing.Union, types.UnionType):
+        number, names = number_or_name(hint)
+        return f"{number.__name__}, or {' or '.join(names)}"
     if origin is list:
         return f"list of {_type_text(arguments[0])}"
     if origin is dict:

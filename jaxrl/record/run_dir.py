@@ -66,12 +66,14 @@ class RunDir:
     def close(self) -> None:
         self._lock.release()
 
+    @property
+    def earlier(self) -> Config | None:
+        """The configuration that this directory was last run with; None: never."""
+        return recorded_config(self.path)
+
     def changes(self, config: Config) -> list[str]:
         """Options in which `config` differs from the one this directory was last run with, one line each."""
-        file = self.file("config.yaml")
-        if not file.exists():
-            return []
-        return differences(from_recorded(yaml.safe_load(file.read_text())), config)
+        return [] if self.earlier is None else differences(self.earlier, config)
 
     def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
         """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""
@@ -93,6 +95,12 @@ class RunDir:
         }
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
         write_whole(file, json.dumps(record | now | {"starts": [*earlier, now]} | more, indent=1))
+
+
+def recorded_config(folder: str | Path) -> Config | None:
+    """The configuration of the run in a folder, which need not exist; None: there is no run."""
+    file = Path(folder).expanduser() / "config.yaml"
+    return from_recorded(yaml.safe_load(file.read_text())) if file.exists() else None
 
 
 def versions() -> dict[str, str]:

@@ -41,7 +41,7 @@ def prepare_jax(config: Config) -> list[Any]:
     wanted = config.trainer.num_devices or len(devices)
     if wanted > len(devices):
         raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
-    tp, own = config.rollout.tensor_model_parallel_size, config.rollout.num_devices
+    tp, own = 1 if config.is_tp_open else config.rollout.tp, config.rollout.num_devices
     problem = devices_problem(own, wanted, tp, "the number of devices")
     if problem is not None:
         raise ConfigError(problem)

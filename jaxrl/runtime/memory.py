@@ -95,14 +95,14 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
 
 def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
     """The TP degrees that rounds of `config` may use (`LayoutSection.degrees_on`)."""
-    return config.rollout.layout.degrees_on(config.rollout.tensor_model_parallel_size, num_devices)
+    return config.rollout.layout.degrees_on(config.rollout.tp, num_devices)
 
 
 def layout_sizes(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None
 ) -> dict[int, tuple[int, int]]:
     """By tp degree: rows and KV blocks per dp group, by `rollout.layout.scale_rows` and as far as memory allows."""
-    rollout, tp = config.rollout, config.rollout.tensor_model_parallel_size
+    rollout, tp = config.rollout, config.rollout.tp
     degrees = layout_degrees(config, num_devices)
     sizes: dict[int, tuple[int, int]] = {}
     for degree in degrees:
@@ -146,7 +146,7 @@ def _device_numbers(model_config: ModelConfig, degree: int) -> int:
 
 def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) -> int:
     """One KV block on one device: all layers, keys and values, this device's share of the heads."""
-    tp = config.rollout.tensor_model_parallel_size
+    tp = config.rollout.tp
     kv_heads = padded_config(model_config, layout_degrees(config, num_devices)[-1]).num_kv_heads
     heads = kv_heads // _splits(kv_heads, tp)
     positions = config.rollout.block_size * model_config.num_layers * model_config.head_dim
@@ -155,7 +155,7 @@ def _block_bytes(config: Config, model_config: ModelConfig, num_devices: int) ->
 
 def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int) -> int:
     padded = padded_config(model_config, layout_degrees(config, num_devices)[-1])
-    return _device_numbers(padded, config.rollout.tensor_model_parallel_size) * _BYTES[config.rollout.dtype]
+    return _device_numbers(padded, config.rollout.tp) * _BYTES[config.rollout.dtype]
 
 
 def _resident(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:

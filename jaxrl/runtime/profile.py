@@ -89,5 +89,5 @@ def build_layouts(
     predictor = None
     if options.switch:
         predictor = LatencyPredictor(checked_profile(config, model, mesh), options, row_sizes)
-    control = LayoutControl(engine, options, degrees, config.rollout.tensor_model_parallel_size, predictor)
+    control = LayoutControl(engine, options, degrees, config.rollout.tp, predictor)
     return LayoutSession(control, time.perf_counter, timeline, log, journal)

@@ -92,7 +92,7 @@ def build(
     session = None
     if adapts:
         predictor = layout_predictor(config, cost, tuple(layouts))
-        initial = config.rollout.tensor_model_parallel_size
+        initial = config.rollout.tp
         control = LayoutControl(engine, config.rollout.layout, tuple(layouts), initial, predictor)
         session = LayoutSession(control, lambda: clock.now_s, phases, layout_log, None)
     own = config.rollout.num_devices

@@ -18,8 +18,10 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
+from jaxrl.scheduling.layouts.initial_degree import fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.scheduling.layouts.situation import GroupCapacity
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost
 from jaxrl.sim.executor import MachineSizes
@@ -41,7 +43,7 @@ def num_devices_of(config: Config) -> int:
 def rollout_devices_of(config: Config) -> int:
     """How many devices roll out: all, in turns with training, or only the rollout's own."""
     total, own = num_devices_of(config), config.rollout.num_devices
-    problem = devices_problem(own, total, config.rollout.tensor_model_parallel_size, "simulate.num_devices")
+    problem = devices_problem(own, total, config.rollout.tp, "simulate.num_devices")
     if problem is not None:
         raise ConfigError(problem)
     return own or total
@@ -97,7 +99,7 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
 
 
 def _profiled(config: Config) -> LatencyPredictor:
-    path, tp = Path(config.simulate.profile), config.rollout.tensor_model_parallel_size
+    path, tp = Path(config.simulate.profile), config.rollout.tp
     if not config.simulate.profile or not path.is_file():
         raise ConfigError(f"simulate.profile ({str(path)!r}) must be a file of `jaxrl profile`: simulate.cost is table")
     try:
@@ -141,6 +143,39 @@ def workload_of(config: Config) -> tuple[Workload, str]:
     return workload, f"modelled: {text}, seed {seed}"
 
 
+def with_degree(config: Config) -> tuple[Config, str]:
+    """The configuration with a number in place of `rollout.tensor_model_parallel_size=auto`, and a sentence about it
+    (empty: it has one). The degree is the fastest by the table that step times come from, or by a profile of the
+    modelled devices; `rollout.layout.profile` belongs to the real machine and is not read."""
+    rollout, data = config.rollout, config.data
+    if not config.is_tp_open:
+        return config, ""
+    possible: dict[int, GroupCapacity] = {}
+    refused: ValueError | None = None
+    num_devices = config.rollout.num_devices or num_devices_of(config)
+    for degree in _option("rollout.layout", rollout.layout.possible_on, num_devices):
+        own = config.with_tp(degree)
+        try:
+            sizes = machine_sizes(own, cost_model(own)[0], model_sizes(own))
+        except ValueError as error:
+            refused = error  # not in the table, or weights and one request do not fit: another degree may do
+            continue
+        possible[degree] = GroupCapacity((sizes.num_blocks - 1) * sizes.block_size, sizes.num_slots)
+    if not possible:
+        assert refused is not None, "a machine has a smallest degree"
+        raise refused
+    predicting = replace(rollout, layout=replace(rollout.layout, switch=True))
+    own = replace(config, rollout=predicting).with_tp(min(possible))
+    predictor = layout_predictor(own, cost_model(own)[0], tuple(possible))
+    assert predictor is not None
+    rows = data.train_batch_size * rollout.n
+    chosen = fastest_degree(predictor, possible, rows, data.max_prompt_length, data.max_response_length)
+    return config.with_tp(chosen.degree), (
+        f"rollout.tensor_model_parallel_size: auto is {chosen.degree} (a batch of {rows} longest samples decodes in "
+        f"{chosen})"
+    )
+
+
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
     """`make(...)`; its ValueError names the option."""
     try:
@@ -158,7 +193,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     rollout, num_devices = config.rollout, rollout_devices_of(config)
     sizes = MachineSizes(
         num_devices=num_devices,
-        tp=rollout.tensor_model_parallel_size,
+        tp=rollout.tp,
         num_slots=rollout.max_num_seqs,
         num_blocks=rollout.num_blocks,
         block_size=rollout.block_size,
@@ -190,7 +225,7 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.runtime.memory.layout_sizes` scales them."""
     rollout, num_devices = config.rollout, rollout_devices_of(config)
-    tp = rollout.tensor_model_parallel_size
+    tp = rollout.tp
     found: dict[int, MachineSizes] = {}
     for degree in _option("rollout.layout", rollout.layout.degrees_on, tp, num_devices):
         rows, blocks = rollout.max_num_seqs, rollout.num_blocks

@@ -178,6 +178,29 @@ def test_evaluations_of_a_one_step_off_run_decide_for_themselves(runs: Runs):
 
 
 @pytest.mark.slow
+def test_a_run_chooses_its_degree_from_the_profile_and_keeps_it(runs: Runs):
+    """16 rows: at tp 1, 2, 4, 8 a dp group has 2, 4, 8 and twice 8 of them. Then the table is gone."""
+    runs.synthetic()
+    run_dir = runs.folder / "auto"
+    auto = (
+        "rollout.tensor_model_parallel_size=auto",
+        "rollout.layout.allow_synthetic=true",
+        "rollout.layout.switch=false",
+        "rollout.max_num_seqs=8",
+    )
+    train = ("train", f"trainer.run_dir={run_dir}", *auto)
+    assert "auto is 2 by " in runs.run(*train, "trainer.total_training_steps=1")
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["rollout"]["tensor_model_parallel_size"] == 2
+    held_out = runs.folder / "auto.jsonl"
+    held_out.write_text(json.dumps({"question": "y", "answer": "1"}) + "\n")
+    assert "auto is 2 by " in runs.run("eval", *auto, f"data.val_files=['{held_out}']")
+    runs.profile.unlink()
+    output = runs.run(*train, "trainer.total_training_steps=2")
+    assert "auto stays 2, as this run began" in output
+    assert "changed since: rollout.tensor" not in output
+
+
+@pytest.mark.slow
 def test_the_profiler_and_a_run_with_what_it_measured(runs: Runs):
     runs.profile.unlink(missing_ok=True)
     sizes = ["--max-context=32", "--token-budget=256", "--repeats=1"]

@@ -20,9 +20,9 @@ from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.models.shapes import SHAPES
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.tokens.batcher import Batcher
-from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, num_devices_of, workload_of
+from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, num_devices_of, with_degree, workload_of
 from jaxrl.sim.cost_model import Efficiency, RooflineCost
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import ModelledWorkload
@@ -277,6 +277,52 @@ def test_a_table_without_the_degree_is_refused(tmp_path: Path):
     file.write_text(json.dumps(Profile(identity, (Measurement(1, 1, 1, 1e-3),)).to_json()))
     with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size \(2\) must be a degree"):
         cost_model(config(cost="table", profile=str(file)))
+
+
+# ---------------------------------------------------------------- the degree
+
+AUTO = ("rollout.tensor_model_parallel_size=auto", "model.path=Qwen2.5-7B", "rollout.num_blocks=100")
+
+
+def degree_of(folder: Path) -> Any:
+    return yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["tensor_model_parallel_size"]
+
+
+def test_auto_is_the_fastest_degree_of_the_modelled_devices(
+    training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """And a resumed run keeps it, though its batch would now be faster in another."""
+    small = (*AUTO, "rollout.max_num_seqs=64", "data.train_batch_size=1", "trainer.total_training_steps=2")
+    assert run(training, tmp_path / "a", *small) == 0
+    said = capsys.readouterr().out
+    assert "rollout.tensor_model_parallel_size: auto is 8 (a batch of 4 longest samples decodes in " in said
+    assert degree_of(tmp_path / "a-simulated") == 8
+    large = (*AUTO, "rollout.max_num_seqs=64", "data.train_batch_size=1024", "data.max_response_length=8")
+    assert run(training, tmp_path / "b", *large, "trainer.total_training_steps=1") == 0
+    assert degree_of(tmp_path / "b-simulated") < 8
+    capsys.readouterr()
+    longer = (*large, "trainer.total_training_steps=3")
+    assert run(training, tmp_path / "a", *longer) == 0
+    assert "auto stays 8, as this run began" in capsys.readouterr().out
+    assert degree_of(tmp_path / "a-simulated") == 8
+
+
+def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
+    loads = [(rows, context) for rows in (1, 8) for context in (8, 64)]
+    points = tuple(Measurement(tp, *load, seconds) for tp, seconds in ((2, 0.01), (4, 0.02)) for load in loads)
+    identity = ProfileIdentity("tiny", "f", "cpu", 4, "0", "bfloat16")
+    prefill = tuple(Measurement(tp, 1, 64, 0.1) for tp in (2, 4))
+    switches = tuple(SwitchCost(a, b, 0.1, 0.0, 0.0) for a, b in ((2, 4), (4, 2)))
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(Profile(identity, points, prefill, switches).to_json()))
+    values = yaml.safe_load(TRAINING)
+    values["model"]["path"] = "Qwen2.5-7B"
+    values["rollout"] |= {"tensor_model_parallel_size": "auto", "num_blocks": 100}
+    values["simulate"] = {"cost": "table", "profile": str(file), "num_devices": 8}
+    chosen, said = with_degree(from_mapping(values))
+    assert chosen.rollout.tp == 2
+    assert "at tp 2, " in said
+    assert "tp 1" not in said
 
 
 # ---------------------------------------------------------------- the workload

@@ -42,6 +42,7 @@ def test_what_an_option_shows():
         "Prompts per training step.",
     )
     assert (direction.type, direction.default, direction.bounds) == ("one of up, both", "up", "")
+    assert BY_PATH["rollout.tensor_model_parallel_size"].type == "int, or auto"
     shown = {path: (BY_PATH[path].type, BY_PATH[path].bounds) for path in ("rollout.top_p", "rollout.min_p")}
     assert shown == {"rollout.top_p": ("float", "in (0, 1]"), "rollout.min_p": ("float", "in [0, 1)")}
     types = [BY_PATH[path].type for path in ("data.train_files", "data.task_config", "simulate.tasks")]

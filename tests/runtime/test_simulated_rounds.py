@@ -336,4 +336,5 @@ def test_each_rule_decides_the_same_over_both_whatever_scoring_takes(name: str):
     for looks in (0, 7):
         assert play_rounds(replaying_backend(MIXED, looks), RULES[name]()) == simulated
     aborted = sum(metrics["rollout/aborted_samples"] for *_, metrics, _ in simulated)
-    assert (aborted > 0) == (not name.startswith("plain"))
+    # dynamic sampling launches ahead of verdicts, and ends what the batch does not need
+    assert (aborted > 0) == (not name.startswith("plain") or name == "plain, filter_groups")

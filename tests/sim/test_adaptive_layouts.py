@@ -269,6 +269,15 @@ def test_the_planner_chooses_where_rounds_start():
     assert rounds[first + 1][1] == 2 * rounds[first][1]
 
 
+def test_the_confident_planner_is_part_of_a_checkpoint():
+    tight = config(planner=True, planner_rule="confident", planner_trial_rounds=1)
+    tight = replace(tight, rollout=replace(tight.rollout, num_blocks=300, max_num_seqs=4))
+    _, metrics, _, saved = run(tight)
+    _, again, _, _ = run(tight, saved[2])
+    assert any(measured["rollout/preemptions"] > 0 for measured in metrics.values())
+    assert {step: again[step] for step in (3, 4)} == {step: metrics[step] for step in (3, 4)}
+
+
 def test_a_simulated_run_directory_shows_its_switches(tmp_path: Path):
     values = {
         "model": {"path": "Llama-3.1-8B"},

@@ -33,6 +33,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from jaxrl.config.layout import LayoutSection
+from jaxrl.scheduling.layouts.confident_planner import ConfidentPlanner
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
 from jaxrl.scheduling.layouts.situation import GroupCapacity, Situation
@@ -199,7 +200,8 @@ class LayoutControl:
             raise ValueError(f"layout control: the tp that rounds start in ({initial}) must be one of {degrees}")
         self.engine = engine
         self.predictor = predictor
-        self.planner = TpPlanner(options, degrees, initial) if options.planner else None
+        planner = ConfidentPlanner if options.planner_rule == "confident" else TpPlanner
+        self.planner = planner(options, degrees, initial) if options.planner else None
         self.rule = None if predictor is None else LayoutSwitchRule(options, degrees, predictor)
         self.history = LengthHistory() if options.bound == "expected" else None
         self.episodes: list[Episode] = []

@@ -7,6 +7,8 @@ says how that fits with switches inside a round.
 Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
 groups stay inside one host, and the first degree is the profile's best.
 
+`jaxrl.scheduling.layouts.confident_planner` has another rule, for counts that scatter.
+
 Departures:
 
 - The paper does not say what a rise is measured against. Here it is the previous round of the same kind, whatever its
@@ -97,11 +99,17 @@ class TpPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from another planner's state. A degree that is not allowed becomes the largest one below it."""
-        if state["schema"] != self.SCHEMA:
+        """Goes on from another planner's state, with another rule only from its degrees. A degree that is not allowed
+        becomes the largest one below it."""
+        if "rule" not in state and state["schema"] != self.SCHEMA:
             raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {self.SCHEMA}")
         kinds: dict[str, _Kind] = {}
-        for kind, (degree, last, quiet) in zip(state["kinds"], state["state"], strict=True):
-            fitting = max((d for d in self.degrees if d <= degree), default=self.degrees[0])
-            kinds[str(kind)] = _Kind(fitting, int(last), int(quiet))
+        for kind, (degree, *counts) in zip(state["kinds"], state["state"], strict=True):
+            last, quiet = counts if "rule" not in state else (-1, 0)
+            kinds[str(kind)] = _Kind(fitting_degree(self.degrees, degree), int(last), int(quiet))
         self._kinds = kinds
+
+
+def fitting_degree(degrees: Sequence[int], degree: int) -> int:
+    """The largest of ascending `degrees` that is at most `degree`; the smallest of them, if none is."""
+    return max((each for each in degrees if each <= degree), default=degrees[0])

@@ -23,14 +23,16 @@ Departures: a rule keeps prompt *keys* between rounds, and asks the source for t
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from jaxrl.config.options import AtEnd, OverProvisioningSection
+from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind, RoundLedger
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -111,21 +113,40 @@ class BatchRule(Protocol):
 # -- the baselines -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Surplus:
+    """A prompt that dynamic sampling launched and the batch did not need: its key, the attempt of its last launch, and
+    the step and round that first launched it."""
+
+    key: PromptKey
+    attempt: int
+    first_step: int
+    first_round: int
+
+
 class FreshBatches:
-    """New prompts every round, and nothing carried over: plain synchronous batches that wait for all responses, or
-    over-provisioning that discards its losers.
+    """New prompts every round: plain synchronous batches that wait for all responses, or over-provisioning that
+    discards its losers.
 
     Over-provisioning launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0) responses, and the first
     P0 × R0 are the batch. Prompts that lose leave the system as `filtered`, for good.
+
+    With dynamic sampling a plain round launches ahead of verdicts. Prompts that were launched and not needed are the
+    first of the next round, where they draw new responses (verl drops them): nothing is off-policy. Those that no step
+    is left for leave as `filtered`.
 
     Args:
       batch: P0, R0, and what else rules share.
       options: `rollout.over_provisioning`; None, or switched off: plain batches.
 
     Raises ValueError for impossible limits.
+
+    Attributes:
+      queue: prompts that dynamic sampling has launched and not needed.
+      share: of groups that dynamic sampling filters.
     """
 
-    SCHEMA = 1
+    SCHEMA = 2  # 1: without queue and share
 
     def __init__(self, batch: BatchSettings, options: OverProvisioningSection | None = None) -> None:
         num_prompts, num_responses = batch.num_groups, batch.group_size
@@ -134,6 +155,9 @@ class FreshBatches:
             num_prompts = provisioned(f"{option}.prompt_factor", options.prompt_factor, num_prompts)
             num_responses = provisioned(f"{option}.response_factor", options.response_factor, num_responses)
         self.limits = RaceLimits(batch, num_responses, num_prompts - batch.num_groups)
+        self.queue: deque[Surplus] = deque()
+        self.num_rounds = 0
+        self.share = FilteredShare()
         self._open: OpenRound | None = None
 
     @property
@@ -142,7 +166,7 @@ class FreshBatches:
 
     @property
     def num_carried(self) -> int:
-        return 0
+        return len(self.queue)
 
     @property
     def max_under_way(self) -> tuple[int, int]:
@@ -150,26 +174,63 @@ class FreshBatches:
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         assert self._open is None, "a round is planned before the one before it is settled"
-        race = Race(self.limits, lambda: new_group(prompts, self.limits.num_responses, time.step))
-        self._open = open_round(race, "plain", time)
+        self.num_rounds += 1
+
+        def supply() -> PlannedGroup:
+            if self.queue:
+                return self._relaunch(prompts)
+            return new_group(prompts, self.limits.num_responses, time.step, self.num_rounds)
+
+        self._open = open_round(Race(self.limits, supply, share=self.share), "plain", time)
         return self._open.round
+
+    def _relaunch(self, prompts: PromptStream) -> PlannedGroup:
+        waiting = self.queue.popleft()
+        attempt = waiting.attempt + 1
+        keys = tuple(SampleKey(*waiting.key, i, attempt) for i in range(self.limits.num_responses))
+        prompt = prompts.get(*waiting.key)
+        return PlannedGroup(
+            prompt, keys, attempt=attempt, first_step=waiting.first_step, first_round=waiting.first_round
+        )
 
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
-        groups = current.groups()
-        left: dict[PromptKey, Outcome] = dict(opened.race.filtered)
-        discarded = [group.planned.prompt.key for group in opened.race.unfinished]
+        race, groups = opened.race, current.groups()
+        self.share = race.share
+        left: dict[PromptKey, Outcome] = dict(race.filtered)
+        planned = [group.planned for group in race.left_over]
+        discarded = [each.prompt.key for each in planned]
+        if not self.limits.is_race:
+            surplus = [Surplus(p.prompt.key, p.attempt, p.first_step, p.first_round) for p in planned]
+            self.queue.extendleft(reversed(surplus))
+            discarded = discard_at_end(self.queue, room_until_end("flush", self.limits.batch.num_groups, opened.time))
         for prompt_key in discarded:
             left[prompt_key] = "filtered"
         metrics = opened.metrics(groups, thrown_tokens=opened.tokens_lost())
-        return RoundResult(current.kind, groups, left, metrics | {"rollout/discarded_prompts": float(len(discarded))})
+        metrics["rollout/discarded_prompts"] = float(len(discarded))
+        if self.limits.batch.filter_groups.enable:
+            metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
+        return RoundResult(current.kind, groups, left, metrics)
 
     def state_dict(self) -> dict[str, Any]:
+        """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order."""
         assert self._open is None, "state between rounds only"
-        return {"schema": self.SCHEMA}
+        rows = [(*each.key, each.attempt, each.first_step, each.first_round) for each in self.queue]
+        return {
+            "schema": self.SCHEMA,
+            "num_rounds": self.num_rounds,
+            "queue": np.asarray(rows, np.int64).reshape(-1, 5),
+            "filtered_share": self.share.state(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["schema"] == 1:
+            return
         check_schema("batches of new prompts", state, self.SCHEMA)
+        rows = (tuple(int(value) for value in row) for row in state["queue"])
+        self.queue = deque(Surplus((row[0], row[1]), *row[2:]) for row in rows)
+        self.num_rounds = int(state["num_rounds"])
+        self.share = FilteredShare.of_state(state["filtered_share"])
 
 
 # -- what rules share --------------------------------------------------------------------------------------------------
@@ -196,9 +257,47 @@ def spare_until_end(num_spare: int, at_end: AtEnd, num_groups: int, time: RoundT
     beyond P0, and `num_waiting` that the rule carries and this round does not launch. The result is below 0 where the
     steps have no room even for those that wait: this round must take some of them.
     """
+    room = room_until_end(at_end, num_groups, time, num_waiting)
+    return num_spare if room is None else min(num_spare, room)
+
+
+def room_until_end(at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting: int = 0) -> int | None:
+    """How many prompts beyond its batch a round may leave over so that later steps can train on all of them, besides
+    `num_waiting` that its rule carries; None: any number."""
     if at_end == "leave" or time.steps_left is None:
-        return num_spare
-    return min(num_spare, num_groups * (time.steps_left - 1) - num_waiting)
+        return None
+    return num_groups * (time.steps_left - 1) - num_waiting
+
+
+class CarriedPrompt(Protocol):
+    """A prompt that a rule carries; a frozen dataclass with these fields is one."""
+
+    @property
+    def key(self) -> PromptKey:
+        """Its (epoch, index)."""
+        ...
+
+    @property
+    def first_step(self) -> int:
+        """The step that first launched it."""
+        ...
+
+    @property
+    def first_round(self) -> int:
+        """The round that first launched it, as its rule counts them."""
+        ...
+
+
+C = TypeVar("C", bound=CarriedPrompt)
+
+
+def discard_at_end(carried: deque[C], room: int | None) -> list[PromptKey]:
+    """Takes the newest prompts beyond `room` out of `carried`: dynamic sampling launched them ahead, and no step that
+    is left could train on them."""
+    discarded: list[PromptKey] = []
+    while room is not None and len(carried) > room:
+        discarded.append(carried.pop().key)
+    return discarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +330,7 @@ class OpenRound:
         counted = {key for group in race.groups.values() for key in group.kept}
         outcomes = list(race.filtered.values())
         filtered = [s for key in race.filtered for s in race.groups[key].kept.values()]
+        estimate = {"rollout/filtered_share": race.share.share} if race.limits.batch.filter_groups.enable else {}
         ages = [self.time.step - race.groups[group.prompt.key].planned.first_step for group in groups]
         return {
             "rollout/long_round": float(self.round.kind == "long"),
@@ -246,6 +346,7 @@ class OpenRound:
             "rollout/trained_age_steps/mean": float(np.mean(ages)),
             "rollout/trained_age_steps/max": float(max(ages)),
             "rollout/resumed_share": off_policy_share(samples, self.time.policy_version),
+            **estimate,
         }
 
 
@@ -258,20 +359,6 @@ def close_round(opened: OpenRound | None, current: Round) -> OpenRound:
     assert opened.round is current, "a round is settled that is not the one planned last"
     assert current.done, "a round is settled before it is done"
     return opened
-
-
-class CarriedPrompt(Protocol):
-    """A prompt that a rule carries; a frozen dataclass with these fields is one."""
-
-    @property
-    def first_step(self) -> int:
-        """The step that first launched it."""
-        ...
-
-    @property
-    def first_round(self) -> int:
-        """The round that first launched it, as its rule counts them."""
-        ...
 
 
 def queue_metrics(carried: Collection[CarriedPrompt], step: int, round_index: int) -> dict[str, float]:

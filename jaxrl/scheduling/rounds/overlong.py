@@ -29,9 +29,12 @@ from jaxrl.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """Attributes:
-    max_length: tokens of the longest response. buffer: the last so many of them, in which the penalty grows.
-    factor: the penalty of the longest response.
+    """What a response loses for its length.
+
+    Attributes:
+      max_length: tokens of the longest response.
+      buffer: the last so many of them, over which the penalty grows.
+      factor: the penalty of the longest response.
     """
 
     max_length: int

@@ -53,16 +53,19 @@ from jaxrl.scheduling.rounds.batches import (
     RoundTime,
     check_schema,
     close_round,
+    discard_at_end,
     new_group,
     open_round,
     provisioned,
     queue_metrics,
+    room_until_end,
     spare_until_end,
 )
 from jaxrl.scheduling.rounds.buffer_filter import BufferFilter, WaitingGroup, decide
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
+from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.scheduling.rounds.round import PromptKey, Round
+from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round
 from jaxrl.types import Sample
 
 SCHEMA = 1
@@ -119,6 +122,7 @@ class PartialRollout:
             )
         self.buffer: deque[BufferedGroup] = deque()  # by first launch; in a round, those that it has not launched
         self.num_rounds = 0
+        self.share = FilteredShare()
         self._open: OpenRound | None = None
         self._restarted = 0
         self._dropped_tokens = 0
@@ -141,8 +145,8 @@ class PartialRollout:
         """The smallest cap in versions under which all groups under way find room in batches."""
         return self.batch.version_lag - (-self.num_spare // self.batch.num_groups)
 
-    def _limits(self, num_spare: int) -> RaceLimits:
-        return RaceLimits(self.batch, self.batch.group_size, num_spare, keep_unfinished=True)
+    def _limits(self, num_spare: int, max_left_over: int | None = None) -> RaceLimits:
+        return RaceLimits(self.batch, self.batch.group_size, num_spare, True, max_left_over)
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -167,9 +171,22 @@ class PartialRollout:
                 return self._resume(prompts)
             return new_group(prompts, batch.group_size, time.step, self.num_rounds)
 
-        race = Race(self._limits(num_spare - len(held_back)), supply, due)
+        limits = self._limits(num_spare - len(held_back), self._most_left_over(time, num_spare, len(held_back)))
+        race = Race(limits, supply, due, self.share)
         self._open = open_round(race, "partial", time)
         return self._open.round
+
+    def _most_left_over(self, time: RoundTime, num_spare: int, num_held_back: int) -> int | None:
+        """How many groups dynamic sampling may leave over by launching ahead: as many as find room in batches before
+        their tokens are over the cap, and before the run ends."""
+        rooms: list[int] = []
+        if self.options.max_staleness >= 0:
+            rooms.append(self.batch.num_groups * (self.options.max_staleness - self.batch.version_lag))
+        # a race cannot wait for all of them, and must not lose any
+        until_end = room_until_end(self.options.at_end, self.batch.num_groups, time)
+        if num_spare and until_end is not None:
+            rooms.append(until_end)
+        return max(min(rooms) - num_held_back, 0) if rooms else None
 
     def _filtered(
         self, waiting: list[BufferedGroup], due: Collection[PromptKey], time: RoundTime, num_spare: int
@@ -250,6 +267,7 @@ class PartialRollout:
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race, ledger = opened.race, opened.ledger
+        self.share = race.share
         gone = {*race.batch, *race.filtered}
         kept: list[BufferedGroup] = []
         for prompt_key, group in race.groups.items():
@@ -260,12 +278,17 @@ class PartialRollout:
                 planned = group.planned
                 kept.append(BufferedGroup(prompt_key, planned.first_step, planned.first_round, tuple(samples)))
         self.buffer = deque(sorted((*kept, *self.buffer), key=lambda entry: entry.first_round))  # stable
+        discarded = discard_at_end(self.buffer, room_until_end(self.options.at_end, self.batch.num_groups, opened.time))
         groups = current.groups()
-        carried = {sample.key for entry in kept for sample in entry.samples}
+        carried = {sample.key for entry in self.buffer for sample in entry.samples}
         metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens)
         metrics |= queue_metrics(self.buffer, opened.time.step, self.num_rounds)
         metrics |= self._partial_metrics(opened)
-        return RoundResult(current.kind, groups, dict(race.filtered), metrics)
+        if self.batch.filter_groups.enable:
+            metrics["rollout/discarded_prompts"] = float(len(discarded))
+        left: dict[PromptKey, Outcome] = dict(race.filtered)
+        left |= dict.fromkeys(discarded, "filtered")
+        return RoundResult(current.kind, groups, left, metrics)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
         spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]
@@ -287,6 +310,7 @@ class PartialRollout:
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
+            "filtered_share": self.share.state(),
             "groups": np.asarray(rows, np.int64).reshape(-1, 5),
             "samples": pack_samples([sample for entry in self.buffer for sample in entry.samples]),
         }
@@ -312,6 +336,7 @@ class PartialRollout:
             members = tuple(samples.popleft() for _ in range(count))
             buffer.append(BufferedGroup((epoch, index), first_step, first_round, members))
         self.buffer, self.num_rounds = buffer, int(state["num_rounds"])
+        self.share = FilteredShare.of_state(state.get("filtered_share", ()))
 
 
 # -- training on responses of several versions -------------------------------------------------------------------------

@@ -10,13 +10,17 @@ sampling with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-
 
 Departures:
 
-- Dynamic sampling brings in a new prompt for each one that leaves as filtered, so a round without filtered prompts is
-  the plain short round. (RollPacker §7 keeps the active requests at the cap until the end; prompts would then be
-  deferred only because they came late.)
-- A verdict's decision (which groups are left out, which come in instead) takes effect at a logical time: a completed
-  group's verdicts are asked for when `max_unscored_groups` other groups wait behind it, or when they could end the
-  round; generation then waits for them (`AwaitVerdict`). So nothing depends on how long scoring takes: neither the
-  groups of the batch, nor the plan that a replacement enters (and so the rows that decode together).
+- Dynamic sampling launches ahead of verdicts: as many groups are under way as the share that was filtered so far says
+  are needed (`filtered_share.py`), so a round without filtered prompts is the plain short round. (RollPacker §7 keeps
+  the active requests at the cap until the end; verl draws batches of fixed size one after another.)
+- So more groups may count than are needed. Where nothing races, the batch takes the first of them in the order of
+  launch, as verl does, and waits for those before them: taking the first that end would neglect long responses.
+- A verdict's decision (which groups are left out, how many come in) takes effect at a logical time: a completed group's
+  verdicts are asked for when `max_unscored_groups` other groups wait behind it, or when they could end the round;
+  generation then waits for them (`AwaitVerdict`). So nothing depends on how long scoring takes: neither the groups of
+  the batch, nor the plan that a replacement enters (and so the rows that decode together). By default the number is
+  half of the groups that still decode: many verdicts may be late while a wait would idle a full engine, and few when a
+  late replacement would prolong the round.
 - A group that dynamic sampling would filter leaves as `failed` if all its scorings failed.
 
 The order is that of completion: (dispatch, dp group, slot), as the engine reports it.
@@ -24,12 +28,14 @@ The order is that of completion: (dispatch, dp group, slot), as the engine repor
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from jaxrl.config.options import FilterGroupsSection, ScoreWhen
 from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
+from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, RoundLedger
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -43,6 +49,7 @@ class BatchSettings:
       group_size: samples per prompt, R0 (`rollout.n`).
       score_when: `reward.score_when`.
       filter_groups: dynamic sampling (`algorithm.filter_groups`).
+      gen_batch_size: prompts launched at a time with dynamic sampling (`data.gen_batch_size`); 0: one by one.
       max_active_requests: the most samples under way; 0: no limit.
       version_lag: versions by which the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
       max_response_length: tokens of a response at most (`data.max_response_length`); 0: no limit.
@@ -55,6 +62,7 @@ class BatchSettings:
     max_active_requests: int = 0
     version_lag: int = 0
     max_response_length: int = 0
+    gen_batch_size: int = 0
 
     def __post_init__(self) -> None:
         if self.filter_groups.enable and self.group_size < 2:
@@ -95,12 +103,15 @@ class RaceLimits:
       num_responses: responses started per new prompt, at least `group_size`; the most a prompt may have under way.
       num_spare: groups under way beyond those still needed.
       keep_unfinished: whether the tokens of losing responses are kept.
+      max_left_over: the most prompts that dynamic sampling may launch beyond the batch and those that it filters; None:
+        no limit.
     """
 
     batch: BatchSettings
     num_responses: int
     num_spare: int = 0
     keep_unfinished: bool = False
+    max_left_over: int | None = None
 
     def __post_init__(self) -> None:
         batch = self.batch
@@ -123,9 +134,23 @@ class RaceLimits:
         return self.num_spare > 0 or self.num_responses > self.batch.group_size
 
     @property
+    def in_launch_order(self) -> bool:
+        """Whether the batch takes the first groups that count in the order of launch, whichever end first: so a rule
+        without a race neglects no long response when it launches more prompts than it needs."""
+        return self.batch.filter_groups.enable and not self.is_race
+
+    @property
+    def most_launched(self) -> int:
+        """Prompts after which a round of dynamic sampling gives up."""
+        started = self.batch.gen_batch_size or self.batch.num_groups + self.num_spare
+        return self.batch.filter_groups.max_num_gen_batches * started
+
+    @property
     def max_under_way(self) -> tuple[int, int]:
         """The most that is under way at once, as (prompts, samples); `max_active_requests` caps the samples."""
         prompts = self.batch.num_groups + self.num_spare
+        if self.batch.filter_groups.enable:
+            prompts += (MOST_PER_MISSING - 1) * self.batch.num_groups + max(self.batch.gen_batch_size - 1, 0)
         samples = prompts * self.num_responses
         return prompts, min(samples, self.batch.max_active_requests or samples)
 
@@ -147,18 +172,25 @@ class Race:
       supply: the next group to launch; called only when there is room for it.
       due: keys of prompts that must be in the batch: the round goes on until their groups are complete. They are the
         first that `supply` gives, and at most `num_groups`.
+      share: of the groups that dynamic sampling filters, as the rounds before have seen it.
 
     Attributes, for settling the round when it is over:
       groups: all that were launched, in that order.
       accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
       filtered: groups left out by dynamic sampling, and the outcome of each.
+      share: the estimate after this round's verdicts.
     """
 
     def __init__(
-        self, limits: RaceLimits, supply: Callable[[], PlannedGroup], due: Collection[PromptKey] = frozenset()
+        self,
+        limits: RaceLimits,
+        supply: Callable[[], PlannedGroup],
+        due: Collection[PromptKey] = frozenset(),
+        share: FilteredShare | None = None,
     ) -> None:
         assert len(due) <= limits.batch.num_groups
         self.limits = limits
+        self.share = share or FilteredShare()
         self.groups: dict[PromptKey, RacingGroup] = {}
         self.accepted: list[PromptKey] = []
         self.filtered: dict[PromptKey, Outcome] = {}
@@ -171,12 +203,13 @@ class Race:
         self._awaited: SampleKey | None = None
         self._sent: dict[SampleKey, None] = {}  # for scoring, in that order
         self._num_active = 0
+        self._num_owed = 0  # of a generation batch, still to be launched
         self._stopped = False
 
     @property
-    def unfinished(self) -> list[RacingGroup]:
-        """Groups that were launched, and are neither accepted nor filtered."""
-        gone = {*self.accepted, *self.filtered}
+    def left_over(self) -> list[RacingGroup]:
+        """Groups that were launched, and are neither in the batch nor filtered."""
+        gone = {*self.batch, *self.filtered}
         return [group for key, group in self.groups.items() if key not in gone]
 
     # -- the rule ----------------------------------------------------------------------------------------------------
@@ -213,12 +246,12 @@ class Race:
         """Does all that is due now, one thing at a time, because each may end the round."""
         commands: list[Command] = []
         while not self._stopped and self._awaited is None:
-            if self._judge_next(ledger, commands):
-                continue
-            if self._awaited is not None:
-                break
-            if len(self.accepted) >= self.limits.batch.num_groups and not self._due_left:
+            if self._has_batch(self.accepted) and not self._due_left:
                 self._stop(ledger, commands)
+            elif self._judge_next(ledger, commands):
+                continue
+            elif self._awaited is not None:
+                break
             elif self._has_room():
                 self._launch(commands)
             elif self._backlog:
@@ -243,31 +276,63 @@ class Race:
             commands.append(AwaitVerdict(self._awaited))
             return False
         prompt_key = self._unresolved.popleft()
-        if len({ledger.verdicts[key].reward for key in group.kept}) > 1:
-            self._accept(prompt_key)
-        else:
+        left_out = len({ledger.verdicts[key].reward for key in group.kept}) == 1
+        self.share = self.share.after(left_out, self.limits.batch.num_groups)
+        if left_out:
             failed = all(ledger.verdicts[key].status != "ok" for key in group.kept)
             self.filtered[prompt_key] = "failed" if failed else "filtered"
             self._due_left.discard(prompt_key)
+        else:
+            self._accept(prompt_key)
         return True
 
     def _must_judge(self) -> bool:
-        batch = self.limits.batch
-        could_end = len(self.accepted) + len(self._unresolved) >= batch.num_groups
-        return could_end or len(self._unresolved) > batch.filter_groups.max_unscored_groups
+        if self._has_batch({*self.accepted, *self._unresolved}):
+            return True  # it could end the round
+        allowed = self.limits.batch.filter_groups.max_unscored_groups
+        if allowed < 0:
+            running = self._num_under_way - len(self._unresolved)
+            allowed = min(self.limits.batch.num_groups, running // 2)
+        return len(self._unresolved) > allowed
+
+    def _has_batch(self, complete: Collection[PromptKey]) -> bool:
+        """Whether a batch could be chosen if `complete` were the groups that count."""
+        num_groups = self.limits.batch.num_groups
+        if len(complete) < num_groups or not self.limits.in_launch_order:
+            return len(complete) >= num_groups
+        known = {*complete, *self.filtered}
+        before = itertools.takewhile(known.__contains__, self.groups)
+        return sum(key not in self.filtered for key in before) >= num_groups
 
     def _accept(self, prompt_key: PromptKey) -> None:
         self.accepted.append(prompt_key)
         self._due_left.discard(prompt_key)
 
+    @property
+    def _num_under_way(self) -> int:
+        """Groups that were launched and are not judged."""
+        return len(self.groups) - len(self.accepted) - len(self.filtered)
+
     def _has_room(self) -> bool:
-        limits, max_active = self.limits, self.limits.batch.max_active_requests
-        if len(self.groups) - len(self.filtered) >= limits.batch.num_groups + limits.num_spare:
+        """Whether another group is to be launched now."""
+        limits, batch = self.limits, self.limits.batch
+        if batch.max_active_requests and self._num_active + limits.num_responses > batch.max_active_requests:
             return False
-        return not max_active or self._num_active + limits.num_responses <= max_active
+        missing = batch.num_groups - len(self.accepted)
+        if not batch.filter_groups.enable:
+            return self._num_under_way < missing + limits.num_spare
+        if self._num_under_way < missing:
+            self._refuse_endless()
+            return True
+        not_filtered = len(self.accepted) + self._num_under_way
+        too_many = limits.max_left_over is not None and not_filtered >= batch.num_groups + limits.max_left_over
+        if missing <= 0 or too_many or len(self.groups) >= limits.most_launched:
+            self._num_owed = 0
+            return False
+        return self._num_owed > 0 or self._num_under_way < self.share.under_way(missing) + limits.num_spare
 
     def _launch(self, commands: list[Command]) -> None:
-        self._refuse_endless()
+        self._num_owed = (self._num_owed or max(self.limits.batch.gen_batch_size, 1)) - 1
         planned = self._supply()
         prompt_key = planned.prompt.key
         assert prompt_key not in self.groups, f"{prompt_key} is in the round already"
@@ -282,8 +347,7 @@ class Race:
 
     def _refuse_endless(self) -> None:
         batch, filtering = self.limits.batch, self.limits.batch.filter_groups
-        most = filtering.max_num_gen_batches * (batch.num_groups + self.limits.num_spare)
-        if filtering.enable and len(self.groups) >= most:
+        if len(self.groups) >= self.limits.most_launched:
             raise ValueError(
                 f"dynamic sampling: {len(self.groups)} prompts launched in one round, {len(self.filtered)} of them "
                 f"with rewards that are all equal, and {len(self.accepted)} of {batch.num_groups} groups found: the "
@@ -336,7 +400,11 @@ class Race:
     def _stop(self, ledger: RoundLedger, commands: list[Command]) -> None:
         """Enough groups are there: chooses the batch and ends everything else."""
         self._stopped = True
-        ordered = sorted(self.accepted, key=lambda prompt_key: prompt_key not in self._due)  # stable
+        accepted = self.accepted
+        if self.limits.in_launch_order:
+            place = {prompt_key: i for i, prompt_key in enumerate(self.groups)}
+            accepted = sorted(accepted, key=place.__getitem__)
+        ordered = sorted(accepted, key=lambda prompt_key: prompt_key not in self._due)  # stable
         self.batch = ordered[: self.limits.batch.num_groups]
         live = tuple(key for group in self.groups.values() for key in group.live if key not in ledger.finished)
         if live:

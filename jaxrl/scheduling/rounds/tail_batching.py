@@ -45,14 +45,16 @@ from jaxrl.scheduling.rounds.batches import (
     RoundTime,
     check_schema,
     close_round,
+    discard_at_end,
     new_group,
     open_round,
     provisioned,
     queue_metrics,
-    spare_until_end,
+    room_until_end,
 )
+from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.scheduling.rounds.round import PromptKey, Round, RoundKind
+from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind
 from jaxrl.types import SampleKey
 
 SCHEMA = 2
@@ -104,6 +106,7 @@ class TailBatching:
             )
         self.queue: deque[Deferred] = deque()
         self.num_rounds = 0
+        self.share = FilteredShare()
         self._open: OpenRound | None = None
 
     @property
@@ -123,9 +126,10 @@ class TailBatching:
         """Steps until all prompts deferred by one short round have run, if only long rounds follow."""
         return -(-self.num_spare // self.batch.num_groups)
 
-    def _limits(self, kind: RoundKind, num_spare: int) -> RaceLimits:
+    def _limits(self, kind: RoundKind, num_spare: int, max_left_over: int | None = None) -> RaceLimits:
         """The limits of a short round, or of a long one (`num_spare` 0)."""
-        return RaceLimits(self.batch, self.num_responses if kind == "short" else self.batch.group_size, num_spare)
+        num_responses = self.num_responses if kind == "short" else self.batch.group_size
+        return RaceLimits(self.batch, num_responses, num_spare, max_left_over=max_left_over)
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -133,23 +137,37 @@ class TailBatching:
         assert self._open is None, "a round is planned before the one before it is settled"
         self.num_rounds += 1
         kind, num_spare = self._choose(time)
-        limits = self._limits(kind, num_spare)
+        limits = self._limits(kind, num_spare, self._most_left_over(kind, time))
 
         def supply() -> PlannedGroup:
             if kind == "long" and self.queue:
                 return self._relaunch(prompts)
             return new_group(prompts, limits.num_responses, time.step, self.num_rounds)
 
-        self._open = open_round(Race(limits, supply), kind, time)
+        self._open = open_round(Race(limits, supply, share=self.share), kind, time)
         return self._open.round
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
         """The kind of the next round, and how many prompts it launches beyond P0."""
         num_groups, num_waiting = self.batch.num_groups, len(self.queue)
-        if num_waiting >= num_groups or self._age_forces_long(time.step):
+        enough = self.share.under_way(num_groups)  # num_groups without dynamic sampling
+        if num_waiting >= enough or self._age_forces_long(time.step):
             return "long", 0
-        num_spare = spare_until_end(self.num_spare, self.options.at_end, num_groups, time, num_waiting)
-        return ("long", 0) if num_spare < 0 else ("short", num_spare)
+        room = room_until_end(self.options.at_end, num_groups, time, num_waiting)
+        num_spare = self.num_spare if room is None else min(self.num_spare, room)
+        # a race cannot wait for all of the prompts that dynamic sampling launches ahead, and must not lose any
+        crowded = self.batch.filter_groups.enable and room is not None and room < enough - num_groups + num_spare
+        return ("long", 0) if num_spare < 0 or crowded else ("short", num_spare)
+
+    def _most_left_over(self, kind: RoundKind, time: RoundTime) -> int | None:
+        """How many prompts a round may leave over, in view of the age bound and of the end of the run."""
+        rooms: list[int] = []
+        num_groups, num_waiting = self.batch.num_groups, len(self.queue) if kind == "short" else 0
+        if self.options.max_age_steps:
+            rooms.append(num_groups * self.options.max_age_steps - num_waiting)
+        if kind == "short" and (room := room_until_end(self.options.at_end, num_groups, time, num_waiting)) is not None:
+            rooms.append(room)
+        return min(rooms, default=None)
 
     def _age_forces_long(self, step: int) -> bool:
         """Whether a prompt could exceed the age bound if this round were short and all later ones long."""
@@ -176,15 +194,25 @@ class TailBatching:
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race = opened.race
-        planned = [group.planned for group in race.unfinished]
+        self.share = race.share
+        planned = [group.planned for group in race.left_over]
         deferred = [Deferred(p.prompt.key, p.attempt, p.first_step, p.first_round) for p in planned]
-        assert not deferred or current.kind == "short", "a long round waits for all of its prompts"
-        self.queue.extend(deferred)
+        waits_for_all = current.kind == "long" and not self.batch.filter_groups.enable
+        assert not (deferred and waits_for_all), "a long round waits for all of its prompts"
+        if current.kind == "short":
+            self.queue.extend(deferred)
+        else:
+            self.queue.extendleft(reversed(deferred))  # those that were launched first are the oldest of all
+        left: dict[PromptKey, Outcome] = dict(race.filtered)
+        discarded = discard_at_end(self.queue, room_until_end(self.options.at_end, self.batch.num_groups, opened.time))
+        left |= dict.fromkeys(discarded, "filtered")
         groups = current.groups()
         metrics = opened.metrics(groups, opened.tokens_lost())
         metrics["rollout/deferred_prompts"] = float(len(deferred))
         metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
-        return RoundResult(current.kind, groups, dict(race.filtered), metrics)
+        if self.batch.filter_groups.enable:
+            metrics["rollout/discarded_prompts"] = float(len(discarded))
+        return RoundResult(current.kind, groups, left, metrics)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -195,6 +223,7 @@ class TailBatching:
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
+            "filtered_share": self.share.state(),
             "queue": np.asarray(rows, np.int64).reshape(-1, 5),
         }
 
@@ -206,3 +235,4 @@ class TailBatching:
         rows = (tuple(int(value) for value in row[:5]) for row in state["queue"])
         self.queue = deque(Deferred((epoch, index), *more) for epoch, index, *more in rows)
         self.num_rounds = int(state["num_rounds"])
+        self.share = FilteredShare.of_state(state.get("filtered_share", ()))

@@ -67,5 +67,5 @@ def test_batches_of_nothing_are_a_mistake_in_code(num_groups: int, group_size: i
 def test_states_of_another_make_are_refused():
     fresh = fresh_batches(4, 4)
     fresh.load_state_dict(through_disk(fresh.state_dict()))
-    with pytest.raises(ValueError, match="schema 2"):
-        fresh.load_state_dict({"schema": 2})
+    with pytest.raises(ValueError, match="schema 3"):
+        fresh.load_state_dict({"schema": 3})

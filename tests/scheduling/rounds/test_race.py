@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining
-from rounds import START, Table, check_table, filtering, finish, fresh_batches, key, names, verdict
+from rounds import START, Table, aborted, check_table, filtering, finish, fresh_batches, key, names, verdict
 
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
@@ -19,8 +19,8 @@ def test_where_nothing_races_replacements_come_at_a_logical_time_as_well():
     assert current.handle(verdict(key(0, 0), 1.0)) == current.handle(verdict(key(0, 1), 1.0)) == [], "not yet"
     assert names(current.handle(finish(key(1, 1)))) == [
         ("score", key(1, 1)),
-        ("launch", 3, key(3, 0), key(3, 1)),
-    ], "two are complete, one verdict may be due"
+        *(("launch", p, key(p, 0), key(p, 1)) for p in (3, 4, 5)),
+    ], "two are complete, one verdict may be due; of one judged one was filtered, so more than one is launched"
 
 
 def test_a_group_whose_scorings_all_fail_leaves_as_failed():
@@ -33,6 +33,7 @@ def test_a_group_whose_scorings_all_fail_leaves_as_failed():
         verdict(key(0, 1), 0.0, "crash"),
         *(finish(key(1, i)) for i in (0, 1)),
         *(verdict(key(1, i)) for i in (0, 1)),
+        *(aborted(key(2, i)) for i in (0, 1)),
     ):
         current.handle(event)
     result = rule.settle(current)
@@ -65,11 +66,16 @@ def test_rewards_after_the_rollout():
         (finish(key(0, 1)), []),
         (finish(key(0, 0)), [("score", key(0, 1)), ("score", key(0, 0)), ("await", key(0, 0))]),
         (verdict(key(0, 1), 1.0), []),
-        (verdict(key(0, 0), 1.0), [("launch", 1, key(1, 0), key(1, 1))]),
+        (verdict(key(0, 0), 1.0), [("launch", p, key(p, 0), key(p, 1)) for p in (1, 2)]),
         (finish(key(1, 0)), []),
-        (finish(key(1, 1)), [("score", key(1, 0)), ("score", key(1, 1)), ("await", key(1, 1))]),
+        (finish(key(1, 1)), []),
+        (finish(key(2, 0)), []),
+        (
+            finish(key(2, 1)),
+            [*(("score", key(p, i)) for p in (1, 2) for i in (0, 1)), ("await", key(1, 1))],
+        ),
         (verdict(key(1, 0)), []),
-        (verdict(key(1, 1)), []),
+        (verdict(key(1, 1)), [("cancel", key(2, 0), key(2, 1))]),
     ]
     check_table(current, table)
 

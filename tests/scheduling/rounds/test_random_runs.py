@@ -156,7 +156,9 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
         assert isinstance(straight.rule, TailBatching)
         after = [deferred.key for deferred in straight.rule.queue]
         waited = [prompt_key for prompt_key in before if prompt_key in after]
-        assert before[len(before) - len(waited) :] == waited == after[: len(waited)]
+        assert waited == after[: len(waited)]
+        if not straight.rule.batch.filter_groups.enable:  # which may filter a prompt behind the last one of a batch
+            assert before[len(before) - len(waited) :] == waited
         assert result.kind == "long" or waited == before
         before = after
     state = straight.rule.state_dict()
@@ -219,7 +221,9 @@ def test_random_runs_of_partial_rollout_keep_the_book(
     training = run_with_crashes(lambda: make(0), total, crashes)
     for trained_version, result in enumerate(training.results):
         assert len(result.groups) == batch.num_groups
-        assert result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).num_spare
+        assert (
+            result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).max_under_way[0] - batch.num_groups
+        )
         for group in result.groups:
             assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
             for sample in group.samples:
@@ -235,7 +239,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
         buffered = len(other.rule.state_dict()["samples"]["token_ids"])
         tokens = count_tokens(other)
         assert other.rollout.num_drawn == sum(tokens.values()) + buffered
-        if options.max_staleness < 0:
+        if options.max_staleness < 0 and not any(r.metrics.get("rollout/discarded_prompts") for r in training.results):
             assert tokens["thrown"] == 0
 
 

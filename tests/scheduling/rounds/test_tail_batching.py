@@ -168,21 +168,28 @@ def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
         (finish(key(1, 1)), [("score", key(1, 1)), ("await", key(0, 1))]),
         (finish(key(2, 0)), []),  # it waits for the verdict, too
         (verdict(key(0, 0), 1.0), []),
-        (verdict(key(0, 1), 1.0), [("launch", 3, key(3, 0), key(3, 1)), ("score", key(2, 0))]),
+        (verdict(key(0, 1), 1.0), [("await", key(1, 1))]),  # two have ended, and few others run
         (verdict(key(1, 0), 0.0), []),
-        (verdict(key(1, 1), 1.0), []),
+        (
+            verdict(
+                key(1, 1), 1.0
+            ),  # one of two was filtered: one that is missing needs two under way, and one to spare
+            [*(("launch", p, key(p, 0), key(p, 1)) for p in (3, 4)), ("score", key(2, 0))],
+        ),
         (finish(key(3, 0)), [("score", key(3, 0))]),
         (finish(key(2, 1)), [("score", key(2, 1)), ("await", key(2, 1))]),
         (verdict(key(2, 0), 0.0), []),
         (verdict(key(3, 0), 0.0), []),
-        (verdict(key(2, 1), 1.0), [("abort", key(3, 1))]),
+        (verdict(key(2, 1), 1.0), [("abort", key(3, 1), key(4, 0), key(4, 1))]),
         (aborted(key(3, 1), 9), []),
+        (aborted(key(4, 0), 0), []),
+        (aborted(key(4, 1), 0), []),
     ]
     check_table(current, table)
     result = rule.settle(current)
     assert result.left == {(0, 0): "filtered"}
     assert [group.prompt.index for group in result.groups] == [1, 2]
-    assert [d.key for d in rule.queue] == [(0, 3)]
+    assert [d.key for d in rule.queue] == [(0, 3), (0, 4)]
     assert result.metrics["rollout/filtered_prompts"] == 1
     assert result.metrics["rollout/filtered_tokens"] == 4
     assert result.metrics["rollout/thrown_tokens"] == 2 + 9

@@ -1,0 +1,110 @@
+"""`rollout.tensor_model_parallel_size=auto`, replaced by a degree before anything is built.
+
+Purpose: `with_degree` for real runs and for what is said of them. A run that began with a degree keeps it: config.yaml
+holds the number. `jaxrl.sim.configured.with_degree` does the same for modelled devices.
+
+Source: RollPacker §4.2; `jaxrl.scheduling.layouts.initial_degree` has the choice and its departures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import config_of, resolve_path
+from jaxrl.runtime.build import device_bytes
+from jaxrl.runtime.memory import plan_num_blocks
+from jaxrl.runtime.profile import checked_profile, load_profile
+from jaxrl.scheduling.layouts.initial_degree import fastest_degree
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Profile
+from jaxrl.scheduling.layouts.situation import GroupCapacity
+
+OPTION = "rollout.tensor_model_parallel_size"
+
+
+def with_degree(
+    config: Config, mesh: Mesh, say: Callable[[str], None] = print, earlier: Config | None = None
+) -> Config:
+    """`config` with a number in place of auto, said and explained; as it is where it has one.
+
+    Args:
+      mesh: of the rollout.
+      earlier: the configuration with which this run was started before; None: never.
+
+    Raises:
+      ConfigError: there is no profile, or it is not of this model and machine, or no degree in it is possible.
+    """
+    if not config.is_tp_open:
+        return config
+    kept = config.with_tp_of(earlier, mesh.size)
+    if not kept.is_tp_open:
+        say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")
+        return kept
+    _require_profile(config)
+    model = config_of(resolve_path(config.model.path))
+    memory = device_bytes(mesh.devices.ravel().tolist())
+    config, said = choose(config, model, mesh.size, memory, checked_profile(config, model, mesh))
+    say(said)
+    return config
+
+
+def planned_degree(
+    config: Config, model: ModelConfig, num_devices: int, memory_bytes: int | None
+) -> tuple[Config, str]:
+    """`with_degree` for devices that need not be here: the profile is not compared with a machine, only its number of
+    devices. Returns the configuration, and what there is to say (empty: it has a number)."""
+    if not config.is_tp_open:
+        return config, ""
+    _require_profile(config)
+    profile = load_profile(config.rollout.layout.profile)
+    if profile.identity.device_count != num_devices:
+        raise ConfigError(
+            f"{OPTION} is auto, and rollout.layout.profile ({config.rollout.layout.profile}) is of "
+            f"{profile.identity.device_count} devices: the rollout has {num_devices}"
+        )
+    return choose(config, model, num_devices, memory_bytes, profile)
+
+
+def _require_profile(config: Config) -> None:
+    if not config.rollout.layout.profile:
+        raise ConfigError(
+            f"rollout.layout.profile is missing: {OPTION}=auto needs a file of `jaxrl profile --config ... --out "
+            "profile.json`, from which it takes the fastest degree"
+        )
+
+
+def choose(
+    config: Config, model: ModelConfig, num_devices: int, memory_bytes: int | None, profile: Profile
+) -> tuple[Config, str]:
+    """The configuration with the profile's fastest degree for its batch and lengths, and a sentence about it."""
+    rollout, data = config.rollout, config.data
+    possible: dict[int, GroupCapacity] = {}
+    refused: ValueError | None = None
+    for degree in rollout.layout.possible_on(num_devices):
+        if degree not in profile.degrees:
+            continue
+        try:
+            blocks = plan_num_blocks(config.with_tp(degree), model, num_devices, memory_bytes)
+        except ValueError as error:
+            refused = error  # weights and one request do not fit: a larger degree may do
+            continue
+        possible[degree] = GroupCapacity((blocks - 1) * rollout.block_size, rollout.max_num_seqs)
+    if refused is not None and not possible:
+        raise ConfigError(str(refused)) from refused
+    if not possible:
+        raise ConfigError(
+            f"{OPTION} is auto, and rollout.layout.profile ({rollout.layout.profile}) holds tp "
+            f"{', '.join(map(str, profile.degrees))}, none of which {num_devices} devices and rollout.layout.degrees "
+            f"allow: {NEW_PROFILE}"
+        )
+    predictor = LatencyPredictor(profile, rollout.layout)
+    rows = data.train_batch_size * rollout.n
+    chosen = fastest_degree(predictor, possible, rows, data.max_prompt_length, data.max_response_length)
+    return config.with_tp(chosen.degree), (
+        f"{OPTION}: auto is {chosen.degree} by {rollout.layout.profile} (a batch of {rows} longest samples decodes in "
+        f"{chosen})"
+    )

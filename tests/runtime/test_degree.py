@@ -1,0 +1,158 @@
+"""`rollout.tensor_model_parallel_size=auto`: what is chosen, kept, and refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import write_tiny_model
+
+from jaxrl.commands.explain import explain_config
+from jaxrl.commands.profile import adaptive
+from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
+from jaxrl.models.loading import config_of
+from jaxrl.models.shapes import named_shape
+from jaxrl.runtime.degree import planned_degree, with_degree
+from jaxrl.runtime.profile import identity_of
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
+from jaxrl.sharding.mesh import make_mesh
+
+MODEL = named_shape("SmolLM2-135M")
+
+
+def config(layout: dict[str, Any] | None = None, tp: Any = "auto", **rollout: Any) -> Config:
+    return from_mapping(
+        {
+            "model": {"path": "models/tiny"},
+            "data": {"train_batch_size": 4},
+            "rollout": {
+                "n": 4,
+                "max_num_seqs": 8,
+                "tensor_model_parallel_size": tp,
+                **rollout,
+                "layout": {"profile": "p.json", **(layout or {})},
+            },
+        }
+    )
+
+
+def table(identity: ProfileIdentity, *degrees: int) -> Profile:
+    """A row takes 8 / tp ms, and each more in its dp group 0.1 tp: with 16 rows on 8 devices, tp 2 is the fastest."""
+    points = [
+        Measurement(tp, rows, context, 1e-3 * (8 / tp + 0.1 * tp * (rows - 1)))
+        for tp in degrees or (1, 2, 4, 8)
+        for rows in (1, 16)
+        for context in (8, 4096)
+    ]
+    return Profile(identity, tuple(points))
+
+
+def write(path: Path, *degrees: int, count: int = 8) -> str:
+    identity = ProfileIdentity("tiny", "f", "H100", count, "0", "float32")
+    path.write_text(json.dumps(table(identity, *degrees).to_json()))
+    return str(path)
+
+
+def test_the_fastest_degree_of_the_profile(tmp_path: Path):
+    c = config({"profile": write(tmp_path / "p.json")})
+    assert c.is_tp_open
+    chosen, said = planned_degree(c, MODEL, 8, None)
+    assert chosen == c.with_tp(2)
+    assert chosen.rollout.tp == 2
+    # 128 steps of 8 + 0.1, 4 + 0.6, 2 + 2.8 ms; at tp 8 two waves of 1 + 5.6
+    assert said.startswith("rollout.tensor_model_parallel_size: auto is 2 by ")
+    assert said.endswith(
+        "(a batch of 16 longest samples decodes in 1.037 s at tp 1, 0.5888 s at tp 2, 0.6144 s at tp 4, 1.69 s at tp 8)"
+    )
+    assert planned_degree(c.with_tp(4), MODEL, 8, None) == (c.with_tp(4), "")
+
+
+@pytest.mark.parametrize(
+    ("layout", "rollout", "expected"),
+    [
+        ({"degrees": [4, 8]}, {}, 4),
+        ({"devices_per_host": 1}, {}, 1),
+        ({}, {"max_num_seqs": 2}, 1),  # 2 waves at tp 2
+        ({}, {"n": 64}, 1),
+    ],
+)
+def test_it_is_among_what_is_possible(tmp_path: Path, layout: dict[str, Any], rollout: dict[str, Any], expected: int):
+    c = config({"profile": write(tmp_path / "p.json"), **layout}, **rollout)
+    assert planned_degree(c, MODEL, 8, None)[0].rollout.tp == expected
+
+
+def test_degrees_that_do_not_fit_into_memory_are_left_out(tmp_path: Path):
+    """The weights of the rollout and one request: at tp 1 and 2 they do not fit beside the training state."""
+    c = config({"profile": write(tmp_path / "p.json")}, memory_fraction=1.0)
+    for memory, expected in ((1 << 40, 2), (700 << 20, 4), (560 << 20, 8)):
+        assert planned_degree(c, MODEL, 8, memory)[0].rollout.tp == expected
+    with pytest.raises(ConfigError, match=r"rollout.memory_fraction \(1.0\) of .* leaves"):
+        planned_degree(c, MODEL, 8, 100 << 20)
+
+
+def test_what_cannot_be_chosen_from(tmp_path: Path):
+    message = r"profile is missing: rollout.tensor_model_parallel_size=auto needs a file of `jaxrl profile --config"
+    with pytest.raises(ConfigError, match=message):
+        planned_degree(config({"profile": ""}), MODEL, 8, None)
+    with pytest.raises(ConfigError, match=message):
+        with_degree(config({"profile": ""}), make_mesh())
+    with pytest.raises(ConfigError, match=r"p.json does not exist: make it with `jaxrl profile`"):
+        planned_degree(config({"profile": str(tmp_path / "p.json")}), MODEL, 8, None)
+    c = config({"profile": write(tmp_path / "p.json", 1, 2, count=4)})
+    with pytest.raises(ConfigError, match=r"is auto, and .* is of 4 devices: the rollout has 8"):
+        planned_degree(c, MODEL, 8, None)
+    c = config({"profile": write(tmp_path / "p.json", 1, 2), "degrees": [4, 8]})
+    with pytest.raises(ConfigError, match=r"holds tp 1, 2, none of which 8 devices and rollout.layout.degrees allow"):
+        planned_degree(c, MODEL, 8, None)
+    with pytest.raises(ConfigError, match=r"degrees \[2, 3\] must ascend .*tensor_model_parallel_size \(auto\) among"):
+        config({"degrees": [2, 3]})
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size is auto, and must be a number here"):
+        _ = config().rollout.tp
+
+
+def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
+    path = write_tiny_model(tmp_path / "model")
+    values = to_mapping(config({"profile": write(tmp_path / "p.json")}))
+    values["model"]["path"] = str(path)
+    c, mesh, said = from_mapping(values), make_mesh(), []
+    with pytest.raises(ConfigError, match=r"the latency profile is of something else"):
+        with_degree(c, mesh, said.append)
+    identity = identity_of(c, config_of(str(path)), mesh)
+    (tmp_path / "p.json").write_text(json.dumps(table(identity).to_json()))
+    chosen = with_degree(c, mesh, said.append)
+    assert chosen.rollout.tp == 2
+    assert len(said) == 1
+    assert "auto is 2" in said[0]
+    assert with_degree(chosen, mesh, said.append) is chosen
+    assert len(said) == 1
+
+
+def test_a_run_keeps_the_degree_that_it_began_with():
+    said: list[str] = []
+    c, mesh = config({"profile": "gone.json"}), make_mesh()
+    assert with_degree(c, mesh, said.append, earlier=config(tp=4)).rollout.tp == 4
+    assert said == ["rollout.tensor_model_parallel_size: auto stays 4, as this run began"]
+    assert c.with_tp_of(config(tp=4), 2).is_tp_open, "not on devices that it does not divide"
+    assert c.with_tp_of(None, 8).is_tp_open
+    assert c.with_tp(2).with_tp_of(config(tp=4), 8).rollout.tp == 2, "a number is what was asked for"
+
+
+def test_explain_config_shows_it(tmp_path: Path):
+    path = write_tiny_model(tmp_path / "model")
+    values = to_mapping(config({"profile": write(tmp_path / "p.json")}))
+    values["model"]["path"] = str(path)
+    explained = explain_config(from_mapping(values), 8, 1 << 34)
+    assert (explained.dp, explained.tp) == (4, 2)
+    assert "note: rollout.tensor_model_parallel_size: auto is 2 by " in str(explained)
+
+
+def test_the_profiler_measures_every_degree_with_the_rows_of_a_run():
+    found = adaptive(config({"degrees": [2, 4]}))
+    assert (found.rollout.tp, found.rollout.layout.planner, found.rollout.layout.scale_rows) == (2, True, False)
+    assert adaptive(config()).rollout.tp == 1
+    known = adaptive(config(tp=4))
+    assert (known.rollout.tp, known.rollout.layout.scale_rows) == (4, True)
+    assert replace(known.rollout.layout, planner=False) == config(tp=4).rollout.layout

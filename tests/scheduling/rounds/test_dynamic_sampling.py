@@ -1,0 +1,192 @@
+"""Dynamic sampling: replacements ahead of verdicts, in logical time, and what becomes of those that are not needed."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from fake_rollout import (
+    FakePrompts,
+    FakeRollout,
+    FakeTraining,
+    check_book,
+    fingerprint,
+    run_with_crashes,
+    tangled,
+    through_disk,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
+
+from jaxrl.config.options import PartialRolloutSection, TailBatchingSection
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
+from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
+from jaxrl.types import SampleKey
+
+
+def lengths(seed: int, k: SampleKey) -> int:
+    """Most are short, and a tail up to a limit."""
+    number = tangled(seed, k.epoch, k.prompt_index, k.sample_index, k.attempt) % 10_000
+    return min(10 + int(20 * (10_000 / (number + 1) - 1)), 400)
+
+
+def is_filtered(seed: int, k: SampleKey, percent: int) -> bool:
+    return tangled(seed + 1, k.epoch, k.prompt_index) % 100 < percent
+
+
+def rollout(seed: int, percent: int, delay: int = 1) -> FakeRollout:
+    """`percent` of the prompts have rewards that are all equal."""
+    return FakeRollout(
+        lambda k: lengths(seed, k),
+        lambda k: (0.0 if is_filtered(seed, k, percent) else float(k.sample_index % 2), "ok"),
+        num_slots=800,
+        plan_tokens=10,
+        delay=lambda k: delay,
+    )
+
+
+def run(rule: BatchRule, seed: int, percent: int, steps: int = 6) -> tuple[float, float]:
+    """Ticks per step, and prompts launched per step."""
+    training = FakeTraining(rule, FakePrompts(1000), rollout(seed, percent), steps)
+    results = [training.run_step() for _ in range(steps)]
+    assert all(len(result.groups) == 16 for result in results)
+    return training.rollout._tick / steps, fmean(result.metrics["rollout/launched_prompts"] for result in results)
+
+
+def test_a_round_with_filtered_groups_takes_little_longer_and_generates_little_more():
+    """Sixty percent are filtered: one replacement after the other took five times as long."""
+    filtered, launched, plain = [], [], []
+    for seed in range(5):
+        plain.append(run(fresh_batches(16, 8), seed, 60)[0])
+        ticks, prompts = run(fresh_batches(16, 8, **filtering()), seed, 60)
+        filtered.append(ticks)
+        launched.append(prompts)
+    assert fmean(filtered) <= 1.5 * fmean(plain)
+    assert fmean(launched) <= 1.3 * 16 / (1 - 0.6)
+
+
+def test_long_rounds_launch_ahead_as_well():
+    options = TailBatchingSection(True, prompt_factor=1.25, response_factor=1.25)
+    plain, filtered = [], []
+    for seed in range(5):
+        plain.append(run(TailBatching(BatchSettings(16, 8), options), seed, 60, 12)[0])
+        filtered.append(run(TailBatching(BatchSettings(16, 8, **filtering()), options), seed, 60, 12)[0])
+    assert fmean(filtered) <= 2 * fmean(plain)
+
+
+def test_where_nothing_is_filtered_nothing_is_launched_ahead():
+    for seed in range(3):
+        rules = fresh_batches(16, 4, **filtering()), fresh_batches(16, 4)
+        trainings = [FakeTraining(rule, FakePrompts(1000), rollout(seed, 0), None) for rule in rules]
+        for _ in range(3):
+            batches = [batch_keys(training.run_step().groups) for training in trainings]
+            assert batches[0] == batches[1]
+        assert trainings[0].rollout.num_drawn == trainings[1].rollout.num_drawn
+
+
+def test_the_share_follows_what_is_judged():
+    share = FilteredShare()
+    assert share.share == 0
+    assert [share.under_way(n) for n in (0, 1, 16)] == [0, 1, 16]
+    for i in range(1000):
+        share = share.after(i % 10 < 6, 16)
+    assert share.share == pytest.approx(0.6, abs=0.03)
+    assert share.under_way(16) in range(42, 47)
+    for _ in range(1000):
+        share = share.after(True, 16)
+    assert 0.9 < share.share < 1
+    assert share.under_way(16) == MOST_PER_MISSING * 16, "however many are filtered"
+    assert FilteredShare.of_state(through_disk({"share": share.state()})["share"]) == share
+
+
+def test_a_plain_batch_takes_the_first_that_count_in_the_order_of_launch():
+    """Prompt 1 is filtered, 2 and 3 come instead. 3 ends before 0, and the batch is 0 and 2 all the same."""
+    rule = fresh_batches(2, 2, **filtering(max_unscored_groups=0))
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    for event in (START, finish(key(1, 0)), finish(key(1, 1)), verdict(key(1, 0), 0.0)):
+        current.handle(event)
+    launched = names(current.handle(verdict(key(1, 1), 0.0)))
+    assert [command[:2] for command in launched] == [("launch", 2), ("launch", 3)]
+    for p in (3, 2, 0):
+        for i in (0, 1):
+            current.handle(finish(key(p, i)))
+        for i in (0, 1):
+            assert not current.done
+            current.handle(verdict(key(p, i)))
+    assert current.done
+    result = rule.settle(current)
+    assert batch_keys(result.groups) == [[key(p, 0), key(p, 1)] for p in (0, 2)]
+    assert result.left == {(0, 1): "filtered"}
+    assert rule.num_carried == 1
+    again = rule.plan(FakePrompts(10, 4), RoundTime(2, 1))
+    launched = names(again.handle(START))
+    assert launched[0] == ("launch", 3, key(3, 0, 1), key(3, 1, 1)), "first of the next round, with new responses"
+    assert launched[1][1] == 4
+
+
+RULES = {
+    "plain": lambda batch: fresh_batches(batch.num_groups, batch.group_size, filter_groups=batch.filter_groups),
+    "tail batching": lambda batch: TailBatching(batch, TailBatchingSection(True, 1.5, 1.5, at_end="leave")),
+    "partial rollout": lambda batch: PartialRollout(batch, PartialRolloutSection(True, at_end="leave")),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(
+    delays=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    eager=st.booleans(),
+    seed=st.integers(0, 100),
+    max_unscored=st.integers(-1, 4),
+    percent=st.sampled_from([30, 60, 80]),
+)
+@settings(max_examples=25, deadline=None)
+def test_no_arrival_of_a_verdict_changes_a_launch_a_batch_or_a_departure(
+    name: str, delays: list[int], eager: bool, seed: int, max_unscored: int, percent: int
+):
+    """Verdicts come after any delays; launches in their order, batches, departures and the estimate are the same."""
+    outcomes = []
+    for late in ([0], delays):
+        batch = BatchSettings(4, 2, **filtering(max_unscored_groups=max_unscored, max_num_gen_batches=1000))
+        rule = RULES[name](batch)
+        played = FakeRollout(
+            lambda k: 1 + tangled(seed, *_words(k)) % 30,
+            lambda k: (0.0 if is_filtered(seed, k, percent) else float(k.sample_index % 2), "ok"),
+            num_slots=9,
+            delay=lambda k, late=late: late[tangled(7, *_words(k)) % len(late)],
+            eager=eager and late is delays,
+        )
+        training = FakeTraining(rule, FakePrompts(40), played, None)
+        steps = []
+        for _ in range(4):
+            result = training.run_step()
+            check_book(training)
+            launches = [command for command in names(played.commands) if command[0] == "launch"]
+            steps.append((fingerprint(result), launches))
+        outcomes.append((steps, rule.share))
+    assert outcomes[0] == outcomes[1]
+
+
+def _words(k: SampleKey) -> tuple[int, ...]:
+    return k.epoch, k.prompt_index, k.sample_index, k.attempt
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_resumed_run_goes_on_with_the_estimate_and_the_prompts_that_were_not_needed(name: str):
+    def make() -> FakeTraining:
+        rule = RULES[name](BatchSettings(4, 2, **filtering()))
+        return FakeTraining(rule, FakePrompts(50), rollout(5, 60), None)
+
+    straight = make()
+    results = [straight.run_step() for _ in range(6)]
+    training = run_with_crashes(make, 6, {2: "boundary", 4: "round", 5: "boundary"})
+    assert [fingerprint(each) for each in training.results] == [fingerprint(each) for each in results]
+    assert training.rule.state_dict()["filtered_share"] == straight.rule.state_dict()["filtered_share"] != [0, 0]
+    state = training.state()
+    state["rule"] = {**state["rule"], "filtered_share": [0.0, 0.0]}
+    forgetful = make()
+    forgetful.load(state)
+    assert fingerprint(forgetful.run_step()) != fingerprint(straight.run_step()), "the estimate decides"
