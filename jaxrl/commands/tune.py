@@ -32,7 +32,15 @@ from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import SIMULATED
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
-from jaxrl.sim.configured import cost_model, layout_sizes, machine_sizes, model_sizes, num_devices_of, workload_of
+from jaxrl.sim.configured import (
+    cost_model,
+    layout_sizes,
+    machine_sizes,
+    model_sizes,
+    num_devices_of,
+    with_degree,
+    workload_of,
+)
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.tuning import PLAIN, SEARCHES, Factors, RuleName, Search, Table, Trial, Tried, label, trial
@@ -148,7 +156,8 @@ def tune(
 
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:
-    return config_files.load(Path(run_dir) / "config.yaml", overrides)
+    """The run's configuration with other options; a degree that these leave open (auto) is the modelled fastest."""
+    return with_degree(config_files.load(Path(run_dir) / "config.yaml", overrides))[0]
 
 
 def _devices(run_dir: str) -> dict[str, Any]:

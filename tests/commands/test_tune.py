@@ -192,6 +192,16 @@ def test_a_real_run_gives_its_devices(write: Callable[..., str]):
     assert "on 8 × H100" in said[0], "a simulated run's devices are in its options"
 
 
+def test_a_degree_left_open_is_found(write: Callable[..., str]):
+    options = ("simulate.num_devices=2", "rollout.tensor_model_parallel_size=auto")
+    found, _ = search(write(heavy), *options, values=(1.5,), steps=6, seeds=1)
+    fixed = [
+        search(write(heavy), options[0], f"rollout.tensor_model_parallel_size={tp}", values=(1.5,), steps=6, seeds=1)[0]
+        for tp in (1, 2)
+    ]
+    assert found in fixed
+
+
 def test_a_real_run_s_own_latencies(write: Callable[..., str], tmp_path: Path):
     profile = tmp_path / "latencies.json"
     grid = [(batch, context) for batch in (1, 64) for context in (64, 1024)]
