@@ -21,27 +21,29 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from papers import calibrate, what_if
-from papers.cases import APRIL_WARM_UP, EXPERIMENTS, cases_of, headline
+from papers import calibrate, pat_closed, what_if
+from papers.cases import EXPERIMENTS, cases_of, headline
 from papers.pages import page
 from papers.records import header, read
 from papers.runs import Steps, run
 from papers.setups import Case
 
+MOST_STEPS = 20  # of a run in closed form
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproductions"
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The papers' experiments on modelled devices: ours beside theirs.")
     parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"{', '.join(EXPERIMENTS)} (all)")
-    parser.add_argument("--steps", type=int, default=20, help="at least so many steps of a run, in whole periods (20)")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each case, over which means are taken (1)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of the main runs, in whole periods (40)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each case: means and deviations are theirs (5)")
     parser.add_argument("--decode-steps", type=int, default=64, help="most decode steps of a plan (64)")
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time (1)")
     parser.add_argument("--calibration", type=Path, default=FOLDER / "calibration.json", help="the constants")
@@ -65,36 +67,56 @@ def _run(case: Case, calibration_file: Path) -> Steps:
     return run(case, calibrate.read(calibration_file))
 
 
-def simulate(cases: Sequence[Case], calibration_file: Path, processes: int) -> list[Steps]:
-    """Runs the cases, in order or several at a time; says of each how long it took."""
+def _in_order(stack: ExitStack, processes: int) -> Callable[..., Iterable[Any]]:
+    """`map`, over several processes if there are to be more than one."""
+    if processes == 1:
+        return map
+    # not by fork: the calling process may have threads
+    return stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
+
+
+def simulate(
+    cases: Sequence[Case], calibration_file: Path, processes: int, on_run: Callable[[Sequence[Steps]], object]
+) -> list[Steps]:
+    """Runs the cases, in order or several at a time; says of each how long it took, and hands out what is done."""
     done: list[Steps] = []
     began = time.perf_counter()
     with ExitStack() as stack:
-        in_order: Callable[..., Iterable[Steps]] = map
-        if processes > 1:
-            # not by fork: the calling process may have threads
-            in_order = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
-        for steps in in_order(_run, cases, [calibration_file] * len(cases)):
+        for steps in _in_order(stack, processes)(_run, cases, [calibration_file] * len(cases)):
             done.append(steps)
+            on_run(done)
             took = f"{steps.wall_s / len(steps.step_s):.2f} s a step, {time.perf_counter() - began:.0f} s so far"
             print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
     return done
 
 
-def other_readings(
-    record: Mapping[str, Any], cases: Sequence[Case], options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Speed-ups of the paper's main table, with one assumption changed at a time."""
-    chosen = headline(cases)
-    skip = min([APRIL_WARM_UP, *(case.steps - 1 for case in chosen)])
-    return what_if.speedups(record["paper"], chosen, calibrate.read(options.calibration), skip)
+def other_readings(cases: Sequence[Case], calibration_file: Path, processes: int) -> what_if.Readings:
+    """Speed-ups of the paper's main table in closed form, over fewer steps, with one assumption changed at a time."""
+    if cases[0].paper == "pat":
+        return pat_closed.readings(calibrate.read(calibration_file), cases[0].scale)
+    chosen = [replace(case, steps=min(case.steps, MOST_STEPS)) for case in headline(cases)]
+    columns = what_if.columns_of(chosen)
+    asked = [(name, case) for name in what_if.names_of(chosen) for column in columns for case in column]
+    with ExitStack() as stack:
+        calibration = calibrate.read(calibration_file)
+        found = iter(
+            list(_in_order(stack, processes)(what_if.reading, *zip(*asked, strict=True), [calibration] * len(asked)))
+            if asked
+            else []
+        )
+        return {name: [[next(found) for _ in column] for column in columns] for name in what_if.names_of(chosen)}
 
 
-def write(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: Mapping[str, Sequence[float]]) -> str:
-    """Writes a result and its page, which is returned."""
+def keep(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: what_if.Readings) -> dict[str, Any]:
+    """Writes a result; its header."""
     whole = {**record, "what_if": readings}
     file.write_text(json.dumps({**whole, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
-    text = page(whole, done)
+    return whole
+
+
+def write(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: what_if.Readings) -> str:
+    """Writes a result and its page, which is returned."""
+    text = page(keep(file, record, done, readings), done)
     file.with_suffix(".md").write_text(text, encoding="utf-8")
     return text
 
@@ -108,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.page:
             record, done = read(options.page)
-            write(options.page, record, done, other_readings(record, [steps.case for steps in done], options))
+            cases = [steps.case for steps in done]
+            write(options.page, record, done, other_readings(cases, options.calibration, options.processes))
             return 0
         calibrate.read(options.calibration)
     except ValueError as error:
@@ -120,10 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = header(began, paper, arguments, options.calibration, options.tiny)
         scale = 32 if options.tiny else 1
         cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
-        readings = other_readings(record, cases, options)  # first: they are quick
-        done = simulate(cases, options.calibration, options.processes)
         file = options.out / f"{paper}-{began.date().isoformat()}.json"
-        text = write(file, record, done, readings)
+        # kept after each run; `--page` makes the rest, should this be ended
+        done = simulate(cases, options.calibration, options.processes, partial(keep, file, record, readings={}))
+        text = write(file, record, done, other_readings(cases, options.calibration, options.processes))
         print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
     return 0
 

@@ -32,6 +32,9 @@ class Hardware:
       link_bytes_per_s: bandwidth from one device to the others of its node, in one direction.
       inter_node_bytes_per_s: one device's share of its node's network, in one direction.
       node_size: devices of a node.
+      one_shot: whether reductions inside a node by a single kernel are modelled. Every device must read every other's
+        memory over links or a switch (over PCIe engines turn such kernels off), and the latency must be published: it
+        is for the H100 (`jaxrl.sim.cost_model.Efficiency`), and taken to be the same for the H200, with its links.
     """
 
     name: str
@@ -41,11 +44,12 @@ class Hardware:
     link_bytes_per_s: float
     inter_node_bytes_per_s: float
     node_size: int = 8
+    one_shot: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "name" and not value > 0:
+            if field.name not in ("name", "one_shot") and not value > 0:
                 raise ValueError(f"Hardware {self.name!r}: {field.name} ({value!r}) must be > 0")
 
     def bytes_per_s(self, num_devices: int) -> float:
@@ -84,6 +88,7 @@ H100 = Hardware(
     memory_bytes=80 * GIB,
     link_bytes_per_s=450e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
+    one_shot=True,
 )
 """NVIDIA H100 data sheet, SXM: BF16 tensor core 1,979 TFLOPS with sparsity (989.4 dense, Hopper architecture white
 paper), 80 GB HBM3, 3.35 TB/s, NVLink 900 GB/s (both directions). Network: DGX H100 data sheet, eight 400 Gb/s cards."""
@@ -106,6 +111,7 @@ H200 = Hardware(
     memory_bytes=141 * GIB,
     link_bytes_per_s=450e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
+    one_shot=True,
 )
 """NVIDIA H200 data sheet, SXM: BF16 tensor core 1,979 TFLOPS with sparsity (989.4 dense), 141 GB HBM3e, 4.8 TB/s,
 NVLink 900 GB/s (both directions). Network: DGX H200 data sheet, eight 400 Gb/s cards."""

@@ -25,16 +25,23 @@ FACTORS = {
 
 PAT_SERIES = {
     "Fig. 10a": ("Llama-3.1-8B", "pat.a40.8b", 8, (6144, 8192, 12288, 16384)),
-    "Fig. 10b": ("Llama-3.1-8B", "pat.a40.8b", 16, (6144, 8192, 12288, 16384)),
-    "Fig. 10c": ("Qwen3-14B", "pat.a40.14b", 16, (6144, 8192, 12288, 16384)),
-    "Fig. 11a": ("Llama-3.1-8B", "pat.h100.8b", 8, (8192, 16384, 24576)),
-    "Fig. 11b": ("Qwen3-14B", "pat.h100.14b", 8, (8192, 12288, 16384)),
+    "Fig. 10b": ("Llama-3.1-8B", "pat.a40.8b", 16, (6144, 16384)),
+    "Fig. 10c": ("Qwen3-14B", "pat.a40.14b", 16, (6144, 16384)),
+    "Fig. 11a": ("Llama-3.1-8B", "pat.h100.8b", 8, (8192, 24576)),
+    "Fig. 11b": ("Qwen3-14B", "pat.h100.14b", 8, (8192, 16384)),
 }
 """By figure of PAT: model, our set-up, devices, and longest responses in tokens (where the axis is not in the text:
-between the ends that it names)."""
+between the ends that it names, or those alone)."""
 
 PAT_DEGREES = (1, 2, 4, 8)  # that the static baseline is the best of
-PAT_START = 2  # the degree that adaptive rounds start in (§5.4)
+PAT_ADAPTIVE = {
+    "{1, 2} from 1": (1, (1, 2)),
+    "{1, 2, 4, 8} from 1": (1, PAT_DEGREES),
+    "{1, 2, 4, 8} from 2": (2, PAT_DEGREES),  # §5.4
+}
+"""Adaptive layouts: the degree that rounds start in, and the candidates (within a round tp only grows)."""
+
+PAT_STEPS = 5  # that the paper's means are over (§5.1)
 
 APRIL_WARM_UP = 8  # steps until the buffer is what it stays; left out of all means, the baseline's too
 
@@ -44,15 +51,17 @@ def _rollpacker(steps: int) -> list[Case]:
     for setup in ROLLPACKER_SETUPS.values():
         cases.append(Case(setup, "plain", steps=steps))  # Table 2, Fig. 10, 11
         cases.append(Case(setup, "tail", *JOINT, steps=steps))
-        cases += [Case(setup, "tail", *f, steps=min(steps, 10)) for f in FACTORS.values() if f != JOINT]  # Fig. 12
-    code = {"tasks": ("code",), "steps": steps}
+    for setup in ROLLPACKER_SETUPS.values():  # Table 2, a part of the reward scheduler
+        cases.append(Case(setup, "tail", *JOINT, steps=min(steps, 10), score_when="sample"))
+    code = {"tasks": ("code",), "steps": min(steps, 10)}
     cases.append(Case("rollpacker.14b", "plain", **code))  # Fig. 4
     cases.append(Case("rollpacker.14b", "tail", *JOINT, **code))
-    cases += [Case("rollpacker.14b", "plain", tasks=(task,), steps=min(steps, 10)) for task in TASKS if task != "code"]
+    cases += [Case("rollpacker.14b", "plain", tasks=(task,), steps=min(steps, 5)) for task in TASKS if task != "code"]
     return cases
 
 
 def _april(steps: int) -> list[Case]:
+    steps = min(steps, 10)  # the paper does not say how many; shares and tokens per second settle within a few
     return [
         case
         for setup in APRIL_SETUPS.values()
@@ -67,9 +76,9 @@ def _pat(steps: int) -> list[Case]:
     found = []
     for _, setup, devices, longest in PAT_SERIES.values():
         for tokens in longest:
-            case = Case(setup, "plain", tasks=("math",), steps=min(steps, 10), tokens=tokens, devices=devices)
+            case = Case(setup, "plain", tasks=("math",), steps=min(steps, PAT_STEPS), tokens=tokens, devices=devices)
             found += [replace(case, tp=tp) for tp in PAT_DEGREES]
-            found.append(replace(case, rule="adaptive", tp=PAT_START))
+            found += [replace(case, rule="adaptive", tp=tp, degrees=degrees) for tp, degrees in PAT_ADAPTIVE.values()]
     return found
 
 
@@ -88,11 +97,10 @@ def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, sc
 
 
 def headline(cases: Iterable[Case]) -> list[Case]:
-    """One run per model of those that a paper's main table reports."""
+    """The runs, a model's seeds together, of those that a paper's main table reports."""
     return [
         case
         for case in cases
-        if not case.seed
-        and not case.setup.startswith("pat")
-        and (case.rule == "partial" or (case.tasks == TASKS and (case.prompt_factor, case.response_factor) == JOINT))
+        if not case.setup.startswith("pat")
+        and (case.rule == "partial" or (case.rule == "tail" and case.tasks == TASKS and case.score_when == "rollout"))
     ]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
 from papers.facts import Setup
 
@@ -27,20 +29,15 @@ def drain(cost: CostModel, tp: int, prompts: Sequence[int], lengths: Sequence[in
     Between two ends the context grows linearly: the step's mean of the first and last step is exact wherever the cost
     is linear in the context.
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    order = np.argsort(lengths, kind="stable")
+    lengths_R, prompts_R = np.asarray(lengths)[order], np.asarray(prompts)[order]
+    done_R = np.concatenate([[0], lengths_R[:-1]])  # decode steps when the row before ended
+    batch_R, steps_R = np.arange(len(order), 0, -1), lengths_R - done_R
+    context_R = np.cumsum(prompts_R[::-1])[::-1] + batch_R * done_R
+    last_R = context_R + batch_R * np.maximum(steps_R - 1, 0)
+    step_R = (cost.decode_steps_s(tp, batch_R, context_R) + cost.decode_steps_s(tp, batch_R, last_R)) / 2
     now = cost.prefill_s(tp, sum(prompts), sum(causal_pairs(tokens) for tokens in prompts))
-    context = float(sum(prompts))
-    done, ends = 0, []
-    for position, i in enumerate(order):
-        batch, steps = len(order) - position, lengths[i] - done
-        if steps:
-            first = cost.decode_step_s(tp, batch, context)
-            last = cost.decode_step_s(tp, batch, context + batch * (steps - 1))
-            now += steps * (first + last) / 2
-        done = lengths[i]
-        context += batch * steps - (prompts[i] + done)
-        ends.append(now)
-    return ends
+    return (now + np.cumsum(steps_R * step_R)).tolist()
 
 
 def rollout_ends(cost: CostModel, setup: Setup, batch: Sequence[Sequence[int]], prompt_tokens: int) -> list[float]:

@@ -6,11 +6,11 @@ papers ran those baselines. `papers.reported` has the gains of the papers' own m
 Source: RollPacker (Gao et al., NSDI 2026), APRIL (Zhou et al. 2025), PAT (Zhao et al.), RhymeRL (He et al. 2025), read
 from their text.
 
-Departures: a number that a figure shows only as a drawing is not here. Left out for that reason: RollPacker Fig. 2a's
-curves (P50 and P90 of each task; which task has which P75), Fig. 4a, 4b, 5, 8a's curve, 10 (veRL's step times), 11
-(step times on the bars), 12 and 16; APRIL Fig. 3 (length histograms) and 5-9; PAT Fig. 3a's bars, 10 and 13-14; RhymeRL
-Fig. 2-3's curves and 13. RhymeRL Table 2's columns cannot be told apart in the text. Facts that our reading cannot use
-have the role `unused`, and a note that says why.
+Departures: a number that a figure shows only as a drawing is not here, but for curves of RollPacker's baseline: the
+figures in the authors' repository are vector graphics, and their coordinates are numbers. Left out: RollPacker Fig. 4a,
+4b, 5, 8a's curve and 16; APRIL Fig. 3 (length histograms) and 5-9; PAT Fig. 3a's bars, 10 and 13-14; RhymeRL Fig. 2-3's
+curves and 13. RhymeRL Table 2's columns cannot be told apart in the text. Facts that our reading cannot use have the
+role `unused`, and a note that says why.
 """
 
 from __future__ import annotations
@@ -54,6 +54,34 @@ def _fact(name: str, place: str, unit: str, value: float | tuple[float, float], 
     return Fact(name, paper, where, unit, low, high, note=note, **more)
 
 
+_DRAWN = (
+    "read off the curve's coordinates in the vector figure (the authors' repository Farrrrland/RollPacker, "
+    "files/nsdi26fall-paper677.pdf, an earlier numbering)"
+)
+_FIG12 = (
+    "the label of the bar ('annotated with the actual time'), as text in the authors' repository, "
+    "files/nsdi26fall-paper677.pdf, Fig. 11 there. plot/plt_sensitive_squeezer.py there takes the longest of the plain "
+    "steps, so one in which a response reaches the limit"
+)
+
+
+def _quantiles(task: str, median: float, p75: float, p90: float, p95: float, at_limit: float) -> tuple[Fact, ...]:
+    """RollPacker Fig. 2a's curve of a task: 14B, up to 16k tokens."""
+    place = "RollPacker: Fig. 2a"
+    quantiles = {"p50": median, "p75": p75, "p90": p90, "p95": p95}
+    return (
+        *(_fact(f"rollpacker.{task}.{name}", place, "tokens", value, _DRAWN) for name, value in quantiles.items()),
+        _fact(
+            f"rollpacker.{task}.at_limit",
+            place,
+            "share",
+            at_limit,
+            _DRAWN + "; responses that end at 16,384 tokens",
+            tolerance=0.1,
+        ),
+    )
+
+
 _ROLLPACKER = (
     _fact("rollpacker.math.rollout_share", "RollPacker: Table 1", "share", 0.72, tolerance=0.01),
     _fact("rollpacker.math.reward_share", "RollPacker: Table 1", "share", 0.05, tolerance=0.1),
@@ -64,29 +92,68 @@ _ROLLPACKER = (
     _fact("rollpacker.judge.rollout_share", "RollPacker: Table 1", "share", 0.71, tolerance=0.01),
     _fact("rollpacker.judge.reward_share", "RollPacker: Table 1", "share", 0.07, tolerance=0.07),
     _fact("rollpacker.judge.train_share", "RollPacker: Table 1", "share", 0.22, tolerance=0.02),
+    *_quantiles("math", 661, 1129, 2566, 4101, 0.0099),
+    *_quantiles("code", 663, 945, 1667, 2815, 0.0091),
+    *_quantiles("judge", 520, 755, 1064, 1422, 0.0018),
+    _fact("rollpacker.7b.rollout_s", "RollPacker: Fig. 12 (P = R = 1.0, 8k)", "s", 82.0, _FIG12),
+    _fact("rollpacker.14b.rollout_s", "RollPacker: Fig. 12 (P = R = 1.0, 16k)", "s", 277.0, _FIG12),
     _fact(
-        "rollpacker.max_over_median",
-        "RollPacker: §1, Fig. 2a",
-        "ratio",
-        (25.0, 32.0),
-        "longest response over the median ('medium' in the text), over three tasks",
+        "rollpacker.32b.rollout_s",
+        "RollPacker: Fig. 11b (veRL)",
+        "s",
+        567.4,
+        _DRAWN + "; mean of 40 steps (standard deviation 17). Fig. 12 has 673 for the longest of an unknown number",
+        tolerance=0.03,
+    ),
+    _fact(
+        "rollpacker.7b.step_s",
+        "RollPacker: Fig. 10a (veRL)",
+        "s",
+        233.4,
+        _DRAWN + "; mean of 40 steps (standard deviation 56)",
+        tolerance=0.04,
+    ),
+    _fact(
+        "rollpacker.14b.step_s",
+        "RollPacker: Fig. 10b (veRL)",
+        "s",
+        382.8,
+        _DRAWN + "; mean of 40 steps (standard deviation 26)",
+        tolerance=0.03,
+    ),
+    _fact(
+        "rollpacker.32b.step_s",
+        "RollPacker: Fig. 10c (veRL)",
+        "s",
+        874.6,
+        _DRAWN + "; mean of 40 steps (standard deviation 21)",
+        tolerance=0.03,
+    ),
+    _fact(
+        "rollpacker.14b.capped_steps",
+        "RollPacker: Fig. 10b (veRL)",
+        "share",
+        (0.97, 1.0),
+        _DRAWN + "; 39 of 40 steps take 360 s or more and the mean is 383 s: read as a response at the limit in each",
         tolerance=0.02,
     ),
     _fact(
-        "rollpacker.p75",
-        "RollPacker: §2.2, Fig. 2a",
-        "tokens",
-        (755.0, 1100.0),
-        "range over three tasks ('755 and 1.1k')",
+        "rollpacker.32b.capped_steps",
+        "RollPacker: Fig. 11a (veRL)",
+        "share",
+        (0.97, 1.0),
+        _DRAWN + "; the longest response is 32,768 tokens in each of 40 steps",
         tolerance=0.02,
     ),
     _fact(
-        "rollpacker.longest",
-        "RollPacker: §2.2, Fig. 2a",
-        "tokens",
-        16384.0,
-        "'up to 16k tokens': read as the longest response of a batch, were there no cap (geometric mean over batches)",
-        tolerance=0.02,
+        "rollpacker.artifact_fixed_s",
+        "RollPacker: artifact, files/step_gen.png over files/max_length.png",
+        "s",
+        (8.0, 9.0),
+        "7B on 8 H800, 26 rounds of the authors' system: seconds of generation against the longest response lie on a "
+        "line of 8.4 ms a token that meets 0 tokens at 8 to 9 s. The line is used, the ratio of short rounds and long "
+        "ones is not",
+        tolerance=0.2,
     ),
     _fact(
         "rollpacker.sandbox_timeout_share",
@@ -121,7 +188,7 @@ _ROLLPACKER = (
         "s",
         124.2,
         "Qwen2.5-7B/8k, math, mean of five long rounds without GPU scaling: a step of prompts chosen for their length "
-        "and scored while others decode, so nearly but not quite a baseline",
+        "and scored while others decode, by RollPacker's training and not veRL's: nearly but not quite a baseline",
         role="check",
     ),
 )
@@ -197,8 +264,8 @@ _APRIL = (
         "APRIL: Table 1 (baseline, DAPO)",
         "tokens/s",
         (12257.0, 13038.0),
-        "12,572, 12,257, 13,038; how many prompts its dynamic sampling launches is not said",
-        role="unused",
+        "12,572, 12,257, 13,038; the authors' code launches 32 more groups when the first is dropped, ends with the "
+        "32nd that is kept, and counts the tokens of all (papers.slime)",
     ),
     _fact(
         "april.8b.dapo_throughput",
@@ -206,7 +273,6 @@ _APRIL = (
         "tokens/s",
         (11419.0, 11860.0),
         "11,419, 11,470, 11,860; as for 4B",
-        role="unused",
     ),
 )
 
@@ -215,24 +281,38 @@ _PAT = (
     _fact("pat.a40.tp8_batch1", "PAT: §3.1, Fig. 4", "s", 9.64e-3),
     _fact("pat.a40.tp2_batch128", "PAT: §3.1, Fig. 4", "s", 24.41e-3, "batch over all dp groups"),
     _fact("pat.a40.tp8_batch128", "PAT: §3.1, Fig. 4", "s", 30.87e-3),
-    _fact("pat.share_over_8k", "PAT: §2.3, Fig. 3b", "share", 0.1085, "LLaMA3.1-8B on DeepScaleR", tolerance=0.02),
-    _fact("pat.share_over_16k", "PAT: §2.3, Fig. 3b", "share", 0.0218, tolerance=0.02),
     _fact(
-        "pat.a40.generation_share",
+        "pat.a40.single_row_share_6k",
         "PAT: §2.3, Fig. 3a",
         "share",
-        (0.6422, 0.817),
-        "of an iteration, over the maximum lengths tried; predicted for 16K",
+        0.4629,
+        "of generation, 'with only a single remaining sample': 46.29 % to 81.58 % over the maximum lengths tried, "
+        "which the text does not name; taken as 6K and 16K, the ends of Fig. 10a's axis",
+    ),
+    _fact("pat.a40.single_row_share_16k", "PAT: §2.3, Fig. 3a", "share", 0.8158, "as for 6K", tolerance=0.02),
+    _fact(
+        "pat.a40.generation_share_6k",
+        "PAT: §2.3, Fig. 3a",
+        "share",
+        0.6422,
+        "of an iteration: 64.22 % to 81.7 %, growing with the maximum length; 6K and 16K as above",
+    ),
+    _fact("pat.a40.generation_share_16k", "PAT: §2.3, Fig. 3a", "share", 0.817, "as for 6K", tolerance=0.02),
+    _fact(
+        "pat.share_over_8k",
+        "PAT: §2.3, Fig. 3b",
+        "share",
+        0.1085,
+        "LLaMA3.1-8B on DeepScaleR. 14 of 128 responses over 8K leave no single row for 46 % of a generation up to "
+        "16K, as Fig. 3a has it: not of the same runs",
         role="check",
     ),
     _fact(
-        "pat.a40.single_row_share",
-        "PAT: §2.3, Fig. 3a",
+        "pat.share_over_16k",
+        "PAT: §2.3, Fig. 3b",
         "share",
-        (0.4629, 0.8158),
-        "of generation, 'with only a single remaining sample'; over the maximum lengths tried, predicted for 16K over "
-        "all devices. Fig. 3b's 2.8 responses over 16K per batch would end together at that cap: the text's two "
-        "statements agree only if the first is meant per engine, or Fig. 3b of other runs",
+        0.0218,
+        "2.8 of 128 responses, which a limit of 16K would end together: as above",
         role="check",
     ),
     _fact("pat.h100.8b_generation", "PAT: §5.3, Fig. 11c (VeRL)", "s", 134.3, "LLaMA3.1-8B, 24K, 8 H100"),
@@ -243,7 +323,8 @@ _PAT = (
         "PAT: §5.2-5.3, Fig. 11a, 11c (VeRL)",
         "tokens",
         2570.6 * 172.5 / 128,
-        "VeRL's 2,570.6 tokens/s of an iteration, times its 172.5 s, over 128 responses",
+        "VeRL's 2,570.6 tokens/s of an iteration, times its 172.5 s, over 128 responses. Fig. 3a's lengths would need "
+        "three times as many responses in a step; how many GRPO draws for a prompt is not said",
         role="check",
     ),
 )
@@ -267,6 +348,11 @@ class Setup:
     note: str = ""
 
 
+_APRIL_TP = (
+    "the paper does not say TP; the authors' scripts have --rollout-num-gpus-per-engine 2 (RLsys-Foundation/APRIL, "
+    "scripts/partial_rollout/qwen/{grpo,dapo}/*.sh), and none for the 8B model is there: read as the 4B's"
+)
+
 SETUPS: dict[str, Setup] = {
     "rollpacker.table1": Setup(
         "RollPacker", "§2.2, Table 1", "Qwen2.5-14B", "H800", 32, 2, 128, 8, 16384, "TP 2: §2.2 on Fig. 2b"
@@ -275,8 +361,8 @@ SETUPS: dict[str, Setup] = {
     "rollpacker.14b": Setup("RollPacker", "§6", "Qwen2.5-14B", "H800", 32, 2, 128, 8, 16384),
     "rollpacker.32b": Setup("RollPacker", "§6", "Qwen2.5-32B", "H800", 64, 2, 128, 8, 32768),
     "rollpacker.14b_512": Setup("RollPacker", "§6.8", "Qwen2.5-14B", "H800", 128, 2, 512, 8, 16384),
-    "april.4b": Setup("APRIL", "§3.1", "Qwen3-4B", "MI300X", 8, 1, 32, 8, 16384, "TP is not said; read: 1"),
-    "april.8b": Setup("APRIL", "§3.1", "Qwen3-8B", "MI300X", 8, 1, 32, 8, 16384, "TP is not said; read: 1"),
+    "april.4b": Setup("APRIL", "§3.1", "Qwen3-4B", "MI300X", 8, 2, 32, 8, 16384, _APRIL_TP),
+    "april.8b": Setup("APRIL", "§3.1", "Qwen3-8B", "MI300X", 8, 2, 32, 8, 16384, _APRIL_TP),
     "pat.a40.8b": Setup(
         "PAT", "§2.3", "Llama-3.1-8B", "A40", 8, 2, 128, 1, 16384, "TP 2: §3.1; 128 responses, prompts x group not said"
     ),

@@ -70,6 +70,31 @@ def batches_of(
     ]
 
 
+def mixed_batches(
+    setup: Setup, tasks: Sequence[SimulatedLengths], correlation: float, num_batches: int
+) -> list[list[list[int]]]:
+    """The same of tasks in equal shares: prompts have them in rotation."""
+    drawn = [batches_of(setup, lengths, correlation, num_batches) for lengths in tasks]
+    return [
+        [drawn[prompt % len(tasks)][batch][prompt] for prompt in range(setup.num_prompts)]
+        for batch in range(num_batches)
+    ]
+
+
+def responses_of(
+    setup: Setup, lengths: SimulatedLengths, correlation: float, prompt: int, attempt: int = 0
+) -> list[int]:
+    """The same for one prompt of an endless row of them; another attempt draws other responses."""
+    common, own = math.sqrt(correlation), math.sqrt(1 - correlation)
+    shared, each = _prompt_scores(prompt, attempt, setup.group_size)
+    return [length_of_score(lengths, setup.max_tokens, common * shared + own * z) for z in each]
+
+
+@lru_cache(maxsize=1 << 14)
+def _prompt_scores(prompt: int, attempt: int, group_size: int) -> tuple[float, list[float]]:
+    return normal(SEED, prompt), [normal(SEED, prompt, attempt, i) for i in range(group_size)]
+
+
 @lru_cache(maxsize=16)
 def _scores(num_prompts: int, group_size: int, num_batches: int) -> list[list[tuple[float, list[float]]]]:
     """Standard normal parts of scores: a prompt's, and its responses'. Drawn once: a fit asks for them many times."""

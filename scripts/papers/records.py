@@ -57,5 +57,9 @@ def read(file: Path) -> tuple[dict[str, Any], list[Steps]]:
     runs = []
     for entry in found.pop("runs"):
         case = entry.pop("case")
-        runs.append(Steps(case=Case(**{**case, "tasks": tuple(case["tasks"])}), **entry))
+        runs.append(
+            Steps(
+                case=Case(**{**case, "tasks": tuple(case["tasks"]), "degrees": tuple(case.get("degrees", ()))}), **entry
+            )
+        )
     return found, runs

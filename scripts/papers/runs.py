@@ -24,12 +24,13 @@ from papers.setups import Case, configuration, models
 class Steps:
     """What was measured, one value per step.
 
-    `kept` of a case's steps is what averages are taken over: tail batching and partial rollout begin with an empty
-    queue, so their first period is left out of every case.
+    `start_s` is the time of weights and of waking before a rollout; `train_s` is what is left of a step. Of the batch,
+    `stale_share` counts tokens from earlier rollouts, `stale_samples` the responses that have some.
     """
 
     case: Case
     step_s: list[float] = field(default_factory=list)
+    start_s: list[float] = field(default_factory=list)
     gen_s: list[float] = field(default_factory=list)
     reward_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)
@@ -39,6 +40,7 @@ class Steps:
     drawn_tokens: list[int] = field(default_factory=list)  # by the engine, whatever becomes of them
     trained_tokens: list[int] = field(default_factory=list)
     stale_share: list[float] = field(default_factory=list)
+    stale_samples: list[float] = field(default_factory=list)
     switches: list[int] = field(default_factory=list)  # of the layout
     wall_s: float = 0.0
     preemptions: int = 0
@@ -59,15 +61,20 @@ def run(case: Case, calibration: Calibration) -> Steps:
         nonlocal drawn
         gen = measured.get("timing_s/gen", 0.0)
         reward = measured.get("timing_s/reward", 0.0)
+        start = measured.get("timing_s/sync", 0.0)
         found.step_s.append(measured["timing_s/step"])
+        found.start_s.append(start)
         found.gen_s.append(gen)
         found.reward_s.append(reward)
-        found.train_s.append(measured["timing_s/step"] - gen - reward)
+        found.train_s.append(measured["timing_s/step"] - gen - reward - start)
         found.long.append(bool(measured.get("rollout/long_round", 0.0)))
         found.longest.append(measured["response_length/max"])
         found.mean_tokens.append(measured["response_length/mean"])
         found.trained_tokens.append(sum(len(sample) for group in groups for sample in group.samples))
         found.stale_share.append(measured["training/off_policy/share"])
+        samples = [sample for group in groups for sample in group.samples]
+        newest = max(int(sample.versions[-1]) for sample in samples)
+        found.stale_samples.append(sum(int(sample.versions[0]) < newest for sample in samples) / len(samples))
         found.drawn_tokens.append(simulation.executor.num_tokens - drawn)
         found.switches.append(int(measured.get("rollout/layout/switches", 0.0)))
         found.preemptions += int(measured.get("rollout/preemptions", 0.0))

@@ -6,19 +6,19 @@ own methods.
 
 Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1.
 
-Departures, where the papers are silent: the calibration file's assumptions; one pool of reward workers for the mix of
-three tasks, as large as the three pools of the calibration together; prompts of `PROMPT_TOKENS` tokens; vLLM's and
-SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory
+Departures, where the papers are silent: the calibration file's assumptions; prompts of `PROMPT_TOKENS` tokens; vLLM's
+and SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory
 during a rollout, as in veRL and slime.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config import Config, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost
@@ -28,13 +28,14 @@ from papers.calibrate import constant
 from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS, Setup
 from papers.lengths import lengths_of
+from papers.pat import GROUP, OneOutlier
+from papers.rollpacker import TASKS, task_lengths
 
 ROWS = 512  # per dp group
 NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
-TASKS = ("math", "code", "judge")
 
-GROUP = 8  # responses to a prompt where PAT does not say (verl's example); its lengths are independent either way
+_OWN_PROBLEM = ("rollpacker.7b", "rollpacker.32b")  # set-ups with machines of their own; the others share their paper's
 
 Rule = Literal["plain", "tail", "partial", "adaptive"]
 
@@ -48,7 +49,9 @@ class Case:
       rule: batches as the baseline makes them, tail batching, partial rollout, or the baseline in an adaptive layout.
       prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
       tasks: in equal shares.
+      score_when: rewards wait for the rollout's end, or begin as each response ends.
       tp, tokens, devices: in place of the set-up's TP degree, longest response and number of devices; 0: the set-up's.
+      degrees: that an adaptive layout may use; empty: all of a host.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -66,6 +69,8 @@ class Case:
     tp: int = 0
     tokens: int = 0
     devices: int = 0
+    score_when: Literal["rollout", "sample"] = "rollout"
+    degrees: tuple[int, ...] = ()
 
     @property
     def of(self) -> Setup:
@@ -76,14 +81,20 @@ class Case:
     def problem(self) -> str:
         """The calibration problem that its constants are from."""
         paper, name = self.setup.split(".")[:2]
-        return f"{paper}_{name}" if paper == "pat" else paper
+        return f"{paper}_{name}" if paper == "pat" or self.setup in _OWN_PROBLEM else paper
+
+    @property
+    def paper(self) -> str:
+        return self.setup.split(".", maxsplit=1)[0]
 
     @property
     def title(self) -> str:
         """For people."""
         factors = f" P {self.prompt_factor:g} R {self.response_factor:g}" if self.rule in ("tail", "partial") else ""
         layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp else ""
+        layout += f", of tp {', '.join(map(str, self.degrees))}" if self.degrees else ""
         longest = f", {self.max_tokens} tokens" if self.tokens else ""
+        longest += ", scored beside the rollout" if self.score_when == "sample" else ""
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
 
     @property
@@ -115,8 +126,8 @@ class Case:
 
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
-    setup, april = case.of, case.problem == "april"
-    rollpacker = case.problem == "rollpacker"
+    setup, april = case.of, case.paper == "april"
+    rollpacker = case.paper == "rollpacker"
     rollout: dict[str, Any] = {
         "n": setup.group_size if setup.group_size > 1 else GROUP,
         "tensor_model_parallel_size": case.degree,
@@ -125,6 +136,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         # SGLang prefills all that waits before it decodes on, and a resumed response has thousands of tokens
         "max_num_batched_tokens": 1 << 20 if april else 8192,
         "decode_steps": case.decode_steps,
+        "sample_placement": "spread" if april else "together",
     }
     if case.rule == "tail":
         rollout["tail_batching"] = {
@@ -136,10 +148,12 @@ def configuration(case: Case, calibration: Calibration) -> Config:
     if case.rule == "partial":
         rollout["partial_rollout"] = {"enable": True, "over_provision": case.prompt_factor, "at_end": "leave"}
     if case.rule == "adaptive":
-        rollout["layout"] = {"switch": True, "profile": "of the modelled devices", "devices_per_host": NODE}
-    workers = 1
-    if rollpacker:
-        workers = sum(int(constant(calibration, case.problem, f"reward.{task}.workers")) for task in case.tasks)
+        rollout["layout"] = {
+            "switch": True,
+            "profile": "of the modelled devices",
+            "devices_per_host": NODE,
+            "degrees": [degree for degree in case.degrees if degree <= case.num_devices],
+        }
     return from_mapping(
         {
             "model": {"path": setup.model},
@@ -148,6 +162,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "max_prompt_length": PROMPT_TOKENS,
                 "max_response_length": case.max_tokens,
                 "train_batch_size": case.num_prompts,
+                "shuffle": case.paper != "pat",  # an outlier for each batch goes by the order of the prompts
                 "val_size": 0,
             },
             "rollout": rollout,
@@ -158,17 +173,19 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "use_kl_loss": rollpacker,
                 "ppo_max_token_len_per_gpu": 1 << 16,
             },
-            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end
+            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
+            # for one another; scored beside the rollout, each task has its own workers
             "reward": {
-                "num_workers": workers,
                 "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
-                "score_when": "rollout" if rollpacker else "sample",
+                "score_when": case.score_when if rollpacker else "sample",
             },
             "trainer": {"total_training_steps": case.steps, "save_freq": 0, "seed": case.seed},
             "simulate": {
                 "hardware": setup.hardware,
                 "num_devices": case.num_devices,
                 "num_prompts": DATASET_PROMPTS,
+                "tasks": _own_workers(case, calibration) if rollpacker else [],
+                "score_in_turn": rollpacker and case.score_when == "rollout",
             },
         }
     )
@@ -177,10 +194,9 @@ def configuration(case: Case, calibration: Calibration) -> Config:
 def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:
     """Costs and lengths."""
     cost = RooflineCost(named_shape(case.of.model), HARDWARE[case.of.hardware], calibration.efficiency(case.problem))
-    pat = case.problem.startswith("pat")
-    lengths = lengths_of(calibration.of("pat_lengths" if pat else case.problem))
+    values = calibration.of(case.problem)
 
-    def task(name: str, correlation: float, scoring: SimulatedScoring) -> SimulatedTask:
+    def task(name: str, lengths: SimulatedLengths, correlation: float, scoring: SimulatedScoring) -> SimulatedTask:
         return SimulatedTask(
             name,
             response=lengths,
@@ -190,15 +206,15 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
             scoring=scoring,
         )
 
-    if pat or case.problem == "april":
-        correlation = 0.0 if pat else constant(calibration, "april", "correlation")
-        plain = (task("math", correlation, SimulatedScoring()),)
-        return cost, ModelledWorkload(case.seed, plain, case.max_tokens, PROMPT_TOKENS)
-    tasks = []
-    for name in case.tasks:
-        # how stable the judge task's ranks are is not published: as math
-        correlation = constant(calibration, case.problem, f"{'code' if name == 'code' else 'math'}.correlation")
-        tasks.append(task(name, correlation, _scoring(calibration, case.problem, name)))
+    if case.paper != "rollpacker":
+        plain = (task("math", lengths_of(values), values.get("correlation", 0.0), SimulatedScoring()),)
+        limits = (case.seed, plain, case.max_tokens, PROMPT_TOKENS)
+        if case.paper == "pat":
+            return cost, OneOutlier(*limits, num_prompts=case.num_prompts, group_size=GROUP)
+        return cost, ModelledWorkload(*limits)
+    tasks = [
+        task(name, task_lengths(values, name), values["correlation"], _scoring(values, name)) for name in case.tasks
+    ]
     limit_s = _timeout_s(case, calibration)
     return cost, ModelledWorkload(case.seed, tuple(tasks), case.max_tokens, PROMPT_TOKENS, limit_s)
 
@@ -208,6 +224,11 @@ def _timeout_s(case: Case, calibration: Calibration) -> float:
     return constant(calibration, case.problem, "reward.code.timeout_s")
 
 
-def _scoring(calibration: Calibration, problem: str, task: str) -> SimulatedScoring:
-    values = calibration.of(problem)
+def _scoring(values: Mapping[str, float], task: str) -> SimulatedScoring:
     return SimulatedScoring(median_s=values[f"reward.{task}.median_s"], hang_share=values[f"reward.{task}.hang_share"])
+
+
+def _own_workers(case: Case, calibration: Calibration) -> list[dict[str, Any]]:
+    """The tasks' reward workers, in the order in which they score."""
+    values = calibration.of(case.problem)
+    return [{"name": name, "scoring": {"workers": int(values[f"reward.{name}.workers"])}} for name in case.tasks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import reproduce_papers  # noqa: E402
-from papers import calibrate, pages  # noqa: E402
+from papers import calibrate, tables  # noqa: E402
 from papers.calibrate import constant  # noqa: E402
 from papers.facts import FACTS  # noqa: E402
 from papers.problems import PROBLEMS  # noqa: E402
@@ -23,7 +24,7 @@ from papers.setups import Case  # noqa: E402
 from papers.solver import Problem, residual  # noqa: E402
 
 FILE = ROOT / "docs" / "reproductions" / "calibration.json"
-QUICK = ("pat_lengths", "rhymerl")  # solved in a second
+QUICK = ("pat_a40", "pat_h100", "rhymerl")  # solved in a second
 
 
 # ---------------------------------------------------------------- the calibration file
@@ -96,14 +97,14 @@ def test_only_pages_read_what_the_papers_methods_reached():
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        assert ("REPORTED" in names) == (file.name == "pages.py"), file.name
+        assert ("REPORTED" in names) == (file.stem == "pages" or file.stem.endswith("_page")), file.name
 
 
 # ---------------------------------------------------------------- the script
 
 
 def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert reproduce_papers.main(["--tiny", "--steps", "1", "--out", str(tmp_path)]) == 0
+    assert reproduce_papers.main(["--tiny", "--steps", "1", "--seeds", "2", "--out", str(tmp_path)]) == 0
     files = sorted(tmp_path.glob("*.json"))
     assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rollpacker"]
     header, runs = read(files[2])
@@ -113,10 +114,13 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     assert len(tail.step_s) == tail.case.period == 5
     assert tail.long == [False, False, False, False, True]
     for r in runs:
-        assert r.step_s == pytest.approx([a + b + c for a, b, c in zip(r.gen_s, r.reward_s, r.train_s, strict=True)])
+        stages = zip(r.start_s, r.gen_s, r.reward_s, r.train_s, strict=True)
+        assert r.step_s == pytest.approx([sum(each) for each in stages])
     page = files[2].with_suffix(".md").read_text(encoding="utf-8")
     assert "no figure below means anything" in page
     assert "| 32B/32k |" in page
+    assert "one seed" not in page
+    assert re.search(r"speed-up \| in closed form .*\n.*\n\| 7B/8k .* \d\.\d\d ± \d\.\d\d \|", page)
     assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
     assert "seed 0" in capsys.readouterr().out
     for file in files[1:]:  # with other readings, and without
@@ -146,5 +150,21 @@ def test_a_period_is_the_short_rounds_that_fill_the_queue_and_the_long_ones(fact
 
 
 def test_speedups_are_held_against_what_is_above_one():
-    assert pages.beside(1.48, 1.4) == ["1.48", "1.40", "1.06", "+20%", "yes"]
-    assert pages.beside(1.28, 1.4) == ["1.28", "1.40", "0.91", "-30%", "**no**"]
+    assert tables.error_of(1.48, 1.4) == pytest.approx(0.2)
+    assert tables.verdict(tables.error_of(1.48, 1.4)) == "yes"
+    assert tables.error_of(1.28, 1.4) == pytest.approx(-0.3)
+    assert tables.verdict(tables.error_of(1.28, 1.4)) == "**no**"
+
+
+def test_figures_are_means_over_seeds_with_their_spread():
+    assert tables.shown([1.0, 1.5, 2.0]) == "1.50 ± 0.50"
+    assert tables.shown([1.5]) == "1.50 (one seed)", "which is no result"
+    assert tables.over_seeds([1.4, 1.6], [1.4, 1.4], 1.4) == [
+        "1.50 ± 0.14",
+        "1.40 ± 0.00",
+        "1.40",
+        "+25% ± 35%",
+        "+0% ± 0%",
+        "yes",
+    ]
+    assert reproduce_papers.parsed([]).seeds >= 5

@@ -38,17 +38,20 @@ WHOLE = Efficiency(
     launch_s=1e-4,
     step_s=1e-3,
     collective_s=1e-6,
+    one_shot_s=2e-7,
+    one_shot_peer_s=1e-7,
     train_fixed_s=7,
     sync_fixed_s=3,
     switch_fixed_s=2,
 )
+FIXED = ("launch_s", "step_s", "collective_s", "one_shot_s", "one_shot_peer_s")
 COST = RooflineCost(SMALL, SLOW, WHOLE)
 QWEN = RooflineCost(named_shape("Qwen2.5-14B"), H800)
 
 
 def bare(cost: RooflineCost) -> RooflineCost:
     """Without fixed costs."""
-    return replace(cost, efficiency=replace(cost.efficiency, launch_s=0, step_s=0, collective_s=0))
+    return replace(cost, efficiency=replace(cost.efficiency, **dict.fromkeys(FIXED, 0.0)))
 
 
 # ---------------------------------------------------------------- sizes
@@ -114,6 +117,30 @@ def test_all_reduce_is_the_better_of_ring_and_doubling():
     assert COST.all_reduce_s(4, 4e6) == pytest.approx(6 * (1e-6 + 1e6 / 1e8))  # ring: six steps with a quarter each
     assert COST.all_reduce_s(4, 40) == pytest.approx(2 * (1e-6 + 40 / 1e8))
     assert COST.all_reduce_s(8, 4e6) > 9 * COST.all_reduce_s(4, 4e6)  # leaves the node of four
+
+
+def test_devices_reduce_in_one_shot_or_two():
+    linked = replace(COST, hardware=replace(SLOW, one_shot=True))
+    assert linked.all_reduce_s(4, 40) == pytest.approx(6e-7 + 3 * 40 / 1e8)  # one: all bytes of three others
+    assert linked.all_reduce_s(4, 200) == pytest.approx(2 * 6e-7 + 6 * 50 / 1e8)  # two: six quarters
+    assert linked.all_reduce_s(2, 4e6) == pytest.approx(4e-7 + 4e6 / 1e8)  # with one other, never more than one
+    assert linked.all_reduce_s(8, 40) == COST.all_reduce_s(8, 40), "not between nodes"
+
+
+H100_US = {
+    1 << 14: (3.9, 3.7, 5.7),
+    1 << 17: (4.5, 4.8, 7.8),
+    1 << 20: (7.9, 13.9, 16.7),
+    1 << 22: (19.9, 31.1, 33.8),
+}  # by bytes: at tp 2, 4 and 8
+
+
+@pytest.mark.parametrize("num_bytes", H100_US)
+def test_one_shot_against_what_was_measured_on_the_h100(num_bytes: int):
+    """sgl-project/sglang, pull request 2904."""
+    cost = RooflineCost(named_shape("Llama-3.1-8B"), HARDWARE["H100"], Efficiency(link=0.56))
+    for tp, measured_us in zip((2, 4, 8), H100_US[num_bytes], strict=True):
+        assert cost.all_reduce_s(tp, num_bytes) * 1e6 == pytest.approx(measured_us, rel=0.25)
 
 
 def test_collectives_of_a_step_by_hand():
