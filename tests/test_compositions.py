@@ -96,6 +96,7 @@ def compositions(draw: st.DrawFn) -> Composition:
             st.sampled_from(["sample", "group", "rollout"] if afterwards else ["sample", "group"])
         ),
         "reward.timeout_s": 1.0 if hang_share else NEVER_S,
+        "data.gen_batch_size": draw(st.sampled_from([0, 1, 4])) if filtering else 0,
         "rollout.max_active_requests": draw(st.sampled_from([0, num_responses, num_responses + 3])),
         "rollout.num_blocks": draw(st.sampled_from([17, 40])),
         "rollout.stale_tokens": draw(st.sampled_from(["recorded"] if lag else ["recorded", "mask"])),

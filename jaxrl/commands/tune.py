@@ -32,7 +32,15 @@ from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import SIMULATED
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
-from jaxrl.sim.configured import cost_model, layout_sizes, machine_sizes, model_sizes, num_devices_of, workload_of
+from jaxrl.sim.configured import (
+    cost_model,
+    layout_sizes,
+    machine_sizes,
+    model_sizes,
+    num_devices_of,
+    with_degree,
+    workload_of,
+)
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.tuning import PLAIN, SEARCHES, Factors, RuleName, Search, Table, Trial, Tried, label, trial
@@ -108,8 +116,10 @@ def tune(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Table:
     """Searches, and says what was found; raises ValueError for what a user can mend."""
-    search, given = SEARCHES[options.rule], [*_of_the_run(run_dir), *overrides]
-    config, grid = _load(run_dir, given), options.grid(SEARCHES[options.rule])
+    search = SEARCHES[options.rule]
+    grid = options.grid(search)
+    given = [*_of_the_run(run_dir), *overrides]
+    config = _load(run_dir, given)
     batch = config.data.train_batch_size, config.rollout.n
     values = search.distinct((PLAIN, *grid), *batch)
     if len(values) == 1:
@@ -146,7 +156,8 @@ def tune(
 
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:
-    return config_files.load(Path(run_dir) / "config.yaml", overrides)
+    """The run's configuration with other options; a degree that these leave open (auto) is the modelled fastest."""
+    return with_degree(config_files.load(Path(run_dir) / "config.yaml", overrides))[0]
 
 
 def _devices(run_dir: str) -> dict[str, Any]:

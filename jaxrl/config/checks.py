@@ -34,6 +34,25 @@ def _check_data(c: Config) -> None:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
     if c.reward.kind == "custom" and not c.reward.path:
         raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
+    quotas, batch = c.data.source_quotas, c.data.train_batch_size
+    for source, quota in quotas.items():
+        if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
+            raise ConfigError(f"data.source_quotas.{source} must be a whole number of prompts >= 0, found {quota!r}")
+    if quotas and sum(quotas.values()) != batch:
+        raise ConfigError(
+            f"data.source_quotas must add up to data.train_batch_size ({batch} prompts), found {sum(quotas.values())}"
+        )
+    filtering = c.algorithm.filter_groups
+    if c.data.gen_batch_size and not filtering.enable:
+        raise ConfigError(
+            f"data.gen_batch_size ({c.data.gen_batch_size} prompts) needs algorithm.filter_groups.enable: without "
+            "dynamic sampling a step launches what its rollout rule says"
+        )
+    if filtering.path and filtering.metric != "reward":
+        raise ConfigError(
+            f"algorithm.filter_groups.path and algorithm.filter_groups.metric ({filtering.metric}) exclude each other: "
+            "the function decides alone which prompts are kept"
+        )
     if c.reward.kind == "task" and not c.data.task:
         raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
     overlong, longest = c.reward.overlong_buffer, c.data.max_response_length

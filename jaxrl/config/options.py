@@ -64,6 +64,17 @@ class DataSection:
         bool, "Drop prompts above data.max_prompt_length at loading and count them; false: they are an error."
     ] = True
     train_batch_size: Annotated[int, Ge(1), "Prompts per training step."] = 8
+    gen_batch_size: Annotated[
+        int,
+        Ge(0),
+        "Prompts launched at a time with algorithm.filter_groups, in place of as many as are expected to be needed; 0: "
+        "that many.",
+    ] = 0
+    source_quotas: Annotated[
+        dict[str, int],
+        "Prompts of each source in data.train_batch_size, by the source's name, 0 to leave one out; none: as the data "
+        "has them.",
+    ] = field(default_factory=dict)
     shuffle: Annotated[bool, "Give the prompts in a new random order in each epoch; false: in the files' order."] = True
     seed: Annotated[int, Ge(0), "Seed of the procedural problems and of the order of the prompts."] = 0
 
@@ -125,11 +136,25 @@ class OverProvisioningSection:
 
 @dataclass(frozen=True)
 class FilterGroupsSection:
-    """DAPO's dynamic sampling: prompts with all rewards equal are left out and replaced by others."""
+    """DAPO's dynamic sampling: prompts that teach nothing (all rewards equal) are left out and replaced by others."""
 
     enable: Annotated[bool, "Switch dynamic sampling on."] = False
+    metric: Annotated[
+        str,
+        "What is compared within a prompt; reward: the reward itself, as are score and seq_reward; any other name: the "
+        "value of that name in what the scorer returned, such as acc.",
+    ] = "reward"
+    path: Annotated[str, "The Python file of a filter of your own, instead of metric; empty: none."] = ""
+    name: Annotated[
+        str,
+        "The function in algorithm.filter_groups.path, called with data_source, rewards, infos, responses and "
+        "extra_info of a prompt; it returns whether to keep the prompt, and must be deterministic.",
+    ] = "keep_group"
     max_num_gen_batches: Annotated[
-        int, Ge(1), "A round gives up with an error once it has launched this many times the prompts it started with."
+        int,
+        Ge(1),
+        "A round gives up with an error once it has launched this many times the prompts it started with, or this many "
+        "times data.gen_batch_size where that is set.",
     ] = 10
     max_unscored_groups: Annotated[
         int,

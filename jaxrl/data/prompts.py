@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.config import Config, ConfigError, DataSection
+from jaxrl.data.quotas import SourceQuotas
 from jaxrl.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -135,25 +136,38 @@ class PromptSource:
         if not len(self._rendered):
             found = f"all {len(problems)} are longer than data.max_prompt_length ({data.max_prompt_length} tokens)"
             raise ValueError(f"no training prompts: {found if problems else 'the training data holds no problems'}")
-        order = grain.MapDataset.range(len(self._rendered))
-        self._order = (order.shuffle(seed=data.seed) if data.shuffle else order).repeat()
+        self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources()) if data.source_quotas else None
+
+        def endless(count: int) -> Any:
+            order = grain.MapDataset.range(count)
+            return (order.shuffle(seed=data.seed) if data.shuffle else order).repeat()
+
+        members = {} if self._quotas is None else self._quotas.members
+        self._order = endless(len(self._rendered))
+        self._orders = {source: endless(len(rows)) for source, rows in members.items()}  # with quotas
         self._position = 0
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
-        first = [self._row(i) for i in range(min(1000, 2 * len(self._rendered)))]
+        first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
         self._fingerprints = {
             "data": self._rendered.fingerprint(),
             "order": hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
         }
 
-    def _row(self, position: int) -> int:
-        row = self._order[position]
+    def _place(self, position: int) -> tuple[int, int]:
+        """The row and the epoch of a position."""
+        if self._quotas is None:
+            row, epoch = self._order[position], position // len(self._rendered)
+        else:
+            source, count = self._quotas.at(position)
+            rows = self._quotas.members[source]
+            row, epoch = rows[self._orders[source][count]], count // len(rows)
         assert row is not None  # grain writes None for an element that a filter removed; nothing here filters
-        return row
+        return row, epoch
 
     @property
     def num_prompts(self) -> int:
-        """Prompts per epoch."""
-        return len(self._rendered)
+        """Prompts per epoch; with quotas, of all sources that have one."""
+        return len(self._rendered) if self._quotas is None else self._quotas.num_prompts
 
     @property
     def num_filtered(self) -> int:
@@ -167,14 +181,14 @@ class PromptSource:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next prompt, from 0."""
-        return self._position // self.num_prompts
+        """The epoch of the next prompt, from 0; with quotas, of its source."""
+        return self._place(self._position)[1]
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; never fewer than asked for."""
         positions = range(self._position, self._position + num_prompts)
         self._position += num_prompts
-        return [self._rendered.prompt(self._row(p), epoch=p // self.num_prompts) for p in positions]
+        return [self._rendered.prompt(*self._place(p)) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
         """A prompt that was handed out before, by its key. Raises ValueError if the data does not hold it."""
@@ -204,8 +218,8 @@ class PromptSource:
             )
         if state["order"] != now["order"]:
             raise ValueError(
-                f"data cursor: saved with order {state['order']}, found {now['order']}: data.seed, data.shuffle and "
-                "the version of grain must be what they were"
+                f"data cursor: saved with order {state['order']}, found {now['order']}: data.seed, data.shuffle, "
+                "data.source_quotas and the version of grain must be what they were"
             )
         self._position = int(state["position"])
 
@@ -245,6 +259,10 @@ class _Rendered:
 
     def _ids(self, row: int) -> np.ndarray:
         return self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
+
+    def sources(self) -> list[str]:
+        """The source of each row."""
+        return [problem.source for problem in self._problems]
 
     def row_of(self, index: int) -> int:
         if index not in self._rows:

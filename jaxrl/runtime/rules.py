@@ -10,10 +10,11 @@ from pathlib import Path
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.functions import user_function
-from jaxrl.config.options import PartialRolloutSection
+from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.buffer_filter import BufferFilter
 from jaxrl.scheduling.rounds.composition import composition_problem
+from jaxrl.scheduling.rounds.group_filter import FILTER_ARGUMENTS, KeepsGroup, user_filter
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
@@ -35,6 +36,8 @@ def batch_rule(config: Config) -> BatchRule:
             rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
             max_response_length=config.data.max_response_length,
+            gen_batch_size=config.data.gen_batch_size,
+            keeps_group=_group_filter(config.algorithm.filter_groups),
         )
         if rollout.tail_batching.enable:
             return TailBatching(batch, rollout.tail_batching)
@@ -51,6 +54,15 @@ def _buffer_filter(options: PartialRolloutSection) -> BufferFilter | None:
     names = "rollout.partial_rollout.buffer_filter_path", "rollout.partial_rollout.buffer_filter_name"
     path = str(Path(options.buffer_filter_path).expanduser().resolve())
     return user_function(names, path, options.buffer_filter_name, ("groups", "policy_version"))
+
+
+def _group_filter(options: FilterGroupsSection) -> KeepsGroup | None:
+    if not options.enable or not options.path:
+        return None
+    names = "algorithm.filter_groups.path", "algorithm.filter_groups.name"
+    path = str(Path(options.path).expanduser().resolve())
+    function = user_function(names, path, options.name, FILTER_ARGUMENTS)
+    return user_filter(function, f"{names[0]}: {path}: {options.name}")
 
 
 def batcher_config(config: Config) -> BatcherConfig:

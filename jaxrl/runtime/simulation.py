@@ -137,7 +137,9 @@ def _loop(
     """The loop over prompts of `workload`, on a machine of so many devices."""
     data, trained = config.data, config.trainer
     num_prompts = config.simulate.num_prompts or data.task_size
-    prompts = SimulatedPrompts(workload, num_prompts, data.max_prompt_length, data.seed, data.shuffle)
+    prompts = SimulatedPrompts(
+        workload, num_prompts, data.max_prompt_length, data.seed, data.shuffle, data.source_quotas
+    )
     return Loop(
         # stop strings need text, and there is none
         replace(config, rollout=replace(config.rollout, stop=[])),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.quotas import SourceQuotas
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt
 
@@ -25,10 +26,17 @@ class SimulatedPrompts:
     Args:
       max_prompt_length: tokens at which prompts are cut.
       shuffle: a new order in each epoch; else that of the indices.
+      quotas: prompts per batch by task (`data.source_quotas`); None: as tasks come.
     """
 
     def __init__(
-        self, workload: Workload, num_prompts: int, max_prompt_length: int, seed: int, shuffle: bool = True
+        self,
+        workload: Workload,
+        num_prompts: int,
+        max_prompt_length: int,
+        seed: int,
+        shuffle: bool = True,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         if num_prompts < 1:
             raise ValueError(f"simulate.num_prompts ({num_prompts}) must be >= 1")
@@ -38,13 +46,16 @@ class SimulatedPrompts:
         self._seed = seed
         self._shuffle = shuffle
         self._position = 0
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+        self._orders: dict[str, tuple[int, np.ndarray]] = {}  # by source: the last epoch asked for, and its order
+        self._given = dict(quotas or {})
+        kinds = (workload.kind_name(index) for index in range(num_prompts))
+        self._quotas = SourceQuotas(quotas, kinds) if quotas else None
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; batches cross the ends of epochs."""
         positions = range(self._position, self._position + num_prompts)
         self._position += num_prompts
-        return [self.prompt(self._index(p), p // self.num_prompts) for p in positions]
+        return [self.prompt(*self._place(p)) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
         """A prompt that was handed out before, by its key."""
@@ -69,18 +80,30 @@ class SimulatedPrompts:
         found = {name: state.get(name) for name in expected}
         if found != expected:
             raise ValueError(
-                f"prompts: saved with {found}, found {expected}: simulate.num_prompts, data.seed and data.shuffle of a "
-                "resumed simulation must be what they were"
+                f"prompts: saved with {found}, found {expected}: simulate.num_prompts, data.seed, data.shuffle and "
+                "data.source_quotas of a resumed simulation must be what they were"
             )
         self._position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_prompts": self.num_prompts, "seed": self._seed, "shuffle": self._shuffle}
+        quotas = {"quotas": self._given} if self._given else {}  # states of before quotas had none
+        return {"num_prompts": self.num_prompts, "seed": self._seed, "shuffle": self._shuffle} | quotas
 
-    def _index(self, position: int) -> int:
-        epoch, place = divmod(position, self.num_prompts)
+    def _place(self, position: int) -> tuple[int, int]:
+        """The index and the epoch of a position."""
+        if self._quotas is None:
+            epoch, place = divmod(position, self.num_prompts)
+            return self._ordered("", self.num_prompts, epoch, place, (self._seed, epoch)), epoch
+        source, count = self._quotas.at(position)
+        members = self._quotas.members[source]
+        epoch, place = divmod(count, len(members))
+        number = list(self._quotas.members).index(source)
+        return members[self._ordered(source, len(members), epoch, place, (self._seed, epoch, number))], epoch
+
+    def _ordered(self, source: str, count: int, epoch: int, place: int, seed: tuple[int, ...]) -> int:
+        """What stands at `place` of an epoch of `count` prompts."""
         if not self._shuffle:
             return place
-        if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(self.num_prompts)
-        return int(self._order[1][place])
+        if source not in self._orders or self._orders[source][0] != epoch:
+            self._orders[source] = epoch, np.random.default_rng(seed).permutation(count)
+        return int(self._orders[source][1][place])

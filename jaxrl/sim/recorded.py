@@ -11,7 +11,7 @@ Departures: `samples.jsonl` (`jaxrl.record.samples`) holds a few samples of each
 prompt is identified by its text. Responses that reached the run's own token limit would have been longer; they are
 replayed as recorded, and `num_truncated` counts them. Two responses to each prompt, as they are in that file, show half
 of the variance within prompts on average, so rounds that drop the slowest responses of a prompt gain too little under
-`by_prompt`, and too much under `pooled` (docs/rollout-rules.md has figures); under `by_rank` they gain about as much as
+`by_prompt` (docs/rollout-rules.md has figures), and too much under `pooled`; under `by_rank` they gain about as much as
 with the distribution itself.
 """
 

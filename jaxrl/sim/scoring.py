@@ -11,7 +11,8 @@ Source: rewards beside the rollout, RollPacker §4.3; tasks in turn, as its auth
 (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
 
 Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool;
-crashes and errors of scorers are not modelled. A cancelled scoring keeps its worker until its end, and is counted.
+crashes and errors of scorers are not modelled. What a scorer returns besides is `acc`, equal to the reward. A cancelled
+scoring keeps its worker until its end, and is counted.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class ScoringWorkers:
         if timed_out:
             verdict = Verdict(end_s, key, 0.0, "timeout", {"error": f"no verdict after {duration_s} s"}, duration_s)
         else:
-            verdict = Verdict(end_s, key, self._workload.reward(key, step), "ok", {}, duration_s)
+            reward = self._workload.reward(key, step)
+            verdict = Verdict(end_s, key, reward, "ok", {"acc": reward}, duration_s)
         self._scored[verdict.status] += 1
         self._scoring_s += duration_s
         heapq.heappush(self._coming, (end_ns, queued.sequence, verdict))

@@ -81,7 +81,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def search(run_dir: str, *overrides: str, **options: Any) -> tuple[Any, list[str]]:
     """The table, and what was said."""
     said: list[str] = []
-    return tune(run_dir, overrides, TuneOptions(**({"seeds": 2} | options)), said.append), said
+    return tune(run_dir, overrides, TuneOptions(**{"seeds": 2, **options}), said.append), said
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -190,6 +190,16 @@ def test_a_real_run_gives_its_devices(write: Callable[..., str]):
     assert "on 4 × A100" in said[0]
     _, said = search(write(heavy, simulate=simulate), values=(1.5,), steps=6, seeds=1)
     assert "on 8 × H100" in said[0], "a simulated run's devices are in its options"
+
+
+def test_a_degree_left_open_is_found(write: Callable[..., str]):
+    options = ("simulate.num_devices=2", "rollout.tensor_model_parallel_size=auto")
+    found, _ = search(write(heavy), *options, values=(1.5,), steps=6, seeds=1)
+    fixed = [
+        search(write(heavy), options[0], f"rollout.tensor_model_parallel_size={tp}", values=(1.5,), steps=6, seeds=1)[0]
+        for tp in (1, 2)
+    ]
+    assert found in fixed
 
 
 def test_a_real_run_s_own_latencies(write: Callable[..., str], tmp_path: Path):

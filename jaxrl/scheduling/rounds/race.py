@@ -36,8 +36,9 @@ from dataclasses import dataclass, field
 from jaxrl.config.options import FilterGroupsSection, ScoreWhen
 from jaxrl.scheduling.rounds.events import Abort, AwaitVerdict, CancelScore, Command, Launch, Score, Verdict
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
+from jaxrl.scheduling.rounds.group_filter import KeepsGroup, differs_in, metric_problem
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, RoundLedger
-from jaxrl.types import Prompt, Sample, SampleKey
+from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class BatchSettings:
       score_when: `reward.score_when`.
       filter_groups: dynamic sampling (`algorithm.filter_groups`).
       gen_batch_size: prompts launched at a time with dynamic sampling (`data.gen_batch_size`); 0: one by one.
+      keeps_group: which groups dynamic sampling keeps; None: those in which `algorithm.filter_groups.metric` differs.
       max_active_requests: the most samples under way; 0: no limit.
       version_lag: versions by which the policy in training is ahead of the one that draws: 0, or 1 with one-step-off.
       max_response_length: tokens of a response at most (`data.max_response_length`); 0: no limit.
@@ -63,9 +65,13 @@ class BatchSettings:
     version_lag: int = 0
     max_response_length: int = 0
     gen_batch_size: int = 0
+    keeps_group: KeepsGroup | None = None
 
     def __post_init__(self) -> None:
-        if self.filter_groups.enable and self.group_size < 2:
+        problem = metric_problem(self.filter_groups.metric)
+        if self.filter_groups.enable and problem is not None:
+            raise ValueError(problem)
+        if self.filter_groups.enable and self.group_size < 2 and self.keeps_group is None:
             raise ValueError(
                 f"dynamic sampling needs rollout.n >= 2, found {self.group_size}: the rewards of a group of one are "
                 "all equal, so every prompt would be left out"
@@ -191,6 +197,7 @@ class Race:
         assert len(due) <= limits.batch.num_groups
         self.limits = limits
         self.share = share or FilteredShare()
+        self._keeps_group = limits.batch.keeps_group or differs_in(limits.batch.filter_groups.metric)
         self.groups: dict[PromptKey, RacingGroup] = {}
         self.accepted: list[PromptKey] = []
         self.filtered: dict[PromptKey, Outcome] = {}
@@ -276,9 +283,11 @@ class Race:
             commands.append(AwaitVerdict(self._awaited))
             return False
         prompt_key = self._unresolved.popleft()
-        left_out = len({ledger.verdicts[key].reward for key in group.kept}) == 1
-        self.share = self.share.after(left_out, self.limits.batch.num_groups)
-        if left_out:
+        keys = sorted(group.kept)
+        judged = Group(group.planned.prompt, [ledger.finished[key] for key in keys])
+        kept = self._keeps_group(judged, [ledger.verdicts[key] for key in keys])
+        self.share = self.share.after(not kept, self.limits.batch.num_groups)
+        if not kept:
             failed = all(ledger.verdicts[key].status != "ok" for key in group.kept)
             self.filtered[prompt_key] = "failed" if failed else "filtered"
             self._due_left.discard(prompt_key)
@@ -350,7 +359,7 @@ class Race:
         if len(self.groups) >= self.limits.most_launched:
             raise ValueError(
                 f"dynamic sampling: {len(self.groups)} prompts launched in one round, {len(self.filtered)} of them "
-                f"with rewards that are all equal, and {len(self.accepted)} of {batch.num_groups} groups found: the "
+                f"filtered, and {len(self.accepted)} of {batch.num_groups} groups found: the "
                 "problems are too easy or too hard for the model; algorithm.filter_groups.max_num_gen_batches "
                 f"({filtering.max_num_gen_batches}) is the limit"
             )

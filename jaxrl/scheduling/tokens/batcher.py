@@ -33,6 +33,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Seat
@@ -50,6 +51,7 @@ from jaxrl.scheduling.tokens.progress import (
 )
 
 UNLIMITED = 1 << 30
+_by_arrival = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,7 +497,3 @@ class Batcher:
                 f"{self.blocks.capacity}: raise rollout.num_blocks ({self.capacity.num_blocks}), or lower "
                 "data.max_prompt_length or data.max_response_length"
             )
-
-
-def _by_arrival(progress: Progress) -> int:
-    return progress.arrival

@@ -72,7 +72,9 @@ def crashes_until(step: int) -> st.SearchStrategy[dict[int, Any]]:
 
 
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
-filter_groups = st.builds(FilterGroupsSection, st.booleans(), st.just(1000), st.integers(0, 3))
+filter_groups = st.builds(
+    FilterGroupsSection, st.booleans(), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
+)
 
 
 # -- tail batching -----------------------------------------------------------------------------------------------------
@@ -87,6 +89,7 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
         score_when=draw(st.sampled_from(["sample", "group"])),
         filter_groups=filtering,
         max_active_requests=draw(st.sampled_from([0, 8, 12])),
+        gen_batch_size=draw(st.sampled_from([0, 0, 5])) if filtering.enable else 0,
     )
     options = TailBatchingSection(
         enable=True,
@@ -181,6 +184,7 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSect
         filter_groups=filtering,
         max_active_requests=draw(st.sampled_from([0, 3, 7])),
         version_lag=lag,
+        gen_batch_size=draw(st.sampled_from([0, 0, 5])) if filtering.enable else 0,
     )
     options = PartialRolloutSection(
         enable=True,

@@ -1,0 +1,133 @@
+"""Which groups dynamic sampling keeps: by a metric, or by a function of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_rollout import FakePrompts
+from rounds import START, filtering, finish, fresh_batches, key
+
+from jaxrl.config import ConfigError, from_mapping
+from jaxrl.runtime.rules import batch_rule
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.scheduling.rounds.events import Launch, Verdict
+from jaxrl.scheduling.rounds.group_filter import FILTER_ARGUMENTS
+from jaxrl.types import SampleKey
+
+
+def said(k: SampleKey, reward: float, status: Any = "ok", **info: Any) -> Verdict:
+    return Verdict(2.0, k, reward, status, info)
+
+
+def kept(rule: BatchRule, *verdicts: Verdict) -> bool:
+    """Whether prompt 0 with two samples is kept, P0 being 1."""
+    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
+    for event in (START, *(finish(key(0, i)) for i in (1, 0))):
+        current.handle(event)
+    for each in sorted(verdicts, key=lambda verdict: -verdict.key.sample_index):
+        current.handle(each)
+    return current.done
+
+
+def by_metric(metric: str) -> BatchRule:
+    return fresh_batches(1, 2, **filtering(metric=metric))
+
+
+@pytest.mark.parametrize(
+    ("metric", "first", "second", "expected"),
+    [
+        ("reward", (0.0, {}), (1.0, {}), True),
+        ("score", (0.5, {"score": 1}), (0.5, {"score": 2}), False),
+        ("seq_reward", (0.5, {}), (0.0, {}), True),
+        ("acc", (0.1, {"acc": True}), (0.9, {"acc": True}), False),  # a length penalty alone teaches nothing here
+        ("acc", (0.5, {"acc": 0}), (0.5, {"acc": 1}), True),
+        ("answer", (0.0, {"answer": "7"}), (0.0, {"answer": "8"}), True),
+    ],
+)
+def test_a_metric_that_is_equal_in_all_samples_filters(metric: str, first: Any, second: Any, expected: bool):
+    verdicts = [said(key(0, i), reward, **info) for i, (reward, info) in enumerate((first, second))]
+    assert kept(by_metric(metric), *verdicts) == expected
+
+
+def test_a_scoring_that_failed_has_the_value_of_its_reward():
+    assert kept(by_metric("acc"), said(key(0, 0), 0.0, "timeout"), said(key(0, 1), 1.0, acc=1))
+    assert not kept(by_metric("acc"), said(key(0, 0), 0.0, "timeout"), said(key(0, 1), 0.0, acc=0))
+
+
+def test_a_metric_that_the_scorer_did_not_return_is_named():
+    with pytest.raises(
+        ValueError,
+        match=r"filter_groups\.metric \(acc\): the scorer returned no such value for .*sample_index=0.*, found extr",
+    ):
+        kept(by_metric("acc"), said(key(0, 0), 0.0, extracted=1, mark="x"), said(key(0, 1), 1.0, acc=1))
+    with pytest.raises(ValueError, match="must not be seq_final_reward"):
+        by_metric("seq_final_reward")
+
+
+def own(folder: Path, source: str, **options: Any) -> BatchRule:
+    file = folder / "filters.py"
+    file.write_text(source)
+    return batch_rule(
+        from_mapping(
+            {
+                "model": {"path": "x"},
+                "data": {"train_batch_size": 1},
+                "rollout": {"n": 2},
+                "algorithm": {"filter_groups": {"enable": True, "path": str(file), **options}},
+            }
+        )
+    )
+
+
+SEES = f"def keep_group({', '.join(FILTER_ARGUMENTS)}):\n    "
+
+
+def test_a_function_of_the_users_decides(tmp_path: Path):
+    source = SEES + "return (data_source, rewards, infos, responses, extra_info['index']) == "
+    seen = ("test", [0.25, 0.25], [{"acc": 3}, {"acc": 4}], ["", ""], 0)
+    verdicts = [said(key(0, 0), 0.25, acc=3), said(key(0, 1), 0.25, acc=4)]
+    assert kept(own(tmp_path, source + repr(seen)), *verdicts)
+    (tmp_path / "b").mkdir()
+    named = own(tmp_path / "b", source.replace("keep_group", "hard") + "0", name="hard")
+    assert not kept(named, *verdicts)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (SEES + "return 1 / 0", r"filters\.py: keep_group failed on prompt \(0, 0\) with ZeroDivisionError"),
+        (SEES + "return None", r"filters\.py: keep_group must return True or False, found None"),
+    ],
+)
+def test_mistakes_in_the_function_stop_the_run_and_name_the_file(tmp_path: Path, source: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        kept(own(tmp_path, source), said(key(0, 0), 0.0), said(key(0, 1), 1.0))
+
+
+def test_a_file_or_function_that_is_not_there_is_refused_before_the_run(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.name: .* must define a function 'keep_group'"):
+        own(tmp_path, "x = 1")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ConfigError, match=r"must take \(data_source, rewards, infos, responses, extra_info\)"):
+        own(tmp_path / "b", "def keep_group(rewards): return True")
+    options = {"algorithm": {"filter_groups": {"enable": True, "path": str(tmp_path / "none.py")}}}
+    missing = from_mapping({"model": {"path": "x"}, **options})
+    with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.path: no such file"):
+        batch_rule(missing)
+    with pytest.raises(ConfigError, match=r"path and algorithm\.filter_groups\.metric \(acc\) exclude each other"):
+        own(tmp_path, SEES + "return True", metric="acc")
+
+
+def test_prompts_are_launched_by_the_generation_batch():
+    """Three at a time: at the start, and again when fewer are under way than are expected to be needed."""
+    rule = fresh_batches(2, 2, gen_batch_size=3, **filtering(max_num_gen_batches=2))
+    current = rule.plan(FakePrompts(50), RoundTime(1, 0))
+    assert len(current.handle(START)) == 3
+    told = [(finish(key(p, 0)), finish(key(p, 1)), said(key(p, 0), 0.0), said(key(p, 1), 0.0)) for p in range(5)]
+    events = [event for each in told for event in each]
+    launched = [sum(isinstance(c, Launch) for c in current.handle(event)) for event in events[:-1]]
+    assert (sum(launched), max(launched)) == (3, 3)
+    with pytest.raises(ValueError, match=r"6 prompts launched in one round, 5 of them filtered, and 0 of 2"):
+        current.handle(events[-1])
