@@ -213,7 +213,8 @@ def check(house: House) -> None:
             assert values["training/off_policy/share"] == (1.0 if lag and step > 1 else 0.0)
         elif config.rollout.partial_rollout.max_staleness >= 0:
             assert stale <= config.rollout.partial_rollout.max_staleness
-        ahead = (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
+        ahead = max(config.data.gen_batch_size - 1, 0)
+        ahead += (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
         if config.rollout.tail_batching.enable:
             assert values["rollout/queue_length"] <= (batch + ahead - 1) + (loop.rule.num_spare + ahead)
             if max_age := config.rollout.tail_batching.max_age_steps:
