@@ -4,7 +4,7 @@
     python scripts/reproduce_papers.py                      # all, to docs/reproductions/<paper>-<date>.{json,md}
     python scripts/reproduce_papers.py rollpacker --processes 4
     python scripts/reproduce_papers.py --calibrate          # the calibration file anew, from published facts alone
-    python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-21.json    # its page anew
+    python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-22.json    # its page anew
 
 jaxrl must be importable (`pip install -e .`, or `PYTHONPATH=.` in front). Lengths and costs come from the calibration
 file, which was fitted to facts about the papers' baselines and never to a speed-up (`papers/calibrate.py`); rounds,

@@ -59,7 +59,8 @@ def _table2(runs: Runs, readings: Readings) -> str:
 The order over models is {same} the paper's. Rewards are scored after the rollout in both columns, task by task, as in
 the paper's rows above *reward scheduler*.
 
-The next row, as far as it is there: the same with every response scored while others decode, over its first ten steps.
+The next row, as far as it is there: the same with every response scored while others decode, over its first ten steps
+(the other columns' steps are 40).
 
 {table(head2, scored)}
 
