@@ -153,7 +153,8 @@ def test_the_reward_stage_by_hand():
     # every tenth hangs: 90 scorings of 0.5 s and 10 of 9 s on four workers, the last of which hangs
     mean = 100 * (0.45 + 0.9) / 4
     assert mean < reward_stage_s(values | {"reward.x.hang_share": 0.1}, "x", 100) < mean + 9
-    assert reward_stage_s(values | {"reward.x.hang_share": 0.1, "reward.x.workers": 99.0}, "x", 100) == 9
+    assert reward_stage_s(values | {"reward.x.hang_share": 0.1, "reward.x.workers": 100.0}, "x", 100) == 9
+    assert reward_stage_s(values | {"reward.x.hang_share": 0.1, "reward.x.workers": 99.0}, "x", 100) == 9.5, "the last"
 
 
 def test_stages_of_a_mixed_batch_add_up_or_run_beside_one_another():
