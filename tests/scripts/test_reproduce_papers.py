@@ -163,7 +163,7 @@ def test_figures_are_means_over_seeds_with_their_spread():
         "1.49 ± 0.13",
         "1.40 ± 0.00",
         "1.40",
-        "+22% ± 32%",
+        "+23% ± 32%",
         "+0% ± 0%",
         "yes",
     ]
