@@ -190,7 +190,7 @@ def render(e: Explanation) -> str:
             ("", "prompts", "samples", "tokens, at most"),
             ("a step", f"{c.step_prompts:,}", f"{c.step_samples:,}", f"{c.step_max_tokens:,}"),
             *(
-                [("a round has under way", f"{c.launched_prompts:,}", f"{c.launched_samples:,}", "")]
+                [("a round has under way, at most", f"{c.launched_prompts:,}", f"{c.launched_samples:,}", "")]
                 if c.launched_samples != c.step_samples
                 else []
             ),

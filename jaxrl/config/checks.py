@@ -48,6 +48,13 @@ def _check_data(c: Config) -> None:
             f"data.gen_batch_size ({c.data.gen_batch_size} prompts) needs algorithm.filter_groups.enable: without "
             "dynamic sampling a step launches what its rollout rule says"
         )
+    most = c.data.gen_batch_size * filtering.max_num_gen_batches
+    if 0 < most < c.data.train_batch_size:
+        raise ConfigError(
+            f"data.gen_batch_size ({c.data.gen_batch_size} prompts) × algorithm.filter_groups.max_num_gen_batches "
+            f"({filtering.max_num_gen_batches}) must be >= data.train_batch_size ({c.data.train_batch_size} prompts): "
+            "else a round gives up before it has launched a batch"
+        )
     if filtering.path and filtering.metric != "reward":
         raise ConfigError(
             f"algorithm.filter_groups.path and algorithm.filter_groups.metric ({filtering.metric}) exclude each other: "

@@ -12,36 +12,39 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxrl.config.checks import ConfigError, check
 from jaxrl.config.declared import bounds_text, declared, is_within, number_or_name, walk
 from jaxrl.config.options import Config
 
-_GONE = frozenset({"rollout.tail_batching.keep_finished"})
-"""Options that config.yaml of an earlier version has. A file of the user's that has them is refused."""
+_GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False}
+"""Options of earlier versions, with their defaults. Every config.yaml of such a version has them."""
 _MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin(option.type) is dict)
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
-    """Builds and checks a `Config` from nested mappings (a parsed YAML file); raises `ConfigError`."""
-    config = build(Config, values, "")
+    """Builds and checks a `Config` from nested mappings (a parsed YAML file); raises `ConfigError`.
+
+    An option that is gone is left out where it has its default, which changes nothing, and unknown otherwise.
+    """
+    config = build(Config, _without(values, "", lambda path, value: _GONE[path] == value), "")
     check(config)
     return config
 
 
 def from_recorded(values: Mapping[str, Any]) -> Config:
     """The `Config` of a run's config.yaml, which an earlier version may have written with options that are gone."""
-    return from_mapping(_without(values, ""))
+    return from_mapping(_without(values, "", lambda path, value: True))
 
 
-def _without(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Nested sections without the options of `_GONE`."""
+def _without(values: Mapping[str, Any], prefix: str, left_out: Callable[[str, Any], bool]) -> dict[str, Any]:
+    """Nested sections without those options of `_GONE` that `left_out` says of, by path and value."""
     return {
-        key: _without(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        key: _without(value, f"{prefix}{key}.", left_out) if isinstance(value, Mapping) else value
         for key, value in values.items()
-        if prefix + key not in _GONE
+        if not (f"{prefix}{key}" in _GONE and left_out(f"{prefix}{key}", value))
     }
 
 

@@ -61,13 +61,14 @@ class SourceQuotas:
 
 
 def dealt(quotas: Mapping[str, int]) -> Sequence[str]:
-    """A batch's places by source: each beginning has of every source its share, rounded."""
+    """A batch's places by source: each beginning has of every source its share, rounded. The order of `quotas` does not
+    matter."""
     total = sum(quotas.values())
     given = dict.fromkeys(quotas, 0)
     order: list[str] = []
     for place in range(1, total + 1):
-        # the one that is furthest behind its share; of equals the first
-        behind = {name: place * quota - total * given[name] for name, quota in quotas.items() if given[name] < quota}
+        # the one that is furthest behind its share; of equals the first by name
+        behind = {n: place * quota - total * given[n] for n, quota in sorted(quotas.items()) if given[n] < quota}
         order.append(max(behind, key=behind.__getitem__))
         given[order[-1]] += 1
     return order

@@ -142,12 +142,15 @@ class RecordedWorkload:
         return sorted(response.length for prompt in self.prompts for response in prompt.responses)
 
     def resampled(self, seed: int) -> RecordedWorkload:
-        """As many of the recorded prompts, drawn with replacement, as of one step: what another run might have
-        recorded. Differences between such workloads show how much the record leaves open."""
-        drawn = [
-            int(uniform(_PROMPT, seed, i, len(self.prompts)) * len(self.prompts)) for i in range(len(self.prompts))
-        ]
-        prompts = [self.prompts[i] for i in drawn]
+        """As many of the recorded prompts of each source, drawn with replacement, as of one step: what another run
+        might have recorded. Differences between such workloads show how much the record leaves open."""
+        of_source: dict[str, list[int]] = {}
+        for i, prompt in enumerate(self.prompts):
+            of_source.setdefault(prompt.source, []).append(i)
+        prompts: list[RecordedPrompt] = []
+        for i, prompt in enumerate(self.prompts):
+            places = of_source[prompt.source]
+            prompts.append(self.prompts[places[int(uniform(_PROMPT, seed, i, len(self.prompts)) * len(places))]])
         timeless = [replace(p, responses=tuple(replace(response, step=0) for response in p.responses)) for p in prompts]
         return RecordedWorkload(seed, timeless, self.rule, self.scoring, self.timeout_s, self.num_truncated)
 

@@ -113,17 +113,6 @@ class BatchRule(Protocol):
 # -- the baselines -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Surplus:
-    """A prompt that dynamic sampling launched and the batch did not need: its key, the attempt of its last launch, and
-    the step and round that first launched it."""
-
-    key: PromptKey
-    attempt: int
-    first_step: int
-    first_round: int
-
-
 class FreshBatches:
     """New prompts every round: plain synchronous batches that wait for all responses, or over-provisioning that
     discards its losers.
@@ -155,7 +144,7 @@ class FreshBatches:
             num_prompts = provisioned(f"{option}.prompt_factor", options.prompt_factor, num_prompts)
             num_responses = provisioned(f"{option}.response_factor", options.response_factor, num_responses)
         self.limits = RaceLimits(batch, num_responses, num_prompts - batch.num_groups)
-        self.queue: deque[Surplus] = deque()
+        self.queue: deque[Waiting] = deque()
         self.num_rounds = 0
         self.share = FilteredShare()
         self._open: OpenRound | None = None
@@ -178,34 +167,23 @@ class FreshBatches:
 
         def supply() -> PlannedGroup:
             if self.queue:
-                return self._relaunch(prompts)
+                return self.queue.popleft().relaunch(prompts, self.limits.num_responses)
             return new_group(prompts, self.limits.num_responses, time.step, self.num_rounds)
 
         self._open = open_round(Race(self.limits, supply, share=self.share), "plain", time)
         return self._open.round
-
-    def _relaunch(self, prompts: PromptStream) -> PlannedGroup:
-        waiting = self.queue.popleft()
-        attempt = waiting.attempt + 1
-        keys = tuple(SampleKey(*waiting.key, i, attempt) for i in range(self.limits.num_responses))
-        prompt = prompts.get(*waiting.key)
-        return PlannedGroup(
-            prompt, keys, attempt=attempt, first_step=waiting.first_step, first_round=waiting.first_round
-        )
 
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race, groups = opened.race, current.groups()
         self.share = race.share
         left: dict[PromptKey, Outcome] = dict(race.filtered)
-        planned = [group.planned for group in race.left_over]
-        discarded = [each.prompt.key for each in planned]
-        if not self.limits.is_race:
-            surplus = [Surplus(p.prompt.key, p.attempt, p.first_step, p.first_round) for p in planned]
+        surplus = [Waiting.of(group.planned) for group in race.left_over]
+        discarded = surplus
+        if not self.limits.num_spare:
             self.queue.extendleft(reversed(surplus))
-            discarded = discard_at_end(self.queue, room_until_end("flush", self.limits.batch.num_groups, opened.time))
-        for prompt_key in discarded:
-            left[prompt_key] = "filtered"
+            discarded = discard_at_end(self.queue, self.limits.batch, "flush", opened.time)
+        left |= {entry.key: "filtered" for entry in discarded}
         metrics = opened.metrics(groups, thrown_tokens=opened.tokens_lost())
         metrics["rollout/discarded_prompts"] = float(len(discarded))
         if self.limits.batch.filter_groups.enable:
@@ -215,11 +193,10 @@ class FreshBatches:
     def state_dict(self) -> dict[str, Any]:
         """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order."""
         assert self._open is None, "state between rounds only"
-        rows = [(*each.key, each.attempt, each.first_step, each.first_round) for each in self.queue]
         return {
             "schema": self.SCHEMA,
             "num_rounds": self.num_rounds,
-            "queue": np.asarray(rows, np.int64).reshape(-1, 5),
+            "queue": pack_waiting(self.queue),
             "filtered_share": self.share.state(),
         }
 
@@ -227,8 +204,7 @@ class FreshBatches:
         if state["schema"] == 1:
             return
         check_schema("batches of new prompts", state, self.SCHEMA)
-        rows = (tuple(int(value) for value in row) for row in state["queue"])
-        self.queue = deque(Surplus((row[0], row[1]), *row[2:]) for row in rows)
+        self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
         self.share = FilteredShare.of_state(state["filtered_share"])
 
@@ -250,15 +226,44 @@ def new_group(prompts: PromptStream, num_responses: int, step: int, round_index:
     return PlannedGroup(prompt, keys, first_step=step, first_round=round_index)
 
 
-def spare_until_end(num_spare: int, at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting: int = 0) -> int:
-    """How many prompts beyond P0 a round launches, of the `num_spare` that its rule asks for.
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prompt that a rule carries without samples: its next launch draws new ones, with the next attempt.
 
-    With `at_end="flush"` the steps after this one must be able to train on all prompts that are then carried: those
-    beyond P0, and `num_waiting` that the rule carries and this round does not launch. The result is below 0 where the
-    steps have no room even for those that wait: this round must take some of them.
+    Attributes:
+      key: its (epoch, index).
+      attempt: of its last launch.
+      first_step, first_round: when it was first launched.
     """
-    room = room_until_end(at_end, num_groups, time, num_waiting)
-    return num_spare if room is None else min(num_spare, room)
+
+    key: PromptKey
+    attempt: int
+    first_step: int
+    first_round: int
+
+    @classmethod
+    def of(cls, planned: PlannedGroup) -> Waiting:
+        """The prompt of a group that was launched."""
+        return cls(planned.prompt.key, planned.attempt, planned.first_step, planned.first_round)
+
+    def relaunch(self, prompts: PromptStream, num_responses: int) -> PlannedGroup:
+        """The prompt with `num_responses` new responses."""
+        attempt = self.attempt + 1
+        keys = tuple(SampleKey(*self.key, i, attempt) for i in range(num_responses))
+        prompt = prompts.get(*self.key)
+        return PlannedGroup(prompt, keys, attempt=attempt, first_step=self.first_step, first_round=self.first_round)
+
+
+def pack_waiting(queue: Iterable[Waiting]) -> np.ndarray:
+    """int64 [N, 5] (epoch, index, attempt, first step, first round), in the queue's order."""
+    rows = [(*each.key, each.attempt, each.first_step, each.first_round) for each in queue]
+    return np.asarray(rows, np.int64).reshape(-1, 5)
+
+
+def unpack_waiting(packed: Iterable[Sequence[int]]) -> deque[Waiting]:
+    """The reverse of `pack_waiting`; columns after the fifth are left out."""
+    rows = (tuple(int(value) for value in row[:5]) for row in packed)
+    return deque(Waiting((epoch, index), *more) for epoch, index, *more in rows)
 
 
 def room_until_end(at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting: int = 0) -> int | None:
@@ -291,12 +296,14 @@ class CarriedPrompt(Protocol):
 C = TypeVar("C", bound=CarriedPrompt)
 
 
-def discard_at_end(carried: deque[C], room: int | None) -> list[PromptKey]:
-    """Takes the newest prompts beyond `room` out of `carried`: dynamic sampling launched them ahead, and no step that
-    is left could train on them."""
-    discarded: list[PromptKey] = []
+def discard_at_end(carried: deque[C], batch: BatchSettings, at_end: AtEnd, time: RoundTime) -> list[C]:
+    """Takes the newest prompts out of `carried` that no step which is left could train on: dynamic sampling launched
+    them ahead. (Without it no rule launches too many. A run that is resumed with fewer steps keeps what it carries, and
+    says so at its end.)"""
+    room = room_until_end(at_end, batch.num_groups, time) if batch.filter_groups.enable else None
+    discarded: list[C] = []
     while room is not None and len(carried) > room:
-        discarded.append(carried.pop().key)
+        discarded.append(carried.pop())
     return discarded
 
 

@@ -59,7 +59,6 @@ from jaxrl.scheduling.rounds.batches import (
     provisioned,
     queue_metrics,
     room_until_end,
-    spare_until_end,
 )
 from jaxrl.scheduling.rounds.buffer_filter import BufferFilter, WaitingGroup, decide
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_samples, unpack_samples
@@ -159,7 +158,8 @@ class PartialRollout:
         due = self._due(waiting, time.step)
         # stable sort: oldest first among the due, the complete and the other groups
         waiting.sort(key=lambda group: (group.key not in due, not group.is_complete))
-        num_spare = spare_until_end(self.num_spare, self.options.at_end, batch.num_groups, time)
+        room = room_until_end(self.options.at_end, batch.num_groups, time)
+        num_spare = self.num_spare if room is None else min(self.num_spare, room)
         go_on, held_back = self._filtered(waiting, due, time, num_spare)
         self.buffer = deque((*go_on, *held_back))
         num_resumable = len(go_on)
@@ -278,16 +278,17 @@ class PartialRollout:
                 planned = group.planned
                 kept.append(BufferedGroup(prompt_key, planned.first_step, planned.first_round, tuple(samples)))
         self.buffer = deque(sorted((*kept, *self.buffer), key=lambda entry: entry.first_round))  # stable
-        discarded = discard_at_end(self.buffer, room_until_end(self.options.at_end, self.batch.num_groups, opened.time))
+        discarded = discard_at_end(self.buffer, self.batch, self.options.at_end, opened.time)
+        thrown = sum(len(s) for entry in discarded if entry.key not in race.groups for s in entry.samples)
         groups = current.groups()
         carried = {sample.key for entry in self.buffer for sample in entry.samples}
-        metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens)
+        metrics = opened.metrics(groups, opened.tokens_lost(carried) + self._dropped_tokens + thrown)
         metrics |= queue_metrics(self.buffer, opened.time.step, self.num_rounds)
         metrics |= self._partial_metrics(opened)
         if self.batch.filter_groups.enable:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
         left: dict[PromptKey, Outcome] = dict(race.filtered)
-        left |= dict.fromkeys(discarded, "filtered")
+        left |= {entry.key: "filtered" for entry in discarded}
         return RoundResult(current.kind, groups, left, metrics)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:

@@ -13,8 +13,9 @@ Departures:
 - Dynamic sampling launches ahead of verdicts: as many groups are under way as the share that was filtered so far says
   are needed (`filtered_share.py`), so a round without filtered prompts is the plain short round. (RollPacker §7 keeps
   the active requests at the cap until the end; verl draws batches of fixed size one after another.)
-- So more groups may count than are needed. Where nothing races, the batch takes the first of them in the order of
-  launch, as verl does, and waits for those before them: taking the first that end would neglect long responses.
+- So more groups may count than are needed. Where prompts do not race, the batch takes the first of them in the order of
+  launch, as verl does, and waits for those before them: taking the first that end would neglect long responses. For
+  the same reason groups launched after the batch's last one are left over, filtered or not (`_take_back`).
 - A verdict's decision (which groups are left out, how many come in) takes effect at a logical time: a completed group's
   verdicts are asked for when `max_unscored_groups` other groups wait behind it, or when they could end the round;
   generation then waits for them (`AwaitVerdict`). So nothing depends on how long scoring takes: neither the groups of
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from jaxrl.config.options import FilterGroupsSection, ScoreWhen
@@ -142,8 +143,8 @@ class RaceLimits:
     @property
     def in_launch_order(self) -> bool:
         """Whether the batch takes the first groups that count in the order of launch, whichever end first: so a rule
-        without a race neglects no long response when it launches more prompts than it needs."""
-        return self.batch.filter_groups.enable and not self.is_race
+        without a race of prompts neglects no long response when it launches more prompts than it needs."""
+        return self.batch.filter_groups.enable and not self.num_spare
 
     @property
     def most_launched(self) -> int:
@@ -409,12 +410,13 @@ class Race:
     def _stop(self, ledger: RoundLedger, commands: list[Command]) -> None:
         """Enough groups are there: chooses the batch and ends everything else."""
         self._stopped = True
-        accepted = self.accepted
+        accepted, place = self.accepted, {prompt_key: i for i, prompt_key in enumerate(self.groups)}
         if self.limits.in_launch_order:
-            place = {prompt_key: i for i, prompt_key in enumerate(self.groups)}
             accepted = sorted(accepted, key=place.__getitem__)
         ordered = sorted(accepted, key=lambda prompt_key: prompt_key not in self._due)  # stable
         self.batch = ordered[: self.limits.batch.num_groups]
+        if self.limits.in_launch_order:
+            self._take_back(max(place[prompt_key] for prompt_key in self.batch), place)
         live = tuple(key for group in self.groups.values() for key in group.live if key not in ledger.finished)
         if live:
             commands.append(Abort(live, keep=self.limits.keep_unfinished))
@@ -426,6 +428,17 @@ class Race:
         unwanted = tuple(key for key in self._sent if key not in ledger.verdicts and key not in wanted)
         if unwanted:
             commands.append(CancelScore(unwanted))
+
+    def _take_back(self, last: int, place: Mapping[PromptKey, int]) -> None:
+        """Groups that were filtered, and launched after the batch's last one, are left over like the others there.
+
+        Those that have been judged by now are the short ones. Were they to leave, and the long ones to be judged in a
+        later round only, short groups would pass two filters where long ones pass one."""
+        room = self.limits.max_left_over
+        num_back = None if room is None else max(room - len(self.left_over), 0)
+        later = [prompt_key for prompt_key in self.groups if prompt_key in self.filtered and place[prompt_key] > last]
+        for prompt_key in later[:num_back]:
+            del self.filtered[prompt_key]
 
     def _keep_late(self, sample: Sample) -> None:
         """A response ended after the round was decided. Without `keep_unfinished` it counts as aborted, because the

@@ -257,14 +257,16 @@ Outcome = Literal["trained", "filtered", "failed"]
 class Departures:
     """How prompts left the system: each (epoch, index) once, as trained, filtered or failed. Part of a checkpoint.
 
-    It keeps one flag per prompt of an epoch: a long run has a million of them, and every step boundary copies them.
+    It keeps flags, in blocks of neighbouring prompts: a long run has a million of them, every step boundary copies
+    them, and with quotas of sources many epochs have few prompts each.
     """
 
     SCHEMA = 1
+    BLOCK = 1024
 
     def __init__(self) -> None:
         self.counts: dict[Outcome, int] = {"trained": 0, "filtered": 0, "failed": 0}
-        self._left: dict[int, np.ndarray] = {}  # epoch -> bool [prompts], grown as indices come
+        self._left: dict[tuple[int, int], np.ndarray] = {}  # (epoch, index // BLOCK) -> bool [BLOCK]
 
     def leave(self, prompt_key: PromptKey, outcome: Outcome) -> None:
         if self.has_left(prompt_key):
@@ -274,14 +276,14 @@ class Departures:
 
     def has_left(self, prompt_key: PromptKey) -> bool:
         epoch, index = prompt_key
-        left = self._left.get(epoch)
-        return left is not None and index < len(left) and bool(left[index])
+        flags = self._left.get((epoch, index // self.BLOCK))
+        return flags is not None and bool(flags[index % self.BLOCK])
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, and the prompts that left as flat integers [N, 2] (epoch, index), ascending."""
         rows = [np.zeros((0, 2), np.int64)]
-        for epoch in sorted(self._left):
-            indices = np.flatnonzero(self._left[epoch])
+        for epoch, block in sorted(self._left):
+            indices = np.flatnonzero(self._left[epoch, block]) + block * self.BLOCK
             rows.append(np.stack([np.full_like(indices, epoch), indices], axis=1))
         return {"schema": self.SCHEMA, "counts": dict(self.counts), "left": np.concatenate(rows)}
 
@@ -296,8 +298,7 @@ class Departures:
             self._mark(int(epoch), int(index))
 
     def _mark(self, epoch: int, index: int) -> None:
-        left = self._left.get(epoch, np.zeros(0, np.bool_))
-        if index >= len(left):
-            left = np.concatenate([left, np.zeros(index + 1, np.bool_)])  # at least doubles when it is full
-        left[index] = True
-        self._left[epoch] = left
+        place = epoch, index // self.BLOCK
+        if place not in self._left:
+            self._left[place] = np.zeros(self.BLOCK, np.bool_)
+        self._left[place][index % self.BLOCK] = True

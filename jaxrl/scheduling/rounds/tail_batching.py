@@ -3,6 +3,7 @@
 Purpose: the rule across rounds. A *short round* launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0)
 responses and keeps the first P0 × R0 (`Race`). Prompts that lose wait in the long-prompt queue, first in, first out.
 As soon as the queue holds P0 prompts, a *long round* runs P0 of them with R0 responses each, and waits for all.
+(With dynamic sampling: as soon as it holds as many as are expected to yield P0 groups that count.)
 
 Source: RollPacker §3 (rounds, queue, η = 1.25), §6.3 (one factor for prompts, one for responses), §7 (dynamic
 sampling: groups without reward variance leave, unfinished prompts stay; a cap on active requests).
@@ -12,9 +13,9 @@ Departures:
 - `max_age_steps` bounds how long a prompt may wait, in training steps since its first launch: if one more short round
   could break the bound, a long round comes first.
 - `at_end="flush"`: a round launches no more new prompts than the run can still train on, so the queue is empty after
-  the last step and every prompt that was drawn has been trained on. (With dynamic sampling as well: filtered prompts
-  are replaced by new ones, and the queue still fits into the steps that are left.) "leave" goes on by the rule to the
-  end, and reports the prompts left in the queue.
+  the last step and every prompt that was drawn has been trained on. With dynamic sampling, which launches ahead, those
+  that the last steps have no room for leave as filtered. "leave" goes on by the rule to the end, and reports the
+  prompts left in the queue.
 - If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
   speculation: every batch has exactly P0 × R0 samples.
 
@@ -22,8 +23,9 @@ As in the paper, responses of a deferred prompt that had ended are drawn anew. T
 kept, with only the others drawn again, the group would hold more short responses than the policy gives
 (docs/rollout-rules.md has figures).
 
-Defined behaviour at the edges: with prompt_factor 1 nothing is ever deferred, and the queue stays empty; a data set
-smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
+Defined behaviour at the edges: with prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what
+dynamic sampling launches ahead); a data set smaller than P0 repeats inside a batch, each time with its own epoch; the
+queue ignores epochs.
 
 A relaunched prompt draws new responses: their `attempt` is one higher (docs/architecture.md).
 """
@@ -32,10 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from jaxrl.config.options import TailBatchingSection
 from jaxrl.scheduling.rounds.batches import (
@@ -43,37 +42,23 @@ from jaxrl.scheduling.rounds.batches import (
     PromptStream,
     RoundResult,
     RoundTime,
+    Waiting,
     check_schema,
     close_round,
     discard_at_end,
     new_group,
     open_round,
+    pack_waiting,
     provisioned,
     queue_metrics,
     room_until_end,
+    unpack_waiting,
 )
 from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind
-from jaxrl.types import SampleKey
 
 SCHEMA = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """A prompt in the long-prompt queue.
-
-    Attributes:
-      key: its (epoch, index).
-      attempt: of its last launch.
-      first_step, first_round: when it was first launched.
-    """
-
-    key: PromptKey
-    attempt: int
-    first_step: int
-    first_round: int
 
 
 class TailBatching:
@@ -104,7 +89,7 @@ class TailBatching:
                 f"{self.least_age_bound}, or 0 for no bound: a short round defers up to {self.num_spare} prompts "
                 f"(prompt_factor {options.prompt_factor}), and long rounds take {batch.num_groups} each"
             )
-        self.queue: deque[Deferred] = deque()
+        self.queue: deque[Waiting] = deque()
         self.num_rounds = 0
         self.share = FilteredShare()
         self._open: OpenRound | None = None
@@ -141,7 +126,7 @@ class TailBatching:
 
         def supply() -> PlannedGroup:
             if kind == "long" and self.queue:
-                return self._relaunch(prompts)
+                return self.queue.popleft().relaunch(prompts, self.batch.group_size)
             return new_group(prompts, limits.num_responses, time.step, self.num_rounds)
 
         self._open = open_round(Race(limits, supply, share=self.share), kind, time)
@@ -178,25 +163,13 @@ class TailBatching:
         last_runs = (step + 1 + place // self.batch.num_groups for place in range(len(first_steps)))
         return any(last - first > max_age for last, first in zip(last_runs, first_steps, strict=True))
 
-    def _relaunch(self, prompts: PromptStream) -> PlannedGroup:
-        deferred = self.queue.popleft()
-        attempt = deferred.attempt + 1
-        return PlannedGroup(
-            prompt=prompts.get(*deferred.key),
-            keys=tuple(SampleKey(*deferred.key, i, attempt) for i in range(self.batch.group_size)),
-            attempt=attempt,
-            first_step=deferred.first_step,
-            first_round=deferred.first_round,
-        )
-
     # -- settling ----------------------------------------------------------------------------------------------------
 
     def settle(self, current: Round) -> RoundResult:
         opened, self._open = close_round(self._open, current), None
         race = opened.race
         self.share = race.share
-        planned = [group.planned for group in race.left_over]
-        deferred = [Deferred(p.prompt.key, p.attempt, p.first_step, p.first_round) for p in planned]
+        deferred = [Waiting.of(group.planned) for group in race.left_over]
         waits_for_all = current.kind == "long" and not self.batch.filter_groups.enable
         assert not (deferred and waits_for_all), "a long round waits for all of its prompts"
         if current.kind == "short":
@@ -204,8 +177,8 @@ class TailBatching:
         else:
             self.queue.extendleft(reversed(deferred))  # those that were launched first are the oldest of all
         left: dict[PromptKey, Outcome] = dict(race.filtered)
-        discarded = discard_at_end(self.queue, room_until_end(self.options.at_end, self.batch.num_groups, opened.time))
-        left |= dict.fromkeys(discarded, "filtered")
+        discarded = discard_at_end(self.queue, self.batch, self.options.at_end, opened.time)
+        left |= {entry.key: "filtered" for entry in discarded}
         groups = current.groups()
         metrics = opened.metrics(groups, opened.tokens_lost())
         metrics["rollout/deferred_prompts"] = float(len(deferred))
@@ -219,12 +192,11 @@ class TailBatching:
     def state_dict(self) -> dict[str, Any]:
         """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order."""
         assert self._open is None, "state between rounds only"
-        rows = [(*d.key, d.attempt, d.first_step, d.first_round) for d in self.queue]
         return {
             "schema": SCHEMA,
             "num_rounds": self.num_rounds,
             "filtered_share": self.share.state(),
-            "queue": np.asarray(rows, np.int64).reshape(-1, 5),
+            "queue": pack_waiting(self.queue),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,7 +204,6 @@ class TailBatching:
         its queue are drawn anew."""
         if state["schema"] != 1:
             check_schema("tail batching", state, SCHEMA)
-        rows = (tuple(int(value) for value in row[:5]) for row in state["queue"])
-        self.queue = deque(Deferred((epoch, index), *more) for epoch, index, *more in rows)
+        self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
         self.share = FilteredShare.of_state(state.get("filtered_share", ()))

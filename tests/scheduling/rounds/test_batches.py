@@ -9,7 +9,7 @@ from fake_rollout import FakePrompts, FakeRollout, tangled, through_disk
 from rounds import batch_keys, fresh_batches, long_every_fifth, names, run_steps
 
 from jaxrl.config.options import OverProvisioningSection
-from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, spare_until_end
+from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round, SynchronousRule
 
@@ -36,21 +36,20 @@ def test_over_provisioning_discards_those_that_lose():
 
 
 @pytest.mark.parametrize(
-    ("at_end", "steps_left", "num_waiting", "spare"),
+    ("at_end", "steps_left", "num_waiting", "room"),
     [
-        ("leave", 1, 9, 5),
-        ("flush", None, 9, 5),
-        ("flush", 3, 0, 5),  # eight can be trained on in the two steps after this one
-        ("flush", 2, 0, 4),
+        ("leave", 1, 9, None),
+        ("flush", None, 9, None),
+        ("flush", 3, 0, 8),  # eight can be trained on in the two steps after this one
         ("flush", 2, 3, 1),
         ("flush", 1, 0, 0),
         ("flush", 2, 6, -2),  # this round must take two of the six
     ],
 )
 def test_how_many_prompts_to_spare_a_run_can_still_train_on(
-    at_end: Any, steps_left: int | None, num_waiting: int, spare: int
+    at_end: Any, steps_left: int | None, num_waiting: int, room: int | None
 ):
-    assert spare_until_end(5, at_end, 4, RoundTime(1, 0, steps_left), num_waiting) == spare
+    assert room_until_end(at_end, 4, RoundTime(1, 0, steps_left), num_waiting) == room
 
 
 def test_factors_that_cannot_be_are_refused():

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
-from jaxrl.config.options import PartialRolloutSection, TailBatchingSection
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.config.options import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
@@ -76,6 +76,32 @@ def test_long_rounds_launch_ahead_as_well():
         plain.append(run(TailBatching(BatchSettings(16, 8), options), seed, 60, 12)[0])
         filtered.append(run(TailBatching(BatchSettings(16, 8, **filtering()), options), seed, 60, 12)[0])
     assert fmean(filtered) <= 2 * fmean(plain)
+
+
+@pytest.mark.parametrize("response_factor", [1.0, 1.5])
+def test_launching_ahead_does_not_choose_by_length(response_factor: float):
+    """Half of the prompts have long responses, and what is filtered does not depend on it. Neither may a prompt race,
+    which nothing asked for, nor may short groups be judged more often than long ones."""
+    num_long = num_trained = 0
+    for seed in range(8):
+        long = lambda k: tangled(seed, k.epoch, k.prompt_index) % 2  # noqa: B023, E731 - used within the turn
+        rewards = lambda k: (  # noqa: E731 - equal in a group, or not, by chance
+            float(k.sample_index % 2) if tangled(seed, 7, k.prompt_index, k.attempt) % 10 < 4 else 0.0,  # noqa: B023
+            "ok",
+        )
+        played = FakeRollout(
+            lambda k: 10 + 300 * long(k) + tangled(seed, k.prompt_index, k.sample_index, k.attempt) % 5,  # noqa: B023
+            rewards,
+            num_slots=200,
+            plan_tokens=40,
+        )
+        options = OverProvisioningSection(True, 1.0, response_factor)
+        rule = FreshBatches(BatchSettings(16, 2, **filtering()), options)
+        training = FakeTraining(rule, FakePrompts(10_000), played, 40)
+        for group in (group for _ in range(40) for group in training.run_step().groups):
+            num_long += len(group.samples[0]) > 100
+            num_trained += 1
+    assert abs(num_long / num_trained - 0.5) < 0.015, num_long / num_trained
 
 
 def test_where_nothing_is_filtered_nothing_is_launched_ahead():
