@@ -212,6 +212,28 @@ def test_samples_too_long_for_a_smaller_limit_are_refused_at_the_start(values: d
         again.run(("kill", 1))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout.tail_batching": {**ON, "prompt_factor": 3.5, "at_end": "leave"}},
+        {"rollout.partial_rollout": {**ON, "over_provision": 3.5, "at_end": "leave"}},
+    ],
+)
+def test_a_resume_with_fewer_steps_keeps_what_is_carried(values: dict[str, Any]):
+    """Only dynamic sampling launches prompts that no step may be left for. These wait, and the summary says so."""
+    house = House(make_config(values, **{"trainer.total_training_steps": 1}), make_workload(3))
+    assert house.run()
+    waiting = house.state["rule"]["num_carried"]
+    assert waiting > 3, "more than a batch"
+    section = next(iter(values))
+    flushing = {section: {**values[section], "at_end": "flush"}}
+    again = House(make_config(flushing, **{"trainer.total_training_steps": 2}), make_workload(3))
+    again.saved = house.saved
+    assert again.run()
+    assert again.loop.departures.counts["filtered"] == 0
+    assert again.loop.num_carried >= waiting - 3
+
+
 # ---------------------------------------------------------------- overlong reward shaping
 
 SHAPING = {"reward.overlong_buffer": {"enable": True, "len": 36, "penalty_factor": 0.5}}

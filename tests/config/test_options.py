@@ -59,6 +59,16 @@ def build(options=None):
         ({"rollout.val_kwargs.top_p": 1.5}, "rollout.val_kwargs.top_p must be in (0, 1], found 1.5"),
         ({"rollout.memory_fraction": float("nan")}, "rollout.memory_fraction must be in (0, 1], found nan"),
         ({"actor.optim.lr": float("nan")}, "actor.optim.lr must be at least 0, found nan"),
+        (
+            {
+                "data.gen_batch_size": 1,
+                "data.train_batch_size": 12,
+                "algorithm.filter_groups.enable": True,
+                "rollout.n": 2,
+            },
+            "data.gen_batch_size (1 prompts) × algorithm.filter_groups.max_num_gen_batches (10) must be >= "
+            "data.train_batch_size (12 prompts)",
+        ),
         # sizes that do not fit together
         ({"model.path": ""}, "model.path is missing: give a Hugging Face folder or a .gguf file"),
         ({"data.task": "t", "data.train_files": ["a"]}, "data.task and data.train_files exclude each other"),

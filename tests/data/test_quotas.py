@@ -102,6 +102,7 @@ def test_places_are_dealt_evenly(counts: list[int]):
     quotas = {f"s{i}": count for i, count in enumerate(counts)}
     order = dealt(quotas)
     assert Counter(order) == quotas
+    assert order == dealt(dict(reversed(quotas.items()))), "the order of a mapping in a file says nothing"
     for place in range(1, len(order) + 1):
         for name, quota in quotas.items():
             assert abs(order[:place].count(name) - place * quota / len(order)) < len(quotas)

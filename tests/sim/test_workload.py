@@ -374,3 +374,12 @@ def test_a_record_resampled():
     assert 0.5 < len(kept) / 50 < 0.76  # 1 - 1/e of them, drawn with replacement
     assert {response.step for prompt in one.prompts for response in prompt.responses} == {0}
     assert (one.seed, one.rule, one.num_truncated) == (1, "by_prompt", 2)
+
+
+def test_a_record_resampled_keeps_its_sources():
+    """A small source would else be missing from some, and its quota with it."""
+    prompts = [RecordedPrompt(3, "few" if i < 2 else "many", (Response(0, 5 + i, 0.0),)) for i in range(30)]
+    recorded = RecordedWorkload(0, prompts)
+    drawn = [recorded.resampled(seed).prompts for seed in range(40)]
+    assert all([prompt.source for prompt in one].count("few") == 2 for one in drawn)
+    assert len({tuple(sorted(p.responses[0].length for p in one if p.source == "few")) for one in drawn}) == 3
