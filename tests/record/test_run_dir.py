@@ -68,7 +68,7 @@ def test_changes_are_listed_one_by_one(tmp_path: Path):
 
 
 def test_a_folder_of_an_earlier_version_is_gone_on_with(tmp_path: Path):
-    """Its config.yaml has an option that is gone. As a file it is read too, unless the option would change something."""
+    """Its config.yaml has an option that is gone. As a file it is read too, unless the option would do something."""
     run_dir = RunDir(tmp_path)
     run_dir.record_start(make_config(seed=3), {}, 0)
     file = run_dir.file("config.yaml")
