@@ -82,6 +82,8 @@ class TuneOptions:
         for name, least in (("seeds", 1), ("steps", 0), ("processes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} ({getattr(self, name)}) must be >= {least}")
+        if self.out and Path(self.out).is_dir():
+            raise ValueError(f"--out ({self.out}) is a folder: name a file in it")
         warm_up = SEARCHES[self.rule].warm_up
         if 0 < self.steps <= warm_up:
             raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")

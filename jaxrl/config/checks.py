@@ -5,6 +5,8 @@ Each check raises `ConfigError` with one sentence: which options, what was found
 
 from __future__ import annotations
 
+import math
+
 from jaxrl.config.devices import devices_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 
@@ -21,6 +23,9 @@ def check(c: Config) -> None:
     if not c.model.path:
         raise ConfigError("model.path is missing: give a Hugging Face folder or a .gguf file")
     _check_data(c)
+    _check_quotas(c)
+    _check_filtering(c)
+    _check_overlong(c)
     _check_batch(c)
     _check_old_logprobs(c)
     _check_tokens(c)
@@ -34,14 +39,27 @@ def _check_data(c: Config) -> None:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
     if c.reward.kind == "custom" and not c.reward.path:
         raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
+    if c.reward.kind == "task" and not c.data.task:
+        raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
+
+
+def _check_quotas(c: Config) -> None:
     quotas, batch = c.data.source_quotas, c.data.train_batch_size
     for source, quota in quotas.items():
+        if not isinstance(source, str):
+            raise ConfigError(
+                f"data.source_quotas: a source's name must be text, found {source!r} ({type(source).__name__}): put it "
+                "in quotation marks"
+            )
         if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
             raise ConfigError(f"data.source_quotas.{source} must be a whole number of prompts >= 0, found {quota!r}")
     if quotas and sum(quotas.values()) != batch:
         raise ConfigError(
             f"data.source_quotas must add up to data.train_batch_size ({batch} prompts), found {sum(quotas.values())}"
         )
+
+
+def _check_filtering(c: Config) -> None:
     filtering = c.algorithm.filter_groups
     if c.data.gen_batch_size and not filtering.enable:
         raise ConfigError(
@@ -60,13 +78,21 @@ def _check_data(c: Config) -> None:
             f"algorithm.filter_groups.path and algorithm.filter_groups.metric ({filtering.metric}) exclude each other: "
             "the function decides alone which prompts are kept"
         )
-    if c.reward.kind == "task" and not c.data.task:
-        raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
+    if filtering.enable and not filtering.metric:
+        raise ConfigError("algorithm.filter_groups.metric is empty: name reward, or a value that the scorer returns")
+
+
+def _check_overlong(c: Config) -> None:
     overlong, longest = c.reward.overlong_buffer, c.data.max_response_length
     if overlong.enable and not 0 < overlong.len <= longest:
         raise ConfigError(
             f"reward.overlong_buffer.len ({overlong.len} tokens) must be at least 1 and at most "
             f"data.max_response_length ({longest} tokens) where reward.overlong_buffer.enable is on"
+        )
+    if overlong.enable and not math.isfinite(overlong.penalty_factor):
+        raise ConfigError(
+            f"reward.overlong_buffer.penalty_factor ({overlong.penalty_factor}) must be a finite number: rewards and "
+            "advantages would not be"
         )
 
 

@@ -90,11 +90,13 @@ def _is_under(option: str, section: str) -> bool:
 
 
 def _place(message: str, places: dict[str, str]) -> str:
-    """` (file, line)` of the option that a message names first; where several begin there, of the longest."""
+    """` (file, line)` of the option that a message names first; where several begin there, of the longest. The name of
+    a section counts only where the message begins: further on, it may be an ordinary word."""
     found = [
         (match.start(), -len(option), place)
         for option, place in places.items()
         if (match := re.search(rf"(?<![\w.]){re.escape(option)}(?![\w.]*\w)", message))
+        and ("." in option or message[: match.start()] in ("", "unknown option "))
     ]
     return f" ({min(found)[2]})" if found else ""
 

@@ -87,6 +87,13 @@ def test_empty_sections_are_defaults(file):
     assert load(file("run.yaml", "model: {path: x}\nrollout:\n")) == load(file("run.gin", "model.path = 'x'\n"))
 
 
+def test_a_word_that_is_a_section_too_is_no_place(file):
+    """`rollout` stands in the message, and in the file; the option at fault is on the command line."""
+    path = file("run.yaml", "model: {path: x}\nrollout: {n: 4}\n")
+    with pytest.raises(ConfigError, match=r"what its rollout rule says$"):
+        load(path, ["data.gen_batch_size=8"])
+
+
 def test_includes_are_read_in_place(file):
     file("base.gin", "lr = 1e-6\nmodel.path = 'base'\nactor.optim.lr = %lr\nrollout.n = 2\n")
     file("more/deep.gin", "include '../base.gin'\nrollout.n = 3\n")

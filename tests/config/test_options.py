@@ -69,6 +69,15 @@ def build(options=None):
             "data.gen_batch_size (1 prompts) × algorithm.filter_groups.max_num_gen_batches (10) must be >= "
             "data.train_batch_size (12 prompts)",
         ),
+        ({"data.source_quotas": {1: 4}}, "data.source_quotas: a source's name must be text, found 1 (int)"),
+        (
+            {"reward.overlong_buffer": {"enable": True, "len": 10, "penalty_factor": float("inf")}},
+            "reward.overlong_buffer.penalty_factor (inf) must be a finite number",
+        ),
+        (
+            {"algorithm.filter_groups": {"enable": True, "metric": ""}, "rollout.n": 2},
+            "algorithm.filter_groups.metric is empty",
+        ),
         # sizes that do not fit together
         ({"model.path": ""}, "model.path is missing: give a Hugging Face folder or a .gguf file"),
         ({"data.task": "t", "data.train_files": ["a"]}, "data.task and data.train_files exclude each other"),

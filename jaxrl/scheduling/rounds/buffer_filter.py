@@ -64,7 +64,7 @@ def decide(buffer_filter: BufferFilter, groups: Sequence[WaitingGroup], policy_v
     place = "rollout.partial_rollout.buffer_filter_path: the function"
     try:
         answer = buffer_filter(groups=list(groups), policy_version=policy_version)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{place} failed with {type(error).__name__}: {error}") from error
     if not isinstance(answer, Mapping):
         raise ValueError(f"{place} must return a mapping from keys of groups to actions, found {answer!r:.200}")

@@ -54,8 +54,8 @@ def value_of(metric: str, verdict: Verdict) -> Any:
     if metric not in verdict.info:
         found = ", ".join(map(str, verdict.info)) or "nothing besides the reward"
         raise ValueError(
-            f"algorithm.filter_groups.metric ({metric}): the scorer returned no such value for "
-            f"{verdict.key}, found {found}"
+            f"algorithm.filter_groups.metric ({metric}): the scorer returned no such value for sample "
+            f"{verdict.key.sample_index} of prompt {(verdict.key.epoch, verdict.key.prompt_index)}, found {found}"
         )
     return verdict.info[metric]
 
@@ -86,7 +86,7 @@ def user_filter(function: Callable[..., Any], what: str) -> KeepsGroup:
         )
         try:
             answer = function(**dict(zip(FILTER_ARGUMENTS, values, strict=True)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{what} failed on prompt {prompt.key} with {type(error).__name__}: {error}") from error
         if hasattr(answer, "item"):  # a scalar of numpy
             answer = answer.item()

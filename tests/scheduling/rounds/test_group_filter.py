@@ -59,7 +59,7 @@ def test_a_scoring_that_failed_has_the_value_of_its_reward():
 def test_a_metric_that_the_scorer_did_not_return_is_named():
     with pytest.raises(
         ValueError,
-        match=r"filter_groups\.metric \(acc\): the scorer returned no such value for .*sample_index=0.*, found extr",
+        match=r"filter_groups\.metric \(acc\): the scorer returned no such value for sample 0 of prompt .*, found extr",
     ):
         kept(by_metric("acc"), said(key(0, 0), 0.0, extracted=1, mark="x"), said(key(0, 1), 1.0, acc=1))
     with pytest.raises(ValueError, match="must not be seq_final_reward"):
