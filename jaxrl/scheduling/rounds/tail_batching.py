@@ -2,8 +2,8 @@
 
 Purpose: the rule across rounds. A *short round* launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0)
 responses and keeps the first P0 × R0 (`Race`). Prompts that lose wait in the long-prompt queue, first in, first out.
-As soon as the queue holds P0 prompts, a *long round* runs P0 of them with R0 responses each, and waits for all.
-(With dynamic sampling: as soon as it holds as many as are expected to yield P0 groups that count.)
+As soon as the queue holds P0 prompts (with dynamic sampling: as many as are expected to yield P0 groups that count), a
+*long round* runs P0 of them with R0 responses each, and waits for all.
 
 Source: RollPacker §3 (rounds, queue, η = 1.25), §6.3 (one factor for prompts, one for responses), §7 (dynamic
 sampling: groups without reward variance leave, unfinished prompts stay; a cap on active requests).
@@ -16,6 +16,8 @@ Departures:
   the last step and every prompt that was drawn has been trained on. With dynamic sampling, which launches ahead, those
   that the last steps have no room for leave as filtered. "leave" goes on by the rule to the end, and reports the
   prompts left in the queue.
+- With dynamic sampling a long round launches ahead of verdicts too, so it may leave prompts over: they go to the front
+  of the queue.
 - If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
   speculation: every batch has exactly P0 × R0 samples.
 
