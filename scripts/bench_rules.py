@@ -155,6 +155,7 @@ def compare(predicted: Rounds, runs: Sequence[Run], dtype: str) -> list[dict[str
             if (a["samples"], a["long"]) != (b["samples"], b["long"]):
                 raise ValueError(f"{name}, round {number}: the simulator predicted another round ({b}) than ran ({a})")
         passed = [(a["seconds"], b["seconds"]) for (a, ok), b in zip(own, foretold, strict=True) if ok]
+        foretold_s = sum(b for _, b in passed)  # 0 where the batch of the only such round had been complete before
         cases.append(
             {
                 "case": name,
@@ -164,7 +165,7 @@ def compare(predicted: Rounds, runs: Sequence[Run], dtype: str) -> list[dict[str
                 "long_rounds": int(sum(each["long"] for each in measured)),
                 "s_per_sample": _per_sample(measured),
                 "predicted_s_per_sample": _per_sample(foretold),
-                "real_over_predicted": sum(a for a, _ in passed) / sum(b for _, b in passed) if passed else None,
+                "real_over_predicted": sum(a for a, _ in passed) / foretold_s if foretold_s else None,
                 "seconds": [each["seconds"] for each in measured],
                 "predicted_seconds": [each["seconds"] for each in foretold],
             }

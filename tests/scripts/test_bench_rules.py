@@ -44,6 +44,15 @@ def test_a_disturbed_round_is_left_out_on_both_sides():
     assert other["undisturbed_error"] == pytest.approx(0)
 
 
+def test_an_undisturbed_round_that_takes_no_time_compares_nothing():
+    """Partial rollout's last batch may be complete when its round begins; here all others were disturbed."""
+    predicted = {"plain": rounds(4.0, 4.0), "other": rounds(2.0, 0.0)}
+    measured = [*runs("plain", [4.0, 4.0]), *runs("other", [2.0, 0.001], [0.5, 1.0])]
+    plain, other = compare(predicted, measured, "float32")
+    assert (plain["kept"], other["kept"]) == (2, 1)
+    assert other["real_over_predicted"] is other["undisturbed_error"] is None
+
+
 def test_rounds_that_the_simulator_did_not_predict_are_no_comparison():
     predicted = {"plain": rounds(4.0, samples=5.0)}
     with pytest.raises(ValueError, match="plain, round 1: the simulator predicted another round"):
