@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.layout import LayoutSection
-from jaxrl.scheduling.layouts.tp_planner import fitting_degree
+from jaxrl.scheduling.layouts.tp_planner import check_preemptions, checked_degrees, fitting_degree
 
 WINDOWS = (1, 2, 4, 8)
 PRIOR_ROUNDS = 8.0
@@ -128,9 +128,7 @@ class ConfidentPlanner:
     SCHEMA = 1
 
     def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
-        self.options, self.degrees, self.initial = options, tuple(degrees), initial
-        if list(self.degrees) != sorted(set(self.degrees)) or initial not in self.degrees:
-            raise ValueError(f"tp planner: degrees {self.degrees} must ascend and include the initial one ({initial})")
+        self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
         self._kinds: dict[str, _Kind] = {}
 
     def degree(self, kind: str = "all") -> int:
@@ -140,8 +138,7 @@ class ConfidentPlanner:
 
     def observe(self, preemptions: int, kind: str = "all") -> int:
         """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
-        if preemptions < 0:
-            raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")
+        check_preemptions(preemptions, kind)
         first = self.degrees.index(self.initial)
         state = self._kinds.setdefault(kind, _Kind(first, first))
         level, options = state.level(state.at), self.options

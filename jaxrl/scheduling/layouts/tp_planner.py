@@ -61,9 +61,7 @@ class TpPlanner:
     SCHEMA = 1
 
     def __init__(self, options: LayoutSection, degrees: Sequence[int], initial: int) -> None:
-        self.options, self.degrees, self.initial = options, tuple(degrees), initial
-        if list(self.degrees) != sorted(set(self.degrees)) or initial not in self.degrees:
-            raise ValueError(f"tp planner: degrees {self.degrees} must ascend and include the initial one ({initial})")
+        self.options, self.degrees, self.initial = options, checked_degrees(degrees, initial), initial
         self._kinds: dict[str, _Kind] = {}
 
     def degree(self, kind: str = "all") -> int:
@@ -73,8 +71,7 @@ class TpPlanner:
 
     def observe(self, preemptions: int, kind: str = "all") -> int:
         """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
-        if preemptions < 0:
-            raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")
+        check_preemptions(preemptions, kind)
         state = self._kinds.setdefault(kind, _Kind(self.initial))
         state.quiet = 0 if preemptions else state.quiet + 1
         if state.last >= 0 and preemptions > self.options.planner_rise * state.last:
@@ -113,3 +110,17 @@ class TpPlanner:
 def fitting_degree(degrees: Sequence[int], degree: int) -> int:
     """The largest of ascending `degrees` that is at most `degree`; the smallest of them, if none is."""
     return max((each for each in degrees if each <= degree), default=degrees[0])
+
+
+def checked_degrees(degrees: Sequence[int], initial: int) -> tuple[int, ...]:
+    """The degrees that a planner chooses from; ValueError unless they ascend and include the initial one."""
+    found = tuple(degrees)
+    if list(found) != sorted(set(found)) or initial not in found:
+        raise ValueError(f"tp planner: degrees {found} must ascend and include the initial one ({initial})")
+    return found
+
+
+def check_preemptions(preemptions: int, kind: str) -> None:
+    """Raises ValueError for a number of preemptions that no round can have."""
+    if preemptions < 0:
+        raise ValueError(f"tp planner: preemptions ({preemptions}) of a {kind!r} round must be >= 0")

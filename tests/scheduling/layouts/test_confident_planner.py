@@ -215,14 +215,3 @@ def test_the_rule_may_be_changed_at_a_resume():
     back = TpPlanner(LayoutSection(), DEGREES, 2)
     back.load_state_dict(confident.state_dict())
     assert (back.degree(), back.observe(10)) == (8, 8)
-
-
-@pytest.mark.parametrize(("degrees", "initial"), [((), 2), ((2, 2), 2), ((4, 2), 2), (DEGREES, 3)])
-def test_degrees_are_checked(degrees: tuple[int, ...], initial: int):
-    with pytest.raises(ValueError, match=rf"degrees .* must ascend and include the initial one \({initial}\)"):
-        make_planner(degrees, initial)
-
-
-def test_preemptions_are_counts():
-    with pytest.raises(ValueError, match=r"preemptions \(-1\) of a 'long' round must be >= 0"):
-        make_planner().observe(-1, "long")

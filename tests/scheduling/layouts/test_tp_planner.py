@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.config.layout import LayoutSection
+from jaxrl.scheduling.layouts.confident_planner import ConfidentPlanner
 from jaxrl.scheduling.layouts.tp_planner import TpPlanner
 
 DEGREES = (1, 2, 4, 8)
@@ -105,12 +106,14 @@ def test_restored_on_another_machine():
         smaller.load_state_dict({**planner.state_dict(), "schema": 4})
 
 
+@pytest.mark.parametrize("rule", [TpPlanner, ConfidentPlanner])
 @pytest.mark.parametrize(("degrees", "initial"), [((), 2), ((2, 2), 2), ((4, 2), 2), (DEGREES, 3)])
-def test_degrees_are_checked(degrees: tuple[int, ...], initial: int):
+def test_degrees_are_checked(rule: type[TpPlanner | ConfidentPlanner], degrees: tuple[int, ...], initial: int):
     with pytest.raises(ValueError, match=rf"degrees .* must ascend and include the initial one \({initial}\)"):
-        make_planner(degrees, initial)
+        rule(LayoutSection(), degrees, initial)
 
 
-def test_preemptions_are_counts():
+@pytest.mark.parametrize("rule", [TpPlanner, ConfidentPlanner])
+def test_preemptions_are_counts(rule: type[TpPlanner | ConfidentPlanner]):
     with pytest.raises(ValueError, match=r"preemptions \(-1\) of a 'long' round must be >= 0"):
-        make_planner().observe(-1, "long")
+        rule(LayoutSection(), DEGREES, 2).observe(-1, "long")
