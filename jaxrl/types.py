@@ -18,6 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+
+class RunFailed(Exception):
+    """A run cannot go on, though nothing in its configuration is wrong: one sentence with the cause and the way on.
+
+    The command line prints it and ends with status 1, where a ValueError (what the user handed in) ends with 2.
+    """
+
+
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: a stop token or stop string; `length`: the token limit; `abort`: ended by the scheduler, unfinished."""
 

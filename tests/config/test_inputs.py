@@ -1,0 +1,53 @@
+"""Whatever is wrong with a file that a user hands in, the error names the file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config.inputs import reading
+
+
+@pytest.mark.parametrize(
+    ("content", "read", "words"),
+    [
+        (b"caf\xe9", lambda p: p.read_text("utf-8"), "file: not UTF-8 text (byte 3)"),
+        (b'{"a": ', lambda p: json.loads(p.read_text()), "file: not valid JSON (Expecting value, column 7)"),
+        (b"\n{]", lambda p: json.loads(p.read_text()), "not valid JSON (Expecting property name enclosed in double"),
+        (b"plain", lambda p: gzip.GzipFile(p).read(), "file: damaged or cut off (Not a gzipped file (b'pl'))"),
+        (gzip.compress(b"x" * 99)[:-9], lambda p: gzip.GzipFile(p).read(), "file: damaged or cut off (Compressed file"),
+        (b"plain", lambda p: zlib.decompress(p.read_bytes()), "file: damaged or cut off (Error -3"),
+        (b"[" * 200_000, lambda p: json.loads(p.read_text()), "file: nested too deeply"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, read: Callable[[Path], object], words: str):
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"file: ") as caught, reading(file):
+        read(file)
+    assert str(caught.value).startswith(str(tmp_path))
+    assert words in str(caught.value)
+
+
+def test_a_line_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 7: not valid JSON"), reading(tmp_path / "rows.jsonl", 7):
+        json.loads("{")
+
+
+def test_the_systems_errors_keep_their_type_and_get_the_name(tmp_path: Path):
+    with pytest.raises(IsADirectoryError) as caught, reading(tmp_path):
+        tmp_path.read_bytes()
+    assert caught.value.filename == str(tmp_path)
+    with pytest.raises(OSError, match="No space") as nameless, reading("disk"):
+        raise OSError(28, "No space left on device")
+    assert nameless.value.filename == "disk"
+
+
+def test_a_readers_own_sentence_passes():
+    with pytest.raises(ValueError, match=r"^rows, line 2: no answer$"), reading("rows"):
+        raise ValueError("rows, line 2: no answer")

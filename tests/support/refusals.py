@@ -1,0 +1,88 @@
+"""The battery of bad inputs (`tests/refusals`): a command, what is wrong with it, and the one sentence that answers.
+
+A `Refusal` runs `jaxrl` in this process, in an empty folder. The command must end with its status, print one line on
+stderr, the sentence, and leave every file that was there before as it was, without a new one beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxrl.cli import main
+
+
+def nothing(folder: Path) -> None:
+    """Prepares nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One bad input.
+
+    Attributes:
+      name: of the test.
+      arguments: of `jaxrl`; `{tmp}` stands for the folder of the test, `{model}` for a tiny model's folder.
+      sentence: all that stderr says after `jaxrl: `, with the same two places in it.
+      prepare: writes what the command reads into the folder; its working directory is the folder as well.
+      status: what the command ends with.
+      may_write: names in the folder that the command may make or change.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    sentence: str
+    prepare: Callable[[Path], None] = nothing
+    status: int = 2
+    may_write: tuple[str, ...] = ()
+
+
+def cases(refusals: Sequence[Refusal]) -> pytest.MarkDecorator:
+    """Parametrises a test by `refusal`; two of one name are a mistake."""
+    names = [refusal.name for refusal in refusals]
+    assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)
+    return pytest.mark.parametrize("refusal", [pytest.param(refusal, id=refusal.name) for refusal in refusals])
+
+
+def check(
+    refusal: Refusal, folder: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs the command; asserts its status, its sentence, and that nothing was written."""
+
+    def filled(text: str) -> str:
+        return text.replace("{tmp}", str(folder)).replace("{model}", str(model))
+
+    refusal.prepare(folder)
+    monkeypatch.chdir(folder)
+    before = contents(folder)
+    capsys.readouterr()
+    status = main([filled(argument) for argument in refusal.arguments])
+    captured = capsys.readouterr()
+    assert captured.err == f"jaxrl: {filled(refusal.sentence)}\n"
+    assert status == refusal.status
+    assert captured.out == ""
+    after = contents(folder)
+    for name in {*before, *after}:
+        if name.split(os.sep)[0] not in refusal.may_write:
+            assert after.get(name) == before.get(name), f"{name} was {'changed' if name in before else 'written'}"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """What is under a folder: by relative name the digest of a file, or the word folder, link or special."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = f"link to {os.readlink(path)}"
+        elif path.is_dir():
+            found[name] = "folder"
+        elif path.is_file():
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        else:
+            found[name] = "special"
+    return found
