@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxrl import __version__
+from jaxrl.runtime.stop import Stop
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
+    """Runs one command; returns the exit status. `stop`: the program's signals; without one they are the caller's."""
     options = _parser().parse_args(arguments)
+    options.stop = stop
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     try:
         return options.run(options)
@@ -153,7 +155,7 @@ def _train(options: argparse.Namespace) -> int:
     from jaxrl.commands.train import train
     from jaxrl.config import files as config_files
 
-    train(config_files.load(options.config, options.overrides))
+    train(config_files.load(options.config, options.overrides), stop=options.stop)
     return 0
 
 
