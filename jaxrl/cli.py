@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     try:
         options = parse(*_parser(), sys.argv[1:] if arguments is None else arguments)
-        options.stop = stop
+        options.signals = stop
         status: int = options.run(options)
         _flush()
         return status
@@ -259,7 +259,7 @@ def _train(options: argparse.Namespace) -> int:
     from jaxrl.commands.train import train
     from jaxrl.config import files as config_files
 
-    train(config_files.load(options.config, options.overrides), stop=options.stop)
+    train(config_files.load(options.config, options.overrides), stop=options.signals)
     return 0
 
 
