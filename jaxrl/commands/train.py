@@ -103,7 +103,7 @@ class _Run:
         with (  # however the run ends, everything opened is closed, the last opened first
             closing(self.store),
             open_record(config, run_dir, resume_step, total_steps=self.total_steps) as record,
-            closing(build_pool(config, build_scorer(config))) as pool,
+            closing(build_pool(config, build_scorer(config), log=run_dir.file("rewards.log"))) as pool,
             ExitStack() as stack,
         ):
             pool.warm()

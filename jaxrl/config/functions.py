@@ -44,12 +44,14 @@ def read_user_file(option: str, path: str) -> UserFile:
         )
     if file.suffix != ".py":
         raise ValueError(f"{option} must name a Python file (.py), found {file}")
-    data = file.read_bytes()
     try:
         with reading(file):
-            return UserFile(str(file), importlib.util.decode_source(data))
-    except SyntaxError as error:  # its first lines name an encoding that there is none of
+            text = importlib.util.decode_source(file.read_bytes())
+    except SyntaxError as error:  # in its first lines, which may name an encoding
         raise ValueError(f"{option}: {file} cannot be read as text: {error.msg}") from None
+    if "\0" in text:
+        raise ValueError(f"{option}: {file} is no Python file: there is a null byte in it")
+    return UserFile(str(file), text)
 
 
 @functools.cache

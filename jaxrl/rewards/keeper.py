@@ -41,7 +41,7 @@ from jaxrl.rewards.worker import WorkerSettings, become_worker
 
 MAX_LOG_BYTES = 16 << 20
 STOPPED_S = 10.0
-_EXIT_S = 1.0  # for a worker whose socket has closed to be gone by itself
+_EXIT_S = 0.5  # for a worker whose socket has closed to be gone by itself
 _SLICE_S = 5.0  # the longest that a keeper sleeps
 _MAX_REQUEST_BYTES = (1 << 32) - 1  # the trainer is trusted
 

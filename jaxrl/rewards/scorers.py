@@ -243,7 +243,7 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except BaseException:  # the error's own class is the user's, too
         text = "(its text cannot be read)"
-    return f"{type(error).__name__}: {text}"[:1000]
+    return f"{type(error).__name__}: {text}"[:1000] if text else type(error).__name__
 
 
 def _as_reward(value: Any) -> float:

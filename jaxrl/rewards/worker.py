@@ -68,9 +68,10 @@ def become_worker(
         for fd in (1, 2):
             os.dup2(output, fd)
         close_all_but({sock.fileno()})
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore
+        # lines are written as they end: a worker is killed without a last chance
+        sys.stdout, sys.stderr = (
+            open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) for fd in (1, 2)
+        )
         _limit_memory(settings.max_memory_gib)
         _Worker(sock, taken, settings).run()
     except BaseException:
@@ -168,7 +169,8 @@ def _sendable(task_id: str, scored: Scored) -> bytes:
         payload = to_bytes(message_of(scored, task_id))
         if len(payload) <= MAX_VERDICT_BYTES:
             return payload
-        error = f"the scorer's info takes {len(payload)} bytes as JSON, above the {MAX_VERDICT_BYTES} that are recorded"
+        of_info = len(payload) - len(to_bytes(message_of((*scored[:2], {}, duration_s), task_id)))
+        error = f"the scorer's info takes {of_info} bytes as JSON, above the {MAX_VERDICT_BYTES} that are recorded"
     except (ValueError, RecursionError) as refused:  # a whole number of 5,000 digits
         error = f"the scorer's info cannot be written as JSON: {describe(refused)}"
     return to_bytes(message_of(("error", 0.0, {"error": error}, duration_s), task_id))
