@@ -23,6 +23,7 @@ class NotStrict(ValueError):
     """JSON that Python's parser lets pass, and that `strict_json` refuses; `reading` names the file."""
 
 
+
 @contextmanager
 def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None]:
     """Names `path` (and `line`, from 1) in what the block raises.

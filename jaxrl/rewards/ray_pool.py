@@ -101,7 +101,9 @@ class RayRewardPool:
         self._idle: list[Any] = []
         self._running: dict[Any, _Running] = {}  # by ref of score()
         self._lost_in_a_row = 0
+        self._is_lost = False
         self._num_workers = num_workers
+        self._num_cpus = ray.cluster_resources().get("CPU", 0)
         for _ in range(num_workers):
             self._start_actor()
 
@@ -137,8 +139,9 @@ class RayRewardPool:
 
     def close(self) -> None:
         actors = [*self._idle, *(actor for actor, _ in self._starting.values())]
-        for actor in actors + [running.actor for running in self._running.values()]:
-            self._kill(actor)
+        if not self._is_lost:  # a call to a cluster that is gone blocks
+            for actor in actors + [running.actor for running in self._running.values()]:
+                self._kill(actor)
         self._idle, self._starting, self._running = [], {}, {}
         self._waiting.clear()
         if self._owns_ray:
@@ -162,7 +165,13 @@ class RayRewardPool:
         for ref, (actor, since_s) in list(self._starting.items()):
             if time.monotonic() - since_s > self._start_limit_s:
                 del self._starting[ref]
-                self._lost(actor, f"a ray actor was not ready after {self._start_limit_s:.0f} s; {self._cpus()}")
+                why = f"a ray actor was not ready after {self._start_limit_s:.0f} s"
+                if not self._idle and not self._running:
+                    raise self._given_up(
+                        f"gives no worker: {why}; it began with {self._num_cpus:g} CPUs, of which reward.num_workers "
+                        f"asks for {self._num_workers}"
+                    )
+                self._lost(actor, why)
 
     def _hand_over(self) -> None:
         while self._waiting and self._idle:
@@ -208,7 +217,7 @@ class RayRewardPool:
         """Another actor for one that is gone; the run ends when none has come to anything for too long."""
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= MAX_ATTEMPTS * self._num_workers:
-            raise RunFailed(f"reward: the ray cluster is lost: {self._lost_in_a_row} actors in a row failed, {why}")
+            raise self._given_up(f"is lost: {self._lost_in_a_row} actors in a row failed, the last one because {why}")
         self._counts.restarted(f"{why}; started again")
         self._kill(actor)
         self._start_actor()
@@ -217,9 +226,9 @@ class RayRewardPool:
         with contextlib.suppress(*self._failures):  # of one that is gone
             self._ray.kill(actor)
 
-    def _cpus(self) -> str:
-        cpus = self._ray.cluster_resources().get("CPU", 0)
-        return f"reward.num_workers asks for {self._num_workers} CPUs, and the ray cluster has {cpus:g}"
+    def _given_up(self, why: str) -> RunFailed:
+        self._is_lost = True
+        return RunFailed(f"reward: the ray cluster {why}")
 
     def _finished(self, refs: list[Any], timeout_s: float) -> list[Any]:
         if not refs:

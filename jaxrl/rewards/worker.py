@@ -70,7 +70,8 @@ def become_worker(
         close_all_but({sock.fileno()})
         # lines are written as they end: a worker is killed without a last chance
         sys.stdout, sys.stderr = (
-            open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) for fd in (1, 2)
+            open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115  (for as long as it lives)
+            for fd in (1, 2)
         )
         _limit_memory(settings.max_memory_gib)
         _Worker(sock, taken, settings).run()

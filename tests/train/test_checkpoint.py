@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit, on other meshes, and never half-written."""
 
+import json
 import os
 import signal
 import subprocess
