@@ -54,7 +54,6 @@ class _Worker:
     is_ready: bool = False
     kept: frozenset[int] = frozenset()  # processes that loading the scorer started
     exit_code: int | None = None  # of one that has ended
-    is_stopped: bool = False
 
 
 @dataclass
@@ -134,13 +133,19 @@ class Keeper:
                 if worker is None or pid != worker.pid:
                     continue
                 if os.WIFSTOPPED(status):
-                    worker.is_stopped = True
-                    if worker.is_ready and self._task is None:
-                        self._restart("a worker was stopped while it had nothing to do")
-                    elif not math.isfinite(worker.deadline):
-                        worker.deadline = time.monotonic() + STOPPED_S
+                    self._stopped(worker)
                 else:
                     worker.exit_code = os.waitstatus_to_exitcode(status)
+
+    def _stopped(self, worker: _Worker) -> None:
+        task = self._task
+        if worker.is_ready and task is None:
+            self._restart("a worker was stopped while it had nothing to do")
+        elif worker.is_ready and task is not None and not self._has_taken(task):
+            if not self._try_again(task):
+                self._restart("a worker was stopped before it had taken its sample")
+        elif not math.isfinite(worker.deadline):
+            worker.deadline = time.monotonic() + STOPPED_S
 
     def _keep_time(self) -> None:
         worker = self._worker
@@ -246,10 +251,14 @@ class Keeper:
             self._restart(f"a worker without a sample was ended: {why}")
         elif task.scored is not None:  # of its own process; the worker died before it could say that it had ended
             self._settle(read_scored(task.scored))
-        elif self._taken[:] == task.id.encode():
+        elif self._has_taken(task):
             self._settle(crashed(why))
         elif not self._try_again(task):
             self._restart(f"a worker ended before it had taken its sample: {why}")
+
+    def _has_taken(self, task: _Task) -> bool:
+        """Whether the worker has begun with the sample."""
+        return self._taken[:] == task.id.encode()
 
     def _try_again(self, task: _Task) -> bool:
         """Counts an attempt; True if it was the last, and the sample has its verdict."""
