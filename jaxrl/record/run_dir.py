@@ -4,6 +4,7 @@
     run.json         config, versions, commit, devices, seeds, command; one entry per start
     metrics.jsonl    one line per step
     samples.jsonl    a few samples per step, for people
+    rewards.log      what reward workers print, the first MiB of it
     layouts.jsonl    the layout over each round, where it adapts
     journal.jsonl    decisions of the clock since the last checkpoint
     timeline.json    Chrome trace; Perfetto opens it
