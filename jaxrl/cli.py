@@ -54,22 +54,27 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that it raises as well
     try:
         options = parse(*_parser(), sys.argv[1:] if arguments is None else arguments)
-        options.stop = stop
+        options.signals = stop
         status: int = options.run(options)
-        _flush()
+        sys.stdout.flush()
         return status
+    except SystemExit:  # of --help and --version
+        _output_is_whole()
+        raise
     except KeyboardInterrupt:
         print("jaxrl: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        is_read = not (isinstance(error, BrokenPipeError) and _reader_is_gone())
+        if not _output_is_whole() and isinstance(error, OSError) and error.filename is None:
+            error.filename = "standard output"
+        if not is_read:
+            return 0
         answer = _answer(error)
         if answer is None:
             raise  # a bug
-        _drop_rest()
-        sentence, status = answer
-        if sentence:
-            print(f"jaxrl: {one_line(sentence)}", file=sys.stderr)
-        return status
+        print(f"jaxrl: {one_line(answer[0])}", file=sys.stderr)
+        return answer[1]
 
 
 def _answer(error: Exception) -> tuple[str, int] | None:
@@ -77,8 +82,6 @@ def _answer(error: Exception) -> tuple[str, int] | None:
     from jaxrl.types import RunFailed
 
     match error:
-        case BrokenPipeError() if _reader_is_gone():
-            return "", 0
         case OSError() if error.errno in _FULL:
             return f"{_named(error.filename)}no space left on the device", 1
         case OSError() if error.strerror:
@@ -102,17 +105,6 @@ def _named(filename: object) -> str:
     return f"{os.fsdecode(filename)}: " if isinstance(filename, str | bytes) else ""
 
 
-def _flush() -> None:
-    """Writes the rest of the output, while an error still has a sentence: at the interpreter's end it has none."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        error.filename = "standard output"
-        raise
-
-
 def _reader_is_gone() -> bool:
     """Whether standard output is a pipe without a reader; any other broken pipe is an error like others."""
     output = select.poll()
@@ -120,14 +112,17 @@ def _reader_is_gone() -> bool:
     return any(seen & (select.POLLERR | select.POLLHUP) for _, seen in output.poll(0))
 
 
-def _drop_rest() -> None:
-    """What is still to be written and cannot be must not be tried again when the interpreter ends."""
+def _output_is_whole() -> bool:
+    """Writes the rest of the output. What cannot be written is dropped: the interpreter would try it again at its end,
+    and has no sentence for the error."""
     try:
-        _flush()
+        sys.stdout.flush()
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)
+        return False
+    return True
 
 
 class _Command(Protocol):
@@ -260,7 +255,7 @@ def _train(options: argparse.Namespace) -> int:
     from jaxrl.commands.train import train
     from jaxrl.config import files as config_files
 
-    train(config_files.load(options.config, options.overrides), stop=options.stop)
+    train(config_files.load(options.config, options.overrides), stop=options.signals)
     return 0
 
 
