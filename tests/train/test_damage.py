@@ -1,19 +1,17 @@
 """Damaged checkpoints are found before anything is taken from them; the newest whole one is used, the others kept."""
 
 import errno
-import json
 import os
 import random
 import re
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from damage import ABSTRACT, assert_restores, cut, files_of, flip, harm, saved, state_at
+from damage import ABSTRACT, assert_restores, cut, files_of, first_schema, flip, harm, saved, state_at
 
 from jaxrl.record.disk import is_full, system_error
 from jaxrl.train import manifest
@@ -116,13 +114,6 @@ def test_another_model_is_refused_by_name_and_shape(tmp_path):
     more = {"params": ABSTRACT["params"] | {"b": wide["a"]}}
     with Checkpointer(folder) as checkpoints, pytest.raises(ValueError, match="params/b is missing there and of shape"):
         checkpoints.restore(ABSTRACT | more)
-
-
-def first_schema(folder: Path) -> None:
-    """Makes a checkpoint one of schema 1."""
-    (folder / "manifest.json").unlink()
-    file = folder / "host" / "metadata"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 1}))
 
 
 def test_checkpoints_without_checksums_still_load(tmp_path):
