@@ -78,12 +78,12 @@ class Run:
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
+        folder = self.run_dir.file("checkpoints")
+        self.store = Checkpointer(folder, max_to_keep=config.trainer.max_ckpt_to_keep)
+        latest = self.store.latest_step()
+        self.step, self.resuming = latest or 0, latest is not None
         self.pool.warm()
         self._weights(trained)
-        folder = self.run_dir.file("checkpoints")
-        self.store = self._open_store() if folder.exists() else None
-        latest = None if self.store is None else self.store.latest_step()
-        self.step, self.resuming = latest or 0, latest is not None
 
     def _devices(self, start: Start) -> Config:
         """The meshes; returns the configuration with the degree that they allow."""
@@ -114,13 +114,9 @@ class Run:
             params = restore_params_only(config.trainer.init_from, abstract(params))
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
 
-    def _open_store(self) -> Checkpointer:
-        return Checkpointer(self.run_dir.file("checkpoints"), max_to_keep=self.config.trainer.max_ckpt_to_keep)
-
     def go(self) -> RunOutcome:
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
-            if self.store is not None:
-                stack.enter_context(closing(self.store))
+            stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
             opened = open_record(self.config, self.run_dir, resume_step, total_steps=self.total_steps)
             record = stack.enter_context(opened)
@@ -128,8 +124,6 @@ class Run:
             if self.resuming:
                 self._restore(loop, layouts)
             self._begin(record)
-            if self.store is None:
-                self.store = stack.enter_context(closing(self._open_store()))
             self._warm_up(backend, record, stack)
             self.stop.save_first(record.view.message)
             finished = loop.run()
@@ -192,7 +186,6 @@ class Run:
         def save(step: int, state: Mapping[str, Any]) -> None:
             if layouts is not None:
                 state = {**state, "layouts": layouts.state_dict()}
-            assert self.store is not None
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
             self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
             if committed is not None:
@@ -215,7 +208,6 @@ class Run:
         return loop, backend, layouts
 
     def _restore(self, loop: Loop, layouts: LayoutSession | None) -> None:
-        assert self.store is not None
         state, host = self.store.restore(self.trainer.abstract_state())
         self.trainer.load_state(state)
         host_state = join_arrays(host.values, host.arrays)
