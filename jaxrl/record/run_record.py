@@ -33,7 +33,7 @@ from jaxrl.types import Group
 
 @dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal`, `timeline` and `watchdog` are None in a simulated one."""
+    """The open record of a run; `journal` and `timeline` are None in a simulated one, and `watchdog` where none is."""
 
     view: LiveView
     metrics: MetricsWriter
@@ -93,13 +93,20 @@ class RunOutcome:
 
 @contextmanager
 def open_record(
-    config: Config, run_dir: RunDir, resume_step: int, *, total_steps: int = 0, simulated: bool = False
+    config: Config,
+    run_dir: RunDir,
+    resume_step: int,
+    *,
+    total_steps: int = 0,
+    simulated: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> Iterator[RunRecord]:
     """The record of a run in its directory, closed at the end of the `with`.
 
     Args:
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
       total_steps: for the live view's time to go; 0: it shows none.
+      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
     """
     with ExitStack() as stack:
         view = stack.enter_context(closing(LiveView(total_steps, sys.stdout)))
@@ -122,6 +129,7 @@ def open_record(
         )
         if timeline is not None:
             record.journal = stack.enter_context(closing(Journal(run_dir.file("journal.jsonl"), max(resume_step, 0))))
-            watchdog = Watchdog(timeline, config.trainer.hang_timeout_s, view.message)
-            record.watchdog = stack.enter_context(closing(watchdog))
+            if watchdog is not None:
+                watchdog.follow(timeline, view.message)
+                record.watchdog = watchdog
         yield record
