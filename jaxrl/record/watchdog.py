@@ -71,7 +71,9 @@ class Watchdog:
             self._arm(max(self._timeout_s - silent_s, 0.0))
             if silent_s >= self._timeout_s:
                 faulthandler.dump_traceback(_STDERR, all_threads=True)
-                self._end(f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {self._kept()}")
+                self._end(
+                    f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {self._kept()}"
+                )
                 return
             if silent_s < self._timeout_s / 2:
                 reported = False
