@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from jaxrl.config.declared import Cap
+
+MAX_DEVICES = Cap(65536, "a mesh is made of the prime factors of their number")
+
 
 def prime_factors(count: int) -> tuple[int, ...]:
     """The prime factors of `count`, ascending."""

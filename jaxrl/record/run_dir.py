@@ -28,7 +28,8 @@ from typing import Any
 import filelock
 import yaml
 
-from jaxrl.config import Config, differences, from_recorded, to_mapping
+from jaxrl.config import Config, differences, to_mapping
+from jaxrl.config.files import load_recorded
 from jaxrl.record.files import write_whole
 
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
@@ -100,7 +101,7 @@ class RunDir:
 def recorded_config(folder: str | Path) -> Config | None:
     """The configuration of the run in a folder, which need not exist; None: there is no run."""
     file = Path(folder).expanduser() / "config.yaml"
-    return from_recorded(yaml.safe_load(file.read_text())) if file.exists() else None
+    return load_recorded(file) if file.exists() else None
 
 
 def versions() -> dict[str, str]:
