@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxrl.config.declared import Cap
 
-MAX_DEVICES = Cap(65536, "a mesh is made of the prime factors of their number")
+MAX_DEVICES = Cap(16384, "no machine has more, and each is listed")
 
 
 def prime_factors(count: int) -> tuple[int, ...]:

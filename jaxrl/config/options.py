@@ -304,6 +304,12 @@ class TrainerSection:
     compilation_cache_dir: Annotated[str, Names("folder"), "The persistent compilation cache; empty: none."] = (
         "~/.cache/jaxrl/xla"
     )
+    max_bad_steps: Annotated[
+        int,
+        Ge(0),
+        "Steps in a row without any finite gradient, or batches' worth of failed rewards in a row, that end the run; "
+        "0: it only warns.",
+    ] = 3
     hang_timeout_s: Annotated[
         float, Ge(0), MAX_WAIT, "Seconds after which the watchdog reports a phase as stuck; 0: off."
     ] = 1800.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -25,15 +25,12 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 class _Loader(yaml.SafeLoader):
     """Safe YAML without dates, in which a number means what it looks like."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [(tag, pattern) for tag, pattern in found if tag != _DATE]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+for _first, _found in _Loader.yaml_implicit_resolvers.items():  # the class's own since the call above
+    _Loader.yaml_implicit_resolvers[_first] = [(tag, pattern) for tag, pattern in _found if tag != _DATE]
 
 
 def parse_yaml(text: str, place: str) -> tuple[Any, yaml.Node | None]:

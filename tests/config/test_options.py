@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from annotated_types import Interval
@@ -18,7 +18,7 @@ from jaxrl.config.reference import options as option_docs
 
 def build(options=None):
     """A config from flat options `a.b`, on top of the least that is valid."""
-    values = {"model": {"path": "m"}}
+    values: dict[str, Any] = {"model": {"path": "m"}}
     for path, value in (options or {}).items():
         *sections, name = path.split(".")
         node = values
@@ -183,7 +183,8 @@ NUMBERS = [(path, option) for path, option in walk(Config) if {int, float} & {op
 @pytest.mark.parametrize(("path", "option"), NUMBERS, ids=[path for path, _ in NUMBERS])
 def test_bounds(path, option):
     """A closed end is accepted, and what lies beyond an end or at an open one is refused, as is no number at all."""
-    bounds, whole = option.bounds or Interval(), option.type is not float
+    bounds: Any = option.bounds or Interval()
+    whole = option.type is not float
     taken = [end for end in (bounds.ge, bounds.le, option.cap and option.cap.most) if end is not None]
     refused = [end for end in (bounds.gt, bounds.lt) if end is not None]
     refused += [end - 1 if whole else math.nextafter(end, -math.inf) for end in (bounds.ge,) if end is not None]
