@@ -45,7 +45,7 @@ def evaluate(
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh)
-    tokenizer, model, params = load_tokenizer_and_model(config, mesh)
+    tokenizer, model, params = load_tokenizer_and_model(config, mesh, trains=False)
     if checkpoint:
         params = restore_params_only(checkpoint, abstract(params), say=say)
     prompts = validation_prompts(config, tokenizer)

@@ -11,8 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.declared import Cap, fields_problem
 from jaxrl.record.files import write_whole
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
@@ -36,35 +40,44 @@ OnProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What to measure.
+    """What to measure. Raises ValueError for a number beyond its bounds."""
 
-    Attributes:
-      max_batch: the most live rows of all dp groups together; 0: as many as the layouts have rows.
-      token_budget: the most live tokens of all dp groups together; 0: as many as the smallest pools hold.
-      max_context: tokens of a row; 0: the longest sequence of the configuration.
-      repeats: how often a fast point is measured; the median counts.
-    """
+    max_batch: Annotated[
+        int, Ge(0), "The most live rows of all dp groups together; 0: as many as the layouts have rows."
+    ] = 0
+    token_budget: Annotated[
+        int, Ge(0), "The most live tokens of all dp groups together; 0: as many as the smallest pools hold."
+    ] = 0
+    max_context: Annotated[int, Ge(0), "Tokens of a row; 0: the longest sequence of the configuration."] = 0
+    repeats: Annotated[
+        int,
+        Ge(1),
+        Cap(1000, "every point takes that many times as long"),
+        "How often a fast point is measured; the median counts.",
+    ] = 3
 
-    max_batch: int = 0
-    token_budget: int = 0
-    max_context: int = 0
-    repeats: int = 3
+    def __post_init__(self) -> None:
+        problem = fields_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
     """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name a file in it for the table")
+    earlier = load_profile(path) if path.exists() else None
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
     config = replace(config, rollout=replace(config.rollout, num_devices=0))
     mesh = make_mesh(devices)
     degrees = layout_degrees(config, mesh.size)
-    _, model, params = load_tokenizer_and_model(config, mesh)
+    _, model, params = load_tokenizer_and_model(config, mesh, trains=False)
     layout = Layout(mesh, config.rollout.tp)
     executor = build_executor(config, model, layout, lambda: params)
-    path = Path(out).expanduser()
     table = Profile(identity_of(config, model, mesh))
-    if path.exists():
-        earlier = load_profile(path)
+    if earlier is not None:
         try:
             earlier.check(table.identity)
         except ValueError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,10 @@ from jaxrl.config.devices import devices_problem
 from jaxrl.data.stops import stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.models.loading import config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import layout_sizes, plan_remat
+from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
@@ -54,14 +56,45 @@ def device_bytes(devices: Sequence[Any]) -> int | None:
     return None if not stats else stats.get("bytes_limit")
 
 
+def host_bytes() -> int:
+    """Memory of this machine, or of the part of it (a control group) that this process may use."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or no limit: `max`
+            found.append(int(Path(file).read_text()))
+    return min(found)
+
+
+def bytes_each(devices: Sequence[Any], num_devices: int) -> int:
+    """Memory of one of so many devices like these; of a CPU, its share of the host's."""
+    own = device_bytes(devices)
+    return host_bytes() // num_devices if own is None else own
+
+
+def _refuse_too_large(config: Config, devices: Sequence[Any], trains: bool) -> None:
+    """Raises ConfigError for sizes that need more memory than there is, before any is used; `devices`: those without
+    the rollout's own, which are of the same kind."""
+    model = config_of(resolve_path(config.model.path))
+    count = len(devices) + config.rollout.num_devices
+    plan = memory_plan(config, model, count, device_bytes(devices), devices[0].platform)
+    problem = memory_problem(config, model, plan, count, bytes_each(devices, count), trains)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
 def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
     """`config` with `actor.remat: auto` replaced by what the devices' memory allows."""
     remat = plan_remat(config, model, len(devices), device_bytes(devices), devices[0].platform)
     return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
 
 
-def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
-    """The tokenizer, config and weights that `model.path` names, with training's shardings."""
+def load_tokenizer_and_model(config: Config, mesh: Mesh, trains: bool = True) -> tuple[Tokenizer, ModelConfig, Any]:
+    """The tokenizer, config and weights that `model.path` names, with training's shardings.
+
+    Raises:
+      ConfigError: the sizes of the configuration do not fit into the memory; `trains`: as in `memory_problem`.
+    """
+    _refuse_too_large(config, mesh.devices.ravel().tolist(), trains)
     path = resolve_path(config.model.path)
     seed = config.trainer.seed if config.model.random_init else None
     model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
