@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import layout_sizes, plan_remat
+from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
@@ -59,6 +61,35 @@ def device_bytes(devices: Sequence[Any]) -> int | None:
     """Memory of one device; None if the backend does not report it (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the part of it (a control group) that this process may use."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or no limit: `max`
+            found.append(int(Path(file).read_text()))
+    return min(found)
+
+
+def bytes_each(devices: Sequence[Any], num_devices: int) -> int:
+    """Memory of one of so many devices like these; of a CPU, its share of the host's."""
+    own = device_bytes(devices)
+    return host_bytes() // num_devices if own is None else own
+
+
+def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any], *, trains: bool = True) -> None:
+    """Raises ConfigError for sizes that need more memory than there is, before any is used.
+
+    Args:
+      devices: those without the rollout's own, which are of the same kind.
+      trains: as in `memory_problem`.
+    """
+    count = len(devices) + config.rollout.num_devices
+    plan = memory_plan(config, model, count, device_bytes(devices), devices[0].platform)
+    problem = memory_problem(config, model, plan, count, bytes_each(devices, count), trains)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
