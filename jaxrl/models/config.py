@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
 
+from jaxrl.data.fit import token_ids
 from jaxrl.models.weights import leaves, weights
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -103,6 +104,22 @@ class ModelConfig:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rope rotates pairs")
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the model was made for, in tokens, rope scaling included.
+
+        Files disagree on whether `max_position_embeddings` counts with the scaling: with linear it is taken to count
+        without, with yarn the larger reading holds (Qwen counts without, DeepSeek with), with llama3 it counts with.
+        """
+        scaling, own = self.rope_scaling, self.max_position_embeddings
+        match scaling.kind:
+            case "linear":
+                return int(own * scaling.factor)
+            case "yarn":
+                return max(own, int(scaling.original_max_position_embeddings * scaling.factor))
+            case _:
+                return own
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
@@ -271,6 +288,7 @@ class _Reader:
         theta, scaling = self.rope(max_positions)
         eos = generation.get("eos_token_id")
         eos = self.raw.get("eos_token_id") if eos is None else eos
+        bos = token_ids(self.raw.get("bos_token_id"), f"{self.file}: bos_token_id")
         try:
             return ModelConfig(
                 family=family,
@@ -288,8 +306,8 @@ class _Reader:
                 qkv_bias=family == "qwen2",
                 qk_norm=family == "qwen3",
                 max_position_embeddings=max_positions,
-                bos_token_id=self.raw.get("bos_token_id"),
-                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+                bos_token_id=bos[0] if bos else None,
+                eos_token_ids=token_ids(eos, f"{self.file}: eos_token_id"),
             )
         except ValueError as error:
             if str(error).startswith(self.file):

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
-from jaxrl.data.stops import stop_string_check
+from jaxrl.data.fit import check_length, check_vocabulary
+from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import layout_sizes, plan_remat
@@ -60,12 +61,38 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
     return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
 
 
-def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
-    """The tokenizer, config and weights that `model.path` names, with training's shardings."""
+def load_tokenizer(config: Config) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
+
+    Raises:
+      ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are longer than the
+        model was made for, or a stop string is none.
+    """
     path = resolve_path(config.model.path)
+    folder = path.removeprefix(RANDOM)
+    model = config_of(path)
+    tokenizer = Tokenizer.from_path(folder)
+    check_vocabulary(tokenizer, model, folder)
+    data = config.data
+    asked = (
+        f"data.max_prompt_length ({data.max_prompt_length}) + data.max_response_length ({data.max_response_length}) = "
+        f"{config.max_model_length} tokens"
+    )
+    check_length(model, config.max_model_length, asked, folder)
+    check_stop_strings(config.rollout.stop, "rollout.stop")
+    return tokenizer, model
+
+
+def load_weights(config: Config, mesh: Mesh) -> tuple[ModelConfig, Any]:
+    """The config and the weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
-    model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
-    return Tokenizer.from_path(path.removeprefix("random:")), model, params
+    return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)
+
+
+def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
+    """`load_tokenizer`, and then the weights."""
+    tokenizer, _ = load_tokenizer(config)
+    return tokenizer, *load_weights(config, mesh)
 
 
 def build_executor(
