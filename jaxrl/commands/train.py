@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -36,6 +35,7 @@ from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts
 from jaxrl.runtime.rules import batch_rule, carried
+from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
@@ -44,43 +44,22 @@ from jaxrl.train.step import Trainer
 _log = logging.getLogger(__name__)
 
 
-class StopSignal:
-    """SIGTERM and SIGINT ask for a stop: the run saves and ends. A second SIGINT interrupts at once."""
+def train(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._earlier: dict[int, Any] = {}
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._earlier[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _: object) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-def train(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
-    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend."""
+    Args:
+      stop: the signals of the program; without one they are the caller's.
+    """
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
-    with closing(RunDir(config.trainer.run_dir)) as run_dir, StopSignal() as stop:
-        return _Run(config, run_dir, stop, say).go()
+    with closing(RunDir(config.trainer.run_dir)) as run_dir:
+        return _Run(config, run_dir, stop or Stop(), say).go()
 
 
 class _Run:
     """A training run while it is being built and while it goes."""
 
-    def __init__(self, config: Config, run_dir: RunDir, stop: StopSignal, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, stop: Stop, say: Callable[[str], None]) -> None:
         self.config, self.run_dir, self.stop = config, run_dir, stop
         self.began = time.monotonic()
         self.rule = batch_rule(config)  # before anything that takes long: its settings may be refused
@@ -129,6 +108,7 @@ class _Run:
         ):
             pool.warm()
             loop = self._loop(pool, record, stack)
+            self.stop.save_first(record.view.message)
             finished = loop.run()
             self.store.wait()
         report = write_report(run_dir.path)

@@ -13,6 +13,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
+from typing import Any, NoReturn
+
+MAX_DIGITS = 400
+"""Of a whole number in JSON: as many as the largest float has, and some. Python refuses 4301 in a sentence of its own."""
+
+
+class NotStrict(ValueError):
+    """JSON that Python's parser lets pass, and that `strict_json` refuses; `reading` names the file."""
+
 
 
 @contextmanager
@@ -30,6 +39,8 @@ def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None
         yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 text (byte {error.start})") from None
+    except NotStrict as error:
+        raise ValueError(f"{place}: {error}") from None
     except json.JSONDecodeError as error:
         at = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{place}: not valid JSON ({error.msg}, {at})") from None
@@ -41,3 +52,32 @@ def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def strict_json(text: str) -> Any:
+    """A JSON value; inside `reading`, which names the file in whatever is wrong with it.
+
+    Raises:
+      NotStrict: NaN or Infinity, a key that stands twice in one object, a whole number of over `MAX_DIGITS` digits.
+      json.JSONDecodeError: no JSON at all.
+    """
+    return json.loads(text, object_pairs_hook=_each_key_once, parse_constant=_no_number, parse_int=_whole_number)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise NotStrict(f"key {twice[:80]!r} stands twice in one object")
+    return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise NotStrict(f"{text} is no number in JSON")
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise NotStrict(f"a whole number has {len(text)} digits, and at most {MAX_DIGITS} are read")
+    return int(text)

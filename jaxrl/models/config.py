@@ -168,6 +168,22 @@ class ModelConfig:
             out["attention_bias"] = False
         return out
 
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the model was made for, prompt and response together, rope scaling included.
+
+        Linear scaling multiplies `max_position_embeddings`, yarn the context that it started from (files of yarn models
+        give the stretched length there, or leave the old one); llama3 is part of the number already.
+        """
+        scaling, given = self.rope_scaling, self.max_position_embeddings
+        match scaling.kind:
+            case "linear":
+                return max(given, round(given * scaling.factor))
+            case "yarn":
+                return max(given, round(scaling.original_max_position_embeddings * scaling.factor))
+            case _:
+                return given
+
     def weights(self) -> dict[str, Any]:
         """The table of weights (`jaxrl.models.weights`)."""
         return weights(self)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import reading, strict_json
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,25 @@ def test_the_systems_errors_keep_their_type_and_get_the_name(tmp_path: Path):
 def test_a_readers_own_sentence_passes():
     with pytest.raises(ValueError, match=r"^rows, line 2: no answer$"), reading("rows"):
         raise ValueError("rows, line 2: no answer")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"a": 1, "b": {"c": 2, "c": 2}}', "key 'c' stands twice in one object"),
+        ('{"a": NaN}', "NaN is no number in JSON"),
+        ("[-Infinity]", "-Infinity is no number in JSON"),
+        ("9" * 5000, "a whole number has 5000 digits, and at most 400 are read"),
+        ('{"a": }', "not valid JSON (Expecting value, column 7)"),
+        ("[" * 200_000, "nested too deeply"),
+    ],
+)
+def test_what_pythons_json_lets_pass_is_refused(content: str, words: str):
+    with pytest.raises(ValueError) as caught, reading("file", line=3):
+        strict_json(content)
+    assert str(caught.value) == f"file, line 3: {words}"
+
+
+def test_strict_json_reads_values_as_they_are():
+    text = '{"a": [1, -2.5, 1e400, "\\ud83d\\ude42", null, true], "b": {"a": {}}}'
+    assert strict_json(text) == json.loads(text)

@@ -69,6 +69,44 @@ def test_yarn_without_a_factor_uses_the_ratio_of_contexts():
     assert config.rope_scaling.factor == 4.0
 
 
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({}, 8192),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 20480),
+        # as Qwen's README has it: the old length stays, and the scaling is added
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}},
+            32768,
+        ),
+        # as files of models have it that were trained further
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+            },
+            32768,
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 32768),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_longest_sequence_includes_rope_scaling(changes, positions):
+    assert ModelConfig.from_hf(raw(**changes)).max_positions == positions
+
+
 def test_generation_config_is_honoured(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     assert ModelConfig.from_hf(tmp_path).eos_token_ids == (2,)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
 
 
@@ -85,17 +86,17 @@ def test_keeps_the_newest_and_refuses_what_it_cannot_read(tmp_path):
         found, host = checkpoints.restore(abstract, 2)
         assert host.values == {"step": 2}
         assert_same(found, state)
-    file = next((tmp_path / "3" / "host").glob("*"))
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 99}))
-    with Checkpointer(tmp_path) as checkpoints, pytest.raises(ValueError, match="schema version 99"):
-        checkpoints.restore(abstract)
+    manifest.write(tmp_path / "3", schema_version=99, step=3)
+    with pytest.raises(ValueError, match="checkpoint .*/3 has schema version 99; this jaxrl reads up to 2: update"):
+        Checkpointer(tmp_path)
 
 
 def test_killed_half_way_is_never_chosen(tmp_path):
     # the second save is killed as soon as its temporary folder exists
     program = f"""
         import numpy as np
-        from jaxrl.train.checkpoint import Checkpointer
+        from jaxrl.train import manifest
+from jaxrl.train.checkpoint import Checkpointer
         checkpoints = Checkpointer({str(tmp_path)!r})
         checkpoints.save(1, {{"params": {{"a": np.arange(3.0)}}}})
         checkpoints.wait()
