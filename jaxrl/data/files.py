@@ -1,30 +1,24 @@
 """Rows of data files: JSONL, gzipped JSONL and Parquet, each row with the file and the line (or row) it stands in.
 
-Python's json reads more than JSON: NaN, a key that stands twice (the last one wins), half of a surrogate pair. Each of
-these would reach a prompt or a reward as something other than the file's author meant, so `parse_json` refuses them.
+JSON is read strictly: NaN, a key that stands twice (the last one would win) or half of a surrogate pair would reach a
+prompt or a reward as something other than the file's author meant.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import reading, strict_json
 
 MAX_LINE_BYTES = 64 * 2**20
 """The longest line of a JSONL file: a row is one problem, and a file without line ends would be read whole."""
-MAX_DEPTH = 100
-"""How deeply the lists and objects of a row may be nested: what takes rows on is recursive."""
 
 _GZIP = b"\x1f\x8b"
 _KINDS = {_GZIP: "gzip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def data_files(names: Sequence[str], option: str) -> list[Path]:
@@ -67,46 +61,6 @@ def rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"{path}: holds no rows")
 
 
-def parse_json(text: str, place: str) -> Any:
-    """The value of a JSON text, read strictly; `place` (a file and line, say) begins every error's message.
-
-    Raises:
-      ValueError: not JSON, NaN or an infinite number, a key that stands twice in an object, text with half of a
-        surrogate pair, or nesting beyond `MAX_DEPTH`.
-    """
-
-    def refuse(what: str) -> ValueError:
-        return ValueError(f"{place}: {what}")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise refuse(f"the key {next(n for n in names if names.count(n) > 1)!a} stands twice in one object")
-        return found
-
-    def constant(name: str) -> Any:
-        raise refuse(f"{name} is no JSON number")
-
-    def real(digits: str) -> float:
-        if not math.isfinite(value := float(digits)):
-            raise refuse(f"the number {shown(digits, 30)} is too large")
-        return value
-
-    def whole(digits: str) -> int:
-        if len(digits) > 1000:
-            raise refuse(f"a number has {len(digits)} digits")
-        return int(digits)
-
-    with reading(place):
-        value = json.loads(text, object_pairs_hook=once, parse_constant=constant, parse_float=real, parse_int=whole)
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(value, place)
-    if _ESCAPED_SURROGATE.search(text):
-        _check_text(value, place)
-    return value
-
-
 def shown(text: str, length: int = 80) -> str:
     """What a message says of something that a file holds: cut where it is long."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
@@ -137,8 +91,8 @@ def _lines(lines: BinaryIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any]
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(f"{place}: longer than {MAX_LINE_BYTES >> 20} MiB; a line must hold one problem")
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            row = strict_json(text) if text else None
         if text:
-            row = parse_json(text, place)
             if not isinstance(row, dict):
                 raise ValueError(f"{place}: a row must be a JSON object, found {type(row).__name__}")
             yield place, row
@@ -178,26 +132,3 @@ def _batch_rows(batch: Any, path: Path, before: int) -> Iterator[tuple[str, Mapp
         raise
     for i, row in enumerate(converted):
         yield f"{path}, row {before + i + 1}", row
-
-
-def _check_depth(value: Any, place: str) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise ValueError(f"{place}: nested more than {MAX_DEPTH} levels deep")
-
-
-def _check_text(value: Any, place: str) -> None:
-    parts = value.items() if isinstance(value, dict) else [("", value)]
-    for name, part in parts:
-        half = _SURROGATE.search(json.dumps([name, part], ensure_ascii=False))
-        if half is not None:
-            holds = f"{name!a} holds" if name else "it holds"
-            raise ValueError(f"{place}: {holds} half a character (\\u{ord(half.group()):04x} without its other half)")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.config import ConfigError, DataSection
-from jaxrl.data.files import data_files, parse_json, rows, shown
+from jaxrl.config.inputs import reading, strict_json
+from jaxrl.data.files import data_files, rows, shown
 
 ROLES = ("system", "user", "assistant")
 """What the author of a message may be."""
@@ -124,7 +125,8 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
     named = f"{where}: {key!r} (data.messages_key)"
     rule = f"{named} must be a list of messages with text in 'role' and 'content'"
     if isinstance(value, str):
-        value = parse_json(value, f"{where}, {key!r}")
+        with reading(f"{where}, {key!r}"):
+            value = strict_json(value)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{rule}, found {shown(repr(value))}")
     for number, message in enumerate(value, 1):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ class Tokenizer:
         """One more than the largest token id (the model's vocabulary may be padded beyond it)."""
         return self.last_token[1] + 1
 
-    @cached_property
+    @property
     def last_token(self) -> tuple[str, int]:
         """The token with the largest id, and that id."""
         return max(self._fast.get_vocab(with_added_tokens=True).items(), key=lambda token: token[1])

@@ -6,7 +6,6 @@ than its documentation says is refused with the file's name, and so is a special
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import reading, strict_json
 from jaxrl.data.fit import token_ids
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -79,9 +78,7 @@ def _fast(folder: Path) -> FastTokenizer:
     file = folder / "tokenizer.json"
     if not file.exists():
         other = next((name for name in _OTHER_FORMATS if (folder / name).exists()), None)
-        hint = (
-            "" if other is None else f" ({other} can be converted: transformers' AutoTokenizer, then save_pretrained)"
-        )
+        hint = "" if other is None else f" ({other}: load it with transformers' AutoTokenizer and save it)"
         raise ValueError(f"{folder}: holds no tokenizer.json, which is the one tokenizer format that is read{hint}")
     with reading(file):
         source = file.read_text(encoding="utf-8")
@@ -101,7 +98,7 @@ def _object(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     with reading(file):
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = strict_json(file.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{file}: must hold a JSON object, found {type(value).__name__}")
     return value

@@ -105,22 +105,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rope rotates pairs")
 
-    @property
-    def max_positions(self) -> int:
-        """The longest sequence that the model was made for, in tokens, rope scaling included.
-
-        Files disagree on whether `max_position_embeddings` counts with the scaling: with linear it is taken to count
-        without, with yarn the larger reading holds (Qwen counts without, DeepSeek with), with llama3 it counts with.
-        """
-        scaling, own = self.rope_scaling, self.max_position_embeddings
-        match scaling.kind:
-            case "linear":
-                return int(own * scaling.factor)
-            case "yarn":
-                return max(own, int(scaling.original_max_position_embeddings * scaling.factor))
-            case _:
-                return own
-
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
         """Read a Hugging Face folder (config.json and, where there is one, generation_config.json) or a dict."""

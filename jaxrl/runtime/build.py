@@ -61,7 +61,7 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
     return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
 
 
-def load_tokenizer(config: Config) -> tuple[Tokenizer, ModelConfig]:
+def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
 
     Raises:
@@ -83,16 +83,15 @@ def load_tokenizer(config: Config) -> tuple[Tokenizer, ModelConfig]:
     return tokenizer, model
 
 
-def load_weights(config: Config, mesh: Mesh) -> tuple[ModelConfig, Any]:
-    """The config and the weights that `model.path` names, with training's shardings."""
+def load_weights(config: Config, mesh: Mesh) -> Any:
+    """The weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
-    return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)
+    return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)[1]
 
 
 def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
-    """`load_tokenizer`, and then the weights."""
-    tokenizer, _ = load_tokenizer(config)
-    return tokenizer, *load_weights(config, mesh)
+    """`read_tokenizer_and_model`, and then the weights."""
+    return *read_tokenizer_and_model(config), load_weights(config, mesh)
 
 
 def build_executor(

@@ -1,6 +1,5 @@
 """Checkpoints come back bit for bit, on other meshes, and never half-written."""
 
-import json
 import os
 import signal
 import subprocess
