@@ -13,6 +13,8 @@ from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import PromptSource, load_train, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
+from jaxrl.record.disk import is_full, reason
+from jaxrl.record.lost import missing_checkpoint
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
@@ -40,6 +42,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
 from jaxrl.train.step import Trainer
+from jaxrl.types import RunFailed
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ class _Run:
         self.began = time.monotonic()
         self.rule = batch_rule(config)  # before anything that takes long: its settings may be refused
         run_dir.refuse_other_kind(simulated=False, option="trainer.run_dir")
+        self.store = self._find_checkpoint(say)
+        self.step = self.store.latest_step() or 0
+        self.resuming = self.store.latest_step() is not None
         self.devices = prepare_jax(config)
         own = config.rollout.num_devices
         self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
@@ -80,26 +86,50 @@ class _Run:
         self.total_steps = steps
         updates = steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
         if config.trainer.init_from:
-            params = restore_params_only(config.trainer.init_from, abstract(params))
+            params = restore_params_only(config.trainer.init_from, abstract(params), say=say)
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
         del params
-        self.store = Checkpointer(run_dir.file("checkpoints"), max_to_keep=config.trainer.max_ckpt_to_keep)
-        self.step = self.store.latest_step() or 0
-        self.resuming = self.store.latest_step() is not None
+        self.host_state: dict[str, Any] | None = None  # of the checkpoint that the run goes on from
         if self.resuming:
+            self.host_state = self._restored()
             for line in run_dir.resuming(changes, self.step, self.total_steps):
                 say(line)
 
+    def _find_checkpoint(self, say: Callable[[str], None]) -> Checkpointer:
+        """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
+        store = Checkpointer(
+            self.run_dir.file("checkpoints"),
+            max_to_keep=self.config.trainer.max_ckpt_to_keep,
+            on_commit=self.run_dir.record_checkpoint,
+        )
+        chosen = store.chosen
+        newest = None if chosen is None else max([chosen.step, *chosen.faults])
+        missing = missing_checkpoint(self.run_dir, newest)
+        for line in (*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())):
+            say(line)
+        return store
+
     def go(self) -> RunOutcome:
+        """Runs to the end. Raises RunFailed where the device has no space left, which says how to go on."""
+        try:
+            return self._go()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            place = error.filename or self.run_dir.path
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: make room and run again") from error
+
+    def _go(self) -> RunOutcome:
         config, run_dir = self.config, self.run_dir
         described = {
             "platform": self.devices[0].platform,
             "kind": self.devices[0].device_kind,
             "count": len(self.devices),
         }
-        run_dir.record_start(config, described, self.step)
         resume_step = self.step if self.resuming else -1
+        run_dir.record_start(config, described, self.step, checkpoint=self.step if self.resuming else None)
+        self.store.tidy()
         with (  # however the run ends, everything opened is closed, the last opened first
             closing(self.store),
             open_record(config, run_dir, resume_step, total_steps=self.total_steps) as record,
@@ -172,8 +202,7 @@ class _Run:
             num_devices=len(self.devices),
             together=overlap,
         )
-        if self.resuming:
-            self._restore(loop, layouts)
+        self._go_on(loop, layouts)
         if config.rollout.warmup and self.step < self.total_steps:
             with timeline.span("loop", "compile"):
                 self._warm_up(backend, executor, record)
@@ -182,13 +211,19 @@ class _Run:
                 stack.enter_context(closing(executor.compile_ahead(others)))
         return loop
 
-    def _restore(self, loop: Loop, layouts: LayoutSession | None) -> None:
-        state, host = self.store.restore(self.trainer.abstract_state())
+    def _restored(self) -> dict[str, Any]:
+        """Brings the trainer to the checkpoint; returns the host's part of it."""
+        state, host = self.store.restore(self.trainer.abstract_state(), self.step)
         self.trainer.load_state(state)
-        host_state = join_arrays(host.values, host.arrays)
+        return join_arrays(host.values, host.arrays)
+
+    def _go_on(self, loop: Loop, layouts: LayoutSession | None) -> None:
+        """Brings what is not the trainer's to the checkpoint, if there is one."""
+        if self.host_state is None:
+            return
         if layouts is not None:
-            layouts.load_state_dict(host_state.get("layouts", {}))
-        loop.load_host_state(host_state)
+            layouts.load_state_dict(self.host_state.get("layouts", {}))
+        loop.load_host_state(self.host_state)
 
     def _warm_up(self, backend: RolloutBackend, executor: MeshExecutor, record: RunRecord) -> None:
         began = time.monotonic()
