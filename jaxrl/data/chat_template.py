@@ -61,7 +61,14 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
       ValueError: the template is no template, or exceeds a limit.
       RefusedMessages: it refuses these messages, or fails with them.
     """
-    template = _usable(source, place, json.dumps(dict(context), default=str))
+    return _rendered_or_refused(
+        _usable(source, place, json.dumps(dict(context), default=str)), place, messages, context
+    )
+
+
+def _rendered_or_refused(
+    template: jinja2.Template, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]
+) -> str:
     try:
         return _rendered(template, messages, context)
     except _Limit as error:
