@@ -1,7 +1,7 @@
 """Chat templates: jinja2 in the environment that templates on the Hugging Face Hub expect, with limits.
 
 A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory
-(`{{ 9 ** 9 ** 9 }}` is computed while it is compiled). So each template is first tried, on three short conversations,
+(`{{ 9 ** (9 ** 9) }}` is computed while it is compiled). So each template is first tried, on three short conversations,
 in a process of its own with limits of the operating system. Only then is it compiled here; each conversation that it
 renders has a limit of time, which is looked at between two pieces of the output, and one of size.
 

@@ -9,6 +9,7 @@ from jaxrl.data.chat_template import RefusedMessages, render
 
 ASK = [{"role": "user", "content": "hi"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+WORDY = LOOPS.replace("{% endfor %}", " {% endfor %}")
 
 
 def test_a_template_is_rendered():
@@ -19,7 +20,7 @@ def test_a_template_is_rendered():
     ("source", "words"),
     [
         (LOOPS, "takes more than 2 s for a short conversation"),
-        ("{{ 9 ** 9 ** 9 }}", "takes more than 2 s for a short conversation"),  # constant: computed by the compiler
+        ("{{ 9 ** (9 ** 9) }}", "takes more than 2 s for a short conversation"),  # constant: computed by the compiler
         ("{% set n = namespace(x='ab') %}" + "{% set n.x = n.x ~ n.x %}" * 60, "takes more than 1024 MiB of memory"),
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than 1048576 characters"),
         ("x" * 2**21, "has 2097152 characters, more than 1048576"),
@@ -54,11 +55,10 @@ def test_messages_that_a_template_does_not_take(source: str, words: str):
 
 def test_the_time_of_one_conversation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chat_template, "TIME_LIMIT_S", 0.05)
-    slow = "{% for m in messages %}{% for i in range(m.content | length) %}{% for j in range(9999) %}{% endfor %} {% endfor %}"
+    source = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %} {% endfor %}"
+    template = chat_template._compiled(source)
     with pytest.raises(RefusedMessages, match=r"takes more than 0\.05 s with these messages"):
-        chat_template._rendered_or_refused(
-            chat_template._compiled(slow + "{% endfor %}"), "file", [{"content": "x" * 9999}], {}
-        )
+        chat_template._rendered_or_refused(template, "file", ASK, {})
 
 
 def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch):
