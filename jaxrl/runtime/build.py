@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
-from jaxrl.data.stops import stop_string_check
+from jaxrl.data.fit import check_length, check_vocabulary
+from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
@@ -99,9 +100,25 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the config that `model.path` names, without the weights."""
+    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
+
+    Raises:
+      ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are longer than the
+        model was made for, or a stop string is none.
+    """
     path = resolve_path(config.model.path)
-    return Tokenizer.from_path(path.removeprefix(RANDOM)), config_of(path)
+    folder = path.removeprefix(RANDOM)
+    model = config_of(path)
+    tokenizer = Tokenizer.from_path(folder)
+    check_vocabulary(tokenizer, model, folder)
+    data = config.data
+    asked = (
+        f"data.max_prompt_length ({data.max_prompt_length}) + data.max_response_length ({data.max_response_length}) = "
+        f"{config.max_model_length} tokens"
+    )
+    check_length(model, config.max_model_length, asked, folder)
+    check_stop_strings(config.rollout.stop, "rollout.stop")
+    return tokenizer, model
 
 
 def load_weights(config: Config, mesh: Mesh) -> Any:
