@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from jaxrl.models.safetensors import export_hf
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
 from jaxrl.train.checkpoint import restore_params_only
+
+_log = logging.getLogger(__name__)
 
 
 def export(source: str, folder: str, dtype: str) -> list[Path]:
@@ -39,16 +42,26 @@ def export(source: str, folder: str, dtype: str) -> list[Path]:
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)
-    tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
+    tokenizer = _tokenizer(path)
     draft = target.with_name(target.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     export_hf(params, model, draft, dtype=jnp.dtype(dtype))
-    tokenizer.save(draft)
+    if tokenizer is not None:
+        tokenizer.save(draft)
     if target.exists():
         target.rmdir()
     draft.rename(target)
     return sorted(target.iterdir())
+
+
+def _tokenizer(path: str) -> Tokenizer | None:
+    """The tokenizer of a model; None, said on the console, where its folder has none."""
+    source = Path(path.removeprefix("random:"))
+    if source.is_dir() and not (source / "tokenizer.json").exists():
+        _log.warning("%s holds no tokenizer.json: the model is exported without a tokenizer", source)
+        return None
+    return Tokenizer.from_path(source)
 
 
 def _abstract_params(model: Any, mesh: Any, dtype: str) -> Any:

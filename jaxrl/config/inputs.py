@@ -16,12 +16,11 @@ from os import PathLike
 from typing import Any, NoReturn
 
 MAX_DIGITS = 400
-"""Of a whole number in JSON: as many as the largest float has, and some. Python refuses 4301 in a sentence of its own."""
+"""Of a whole number in JSON: as many as the largest float has, and some. Python's own limit is 4300."""
 
 
 class NotStrict(ValueError):
     """JSON that Python's parser lets pass, and that `strict_json` refuses; `reading` names the file."""
-
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from jaxrl.data.gguf_file import open_gguf
+
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Special tokens that end a turn or a text in one family or another; those that a vocabulary has stop generation."""
 
@@ -238,14 +240,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_gguf(file: Path) -> Tokenizer:
-    from gguf import GGUFReader  # numpy-heavy, and only GGUF users need it
-
-    try:
-        reader = GGUFReader(str(file))
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file") from None
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: truncated or not a GGUF file ({error})") from None
+    reader = open_gguf(file)
 
     def get(key: str, default: Any = None) -> Any:
         field = reader.get_field(key)

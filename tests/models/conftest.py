@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from beside import import_transformers
 
-from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.rope import RopeScaling
 
 SCALINGS = {
     "none": RopeScaling(),
