@@ -3,55 +3,144 @@
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
 
-Exit status: 0 for done, or stopped and saved; 2 for an error that a user can mend, with one sentence on stderr.
+Every command ends in one of these ways, and never with more than one line on stderr but for a bug's traceback:
+
+- 0: done, or a training run that was stopped and has saved; also when the reader of the output has gone (`| head`).
+- 1: it could not go on, though what was handed in is right (no space on the disk, no memory, a run that has gone
+  wrong, no progress); or a bug, with its traceback.
+- 2: what was handed in is wrong: an argument, an option, a file. One sentence says where and what the rule is.
+- 130, 143: ended by SIGINT or SIGTERM (`jaxrl.runtime.stop`).
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
+import os
+import re
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxrl import __version__
+from jaxrl.commands.arguments import (
+    MAX_DEVICES,
+    MAX_SEED,
+    MAX_TOKENS,
+    Parser,
+    add_command,
+    filled,
+    number,
+    numbers,
+    one_of,
+    parse,
+    stop_string,
+    utf8,
+    whole,
+    written,
+)
+from jaxrl.runtime.stop import Stop
+
+_MAX_SENTENCE = 2000  # characters; a longer one quotes what it should not
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
+    """Runs one command; returns the exit status. `stop`: the program's signals; without one they are the caller's."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that it raises as well
     try:
-        return options.run(options)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"jaxrl: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 0  # the reader of the output has closed it
+        options = parse(*_parser(), sys.argv[1:] if arguments is None else arguments)
+        options.signals = stop
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except SystemExit:  # of --help and --version
+        _output_is_whole()
+        raise
     except KeyboardInterrupt:
         print("jaxrl: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        is_read = not (isinstance(error, BrokenPipeError) and _reader_is_gone())
+        if not _output_is_whole() and isinstance(error, OSError) and error.filename is None:
+            error.filename = "standard output"
+        if not is_read:
+            return 0
+        answer = _answer(error)
+        if answer is None:
+            raise  # a bug
+        print(f"jaxrl: {one_line(answer[0])}", file=sys.stderr)
+        return answer[1]
+
+
+def _answer(error: Exception) -> tuple[str, int] | None:
+    """The sentence and the exit status for an error; None for a bug."""
+    from jaxrl.types import RunFailed
+
+    match error:
+        case OSError() if error.errno in _FULL:
+            return f"{_named(error.filename)}no space left on the device", 1
+        case OSError() if error.strerror:
+            return _named(error.filename) + error.strerror.lower(), 2
+        case ValueError() | OSError():
+            return str(error), 2
+        case RunFailed():
+            return str(error), 1
+        case MemoryError():
+            return f"out of memory ({error})" if str(error) else "out of memory", 1
+    return None
+
+
+def one_line(text: str) -> str:
+    """A sentence without line ends and control characters, and not longer than a screen."""
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", "?", " ".join(text.split()))
+    return text if len(text) <= _MAX_SENTENCE else text[:_MAX_SENTENCE] + "…"
+
+
+def _named(filename: object) -> str:
+    return f"{os.fsdecode(filename)}: " if isinstance(filename, str | bytes) else ""
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe without a reader; any other broken pipe is an error like others."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(seen & (select.POLLERR | select.POLLHUP) for _, seen in output.poll(0))
+
+
+def _output_is_whole() -> bool:
+    """Writes the rest of the output. What cannot be written is dropped: the interpreter would try it again at its end,
+    and has no sentence for the error."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        return False
+    return True
 
 
 class _Command(Protocol):
     """Adds a command; with `config`, one that takes a configuration file and options on top of it."""
 
-    def __call__(
-        self, name: str, run: Callable[..., int], text: str, *, config: bool = False
-    ) -> argparse.ArgumentParser: ...
+    def __call__(self, name: str, run: Callable[..., int], text: str, *, config: bool = False) -> Parser: ...
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxrl", description="RL post-training of language models in JAX.")
+def _parser() -> tuple[Parser, dict[str, Parser]]:
+    """The whole parser, and each command's own by name."""
+    parser = Parser(prog="jaxrl", description="RL post-training of language models in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(metavar="command")
 
-    def command(name: str, run: Callable[..., int], text: str, *, config: bool = False) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
+    def command(name: str, run: Callable[..., int], text: str, *, config: bool = False) -> Parser:
+        sub = add_command(commands, name, run, text)
         if config:
-            sub.add_argument("--config", metavar="FILE", help="a .yaml or .gin file")
+            sub.add_argument("--config", type=filled, metavar="FILE", help="a .yaml or .gin file")
             sub.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the file")
         return sub
 
@@ -59,101 +148,114 @@ def _parser() -> argparse.ArgumentParser:
     command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
     for add in (_add_tune, _add_generate, _add_eval_and_export, _add_explanations, _add_profile, _add_report):
         add(command)
-    return parser
+    return parser, commands.choices
 
 
 def _add_tune(command: _Command) -> None:
     tune = command("tune", _tune, "Find a rule's fastest factors by simulation, from a run's recorded lengths.")
-    # not a positional: options between it and the overrides would end both
-    tune.add_argument("--run", dest="run_dir", metavar="DIR", required=True, help="of a real or a simulated run")
+    # not a positional: it would be taken for an override
+    tune.add_argument(
+        "--run", dest="run_dir", type=filled, metavar="DIR", required=True, help="of a real or a simulated run"
+    )
     tune.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the run's own")
-    tune.add_argument("--rule", default="tail_batching", choices=["tail_batching", "partial_rollout"])
+    rules = ("tail_batching", "partial_rollout")
+    tune.add_argument("--rule", default=rules[0], type=one_of(*rules), metavar=f"{{{','.join(rules)}}}")
     for name, text in (
         ("--values", "factors to try, as 1.1,1.2,1.3; of prompts and responses together"),
         ("--prompt-factors", "factors of prompts alone; with --response-factors, all pairs"),
         ("--response-factors", "factors of responses alone"),
     ):
-        tune.add_argument(name, type=_numbers, default=(), metavar="LIST", help=text)
-    tune.add_argument("--seeds", type=int, default=5, help="simulated runs of each value (5)")
-    tune.add_argument("--steps", type=int, default=0, help="of each of them (default: the longest period twice)")
-    tune.add_argument("--processes", type=int, default=1, help="runs at the same time (1)")
-    tune.add_argument("--out", default="", metavar="FILE", help="also write the results as JSON")
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them, as 1.1,1.25") from None
+        tune.add_argument(name, type=numbers, default=(), metavar="LIST", help=text)
+    tune.add_argument("--seeds", type=whole(1, 1000), default=5, help="simulated runs of each value (5)")
+    steps = whole(0, 100_000)
+    tune.add_argument("--steps", type=steps, default=0, help="of each of them (default: the longest period twice)")
+    tune.add_argument("--processes", type=whole(1, 256), default=1, help="runs at the same time (1)")
+    tune.add_argument("--out", type=written, metavar="FILE", help="also write the results as JSON")
 
 
 def _add_generate(command: _Command) -> None:
     generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
-    generate.add_argument("--model", required=True, help="as model.path")
-    generate.add_argument("--max-tokens", type=int, default=128, help="of a response (128)")
-    generate.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--min-p", type=float, default=0.0)
-    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a stop string; may be repeated")
-    generate.add_argument("-n", type=int, default=1, help="responses per prompt (1)")
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    generate.add_argument("--tp", type=int, default=1, help="tensor parallelism over all devices (1)")
+    generate.add_argument("--model", type=filled, required=True, help="as model.path")
+    generate.add_argument("--max-tokens", type=whole(1, MAX_TOKENS), default=128, help="of a response (128)")
+    generate.add_argument("--temperature", type=number(0, 1000), default=1.0, help="0 is greedy (1.0)")
+    generate.add_argument("--top-p", type=number(0, 1, above=True), default=1.0)
+    generate.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
+    generate.add_argument("--min-p", type=number(0, 1), default=0.0)
+    generate.add_argument(
+        "--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="a stop string; may be repeated"
+    )
+    generate.add_argument("-n", type=whole(1, 100_000), default=1, help="responses per prompt (1)")
+    generate.add_argument("--seed", type=whole(0, MAX_SEED), default=0)
+    _add_dtype(generate, "float32", "bfloat16", default="float32")
+    generate.add_argument("--tp", type=whole(1, MAX_DEVICES), default=1, help="tensor parallelism over all devices (1)")
     generate.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
     generate.add_argument("--json", action="store_true", help="one JSON line per response")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", type=utf8)
+
+
+def _add_dtype(command: Parser, *dtypes: str, default: str) -> None:
+    command.add_argument("--dtype", default=default, type=one_of(*dtypes), metavar=f"{{{','.join(dtypes)}}}")
 
 
 def _add_eval_and_export(command: _Command) -> None:
     evaluate = command("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.", config=True)
-    evaluate.add_argument("--checkpoint", metavar="DIR", help="a run directory: its last checkpoint's parameters")
-    evaluate.add_argument("--out", metavar="FILE", help="write every response and its verdict as JSON lines")
+    evaluate.add_argument(
+        "--checkpoint", type=filled, metavar="DIR", help="a run directory: its last checkpoint's parameters"
+    )
+    evaluate.add_argument(
+        "--out", type=written, metavar="FILE", help="write every response and its verdict as JSON lines"
+    )
 
     export = command("export", _export, "Write a model as a Hugging Face folder.")
-    export.add_argument("source", metavar="RUN|MODEL", help="a run directory (its last checkpoint), or a model.path")
-    export.add_argument("folder", help="where to write")
-    export.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    export.add_argument(
+        "source", type=filled, metavar="RUN|MODEL", help="a run directory (its last checkpoint), or a model.path"
+    )
+    export.add_argument("folder", type=filled, help="where to write")
+    _add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
 
 
 def _add_explanations(command: _Command) -> None:
+    devices = whole(0, MAX_DEVICES)
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
-    explain.add_argument("--devices", type=int, default=0, help="how many devices to plan for (default: those here)")
-    explain.add_argument("--device-gib", type=float, default=0.0, help="memory per device (default: what it says)")
+    explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
+    gib = number(0, 2**20)
+    explain.add_argument("--device-gib", type=gib, default=0.0, help="memory per device (0: what it says)")
 
     layout = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
     source = layout.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", default="", help="as model.path; only its config is read")
-    source.add_argument("--shape", default="", help="a model by name (SmolLM2-135M)")
-    layout.add_argument("--devices", type=int, default=0, help="how many devices (default: those here)")
-    layout.add_argument("--tp", type=int, default=1, help="tensor parallelism; dp is the rest (1)")
-    layout.add_argument("--max-tp", type=int, default=None, help="the degree that weights are padded for (--tp)")
-    layout.add_argument("--svg", metavar="FILE", help="also draw it")
-    layout.add_argument("--png", metavar="FILE", help="also draw it (needs pillow)")
+    source.add_argument("--model", type=filled, help="as model.path; only its config is read")
+    source.add_argument("--shape", type=filled, help="a model by name (SmolLM2-135M)")
+    layout.add_argument("--devices", type=devices, default=0, help="how many devices (0: those here)")
+    degree = whole(1, MAX_DEVICES)
+    layout.add_argument("--tp", type=degree, default=1, help="tensor parallelism; dp is the rest (1)")
+    layout.add_argument("--max-tp", type=degree, default=None, help="the degree that weights are padded for (--tp)")
+    layout.add_argument("--svg", type=written, metavar="FILE", help="also draw it")
+    layout.add_argument("--png", type=written, metavar="FILE", help="also draw it (needs pillow)")
 
 
 def _add_profile(command: _Command) -> None:
     measure = command(
         "profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.", config=True
     )
-    measure.add_argument("--out", metavar="FILE", help="the table (default: rollout.layout.profile)")
-    measure.add_argument("--max-batch", type=int, default=0, help="most live rows, all dp groups together")
-    measure.add_argument("--token-budget", type=int, default=0, help="most live tokens, all dp groups together")
-    measure.add_argument("--max-context", type=int, default=0, help="most tokens of a row")
-    measure.add_argument("--repeats", type=int, default=3, help="measurements of a fast point (3)")
+    rows, tokens = whole(0, 2**20), whole(0, 2**40)
+    measure.add_argument("--out", type=written, metavar="FILE", help="the table (default: rollout.layout.profile)")
+    measure.add_argument("--max-batch", type=rows, default=0, help="most live rows, all dp groups together")
+    measure.add_argument("--token-budget", type=tokens, default=0, help="most live tokens, all dp groups together")
+    measure.add_argument("--max-context", type=whole(0, MAX_TOKENS), default=0, help="most tokens of a row")
+    measure.add_argument("--repeats", type=whole(1, 1000), default=3, help="measurements of a fast point (3)")
 
 
 def _add_report(command: _Command) -> None:
     report = command("report", _report, "Write a run's page, report.html.")
-    report.add_argument("run_dir", metavar="RUN")
-    report.add_argument("--out", metavar="FILE")
+    report.add_argument("run_dir", type=filled, metavar="RUN")
+    report.add_argument("--out", type=written, metavar="FILE")
 
 
 def _train(options: argparse.Namespace) -> int:
     from jaxrl.commands.train import train
     from jaxrl.config import files as config_files
 
-    train(config_files.load(options.config, options.overrides))
+    train(config_files.load(options.config, options.overrides), stop=options.signals)
     return 0
 
 
@@ -176,7 +278,7 @@ def _tune(options: argparse.Namespace) -> int:
         options.seeds,
         options.steps,
         options.processes,
-        options.out,
+        options.out or "",
     )
 
     def progress(done: int, total: int) -> None:
@@ -188,10 +290,10 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    prompts = options.prompts or _prompts_from_input()
     from jaxrl.text import TextEngine
     from jaxrl.types import SamplingParams
 
-    prompts = options.prompts or [line.rstrip("\n") for line in sys.stdin]
     params = SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -221,6 +323,18 @@ def _generate(options: argparse.Namespace) -> int:
             else:
                 print(sample.text)
     return 0
+
+
+def _prompts_from_input() -> list[str]:
+    """One prompt per line of standard input; blank lines are none."""
+    from jaxrl.config.inputs import reading
+
+    with reading("standard input"):
+        text = "" if sys.stdin is None else sys.stdin.buffer.read().decode()
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError("generate: no prompt is given: add them as arguments, or as lines on standard input")
+    return prompts
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -258,6 +372,7 @@ def _explain_layout(options: argparse.Namespace) -> int:
 
     from jaxrl.models.loading import config_of, resolve_path
     from jaxrl.models.shapes import named_shape
+    from jaxrl.record.files import write_whole
     from jaxrl.sharding.explain import explain_layout
     from jaxrl.sharding.picture import draw, png, svg
 
@@ -266,9 +381,9 @@ def _explain_layout(options: argparse.Namespace) -> int:
     devices = options.devices or len(jax.devices())
     explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name)
     if options.svg:
-        Path(options.svg).write_text(svg(draw(explanation)), encoding="utf-8")
+        write_whole(Path(options.svg).expanduser(), svg(draw(explanation)))
     if options.png:
-        Path(options.png).write_bytes(png(draw(explanation)))
+        write_whole(Path(options.png).expanduser(), png(draw(explanation)))
     print(explanation)
     return 0
 

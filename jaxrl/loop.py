@@ -5,7 +5,9 @@ and the store come in as protocols. What a round launches, which groups it yield
 batch rule's decision (`jaxrl.scheduling.rounds.batches`).
 
 A step starts and ends at a *boundary*: there, the trainer's state and `Loop.host_state` hold everything that decides
-the future, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again.
+the future, and a checkpoint holds both. A run that is stopped or killed inside a step starts that step again. A
+boundary is saved once its step's line of metrics is written, so no checkpoint is ahead of the metrics: saving is the
+first thing in the next step, and its seconds are that step's.
 
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
 
@@ -34,6 +36,7 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
+from jaxrl.record.alarms import Alarms
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
@@ -41,9 +44,10 @@ from jaxrl.scheduling.rounds.overlong import OverlongPenalty
 from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.train import advantages
-from jaxrl.types import Group, Prompt, SamplingParams, TrainBatch
+from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
+_SKIPPED = "actor/skipped_updates"
 UPDATE_PHASES = ("old_log_prob", "ref", "adv", "update_actor")
 A = TypeVar("A")
 B = TypeVar("B")
@@ -52,7 +56,8 @@ B = TypeVar("B")
 class Backend(Protocol):
     """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`.
 
-    `wait` raises `Interrupted` where a stop was asked for; the loop then cancels the round.
+    `wait` raises `Interrupted` where a stop was asked for, or where the run cannot go on; the loop then cancels the
+    round.
     """
 
     @property
@@ -172,8 +177,10 @@ class Loop:
         self._num_devices = num_devices
         self._together = together
         self._overlong = OverlongPenalty.configured(config)
+        self._alarms = Alarms(config)
         self._saved_step: int | None = None
         self._running_step = 0
+        self._failing: str | None = None  # why the run has to end at the next boundary
         self._ahead: Collected | None = None  # for the next step
 
     @property
@@ -234,28 +241,43 @@ class Loop:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Trains to the last step; returns False if a stop was asked for and it ended before."""
+        """Trains to the last step; returns False if a stop was asked for and it ended before.
+
+        Raises:
+          RunFailed: the run cannot go on. What a checkpoint may hold has been saved.
+        """
         self._backend.enter_rollout(self.step)
         if self.config.trainer.val_before_train and self.step == 0 and self._validation:
             self._evaluate()
             self._phases.take_phases()  # its time belongs to no step
+            self._end_if_failing()
         while self.step < self.total_steps and not self._hooks.stop():
             boundary = self.host_state()
             try:
                 self._run_step()
-            except Interrupted:
+            except Interrupted as early:
                 # the trainer has not moved since the boundary: the step will run again as if it had never begun
                 if self._saved_step != boundary["step"]:
                     self._hooks.save(boundary["step"], boundary)
+                if str(early):
+                    raise RunFailed(f"{early}; saved after step {boundary['step']}") from early
                 return False
+            self._end_if_failing()
         self._save()
         return self.step >= self.total_steps
+
+    def _end_if_failing(self) -> None:
+        if self._failing is not None:
+            self._save()
+            raise RunFailed(f"{self._failing}; saved after step {self.step}")
 
     def _run_step(self) -> None:
         step = self._running_step = self.step + 1
         trainer = self.config.trainer
         evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
         with self._phases.phase("step", step=step):
+            if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
+                self._save()
             earlier = self._ahead
             now = self._collect(step) if earlier is None else earlier
             batch, learned = self._roll_out_and_learn(now, step)
@@ -266,9 +288,8 @@ class Loop:
                 self._backend.enter_rollout(step)
             if evaluating:
                 self._evaluate()
-            if trainer.save_freq and step % trainer.save_freq == 0:
-                self._save()
-        measured = now.metrics | off_policy_metrics(now.groups, step) | learned | self._phases.take_phases()
+        seconds = {"timing_s/save": 0.0} | self._phases.take_phases()
+        measured = now.metrics | off_policy_metrics(now.groups, step) | learned | seconds
         measured |= self._seconds_of_other_steps(measured, earlier)
         self._hooks.on_step(step, measured | self._throughput(batch, measured), now.groups)
 
@@ -284,11 +305,11 @@ class Loop:
                 self._ahead, result = self._together(
                     lambda: self._collect(step + 1), lambda: self._learn_from(now.groups, step, "update")
                 )
-        except Interrupted as stop:
-            raise RuntimeError(
-                f"step {step + 1}: its rollout ended early ({stop}), beside update {step}, which cannot be taken back: "
-                "run again to go on from the last checkpoint"
-            ) from stop
+        except Interrupted as early:
+            raise RunFailed(
+                f"step {step + 1}: its rollout ended early ({early}), beside update {step}, which cannot be taken "
+                "back: run again to go on from the last checkpoint"
+            ) from early
         self._backend.leave_rollout()  # as when both take turns: no old weights and no KV lie there
         return result
 
@@ -341,8 +362,13 @@ class Loop:
         except Interrupted:
             self._backend.cancel()
             raise
-        if overlong is not None and isinstance(event, Verdict):
-            event = overlong.shaped(event, len(current.ledger.finished[event.key]))
+        if isinstance(event, Verdict):
+            failing = self._alarms.rewarded(event.status, str(event.info.get("error", "")))
+            if failing is not None:
+                self._backend.cancel()
+                raise Interrupted(f"step {self._running_step}: {failing}")
+            if overlong is not None:
+                event = overlong.shaped(event, len(current.ledger.finished[event.key]))
         for command in current.handle(event):
             self._backend.apply(command)
 
@@ -363,7 +389,11 @@ class Loop:
                 groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs, loss_masks=batch.loss_masks
             )
         with self._phase("update_actor", track):
-            measured = self._update(groups, batch)
+            updates = self._update(groups, batch)
+        measured = {name: float(np.mean([update[name] for update in updates])) for name in updates[-1]}
+        if _SKIPPED in measured:  # a simulated trainer skips nothing
+            measured[_SKIPPED] = sum(update[_SKIPPED] for update in updates)
+            self._failing = self._alarms.updated(step, len(updates), int(measured[_SKIPPED]), measured, batch)
         values = np.concatenate(batch.advantages)
         return batch, measured | numbers.spread("critic/advantages", values)
 
@@ -384,8 +414,8 @@ class Loop:
         recorded = [sample.rollout_logprobs for sample in batch.samples]
         return old_logprobs_by_version(recorded, now, batch.samples, step - 1)
 
-    def _update(self, groups: list[Group], batch: TrainBatch) -> dict[str, float]:
-        """`ppo_epochs` passes of minibatches of whole groups; the mean of the updates' metrics."""
+    def _update(self, groups: list[Group], batch: TrainBatch) -> list[dict[str, float]]:
+        """`ppo_epochs` passes of minibatches of whole groups; the metrics of each update."""
         sizes = [len(group.samples) for group in groups]
         ends = np.cumsum(sizes)
         updates: list[dict[str, float]] = []
@@ -395,7 +425,7 @@ class Loop:
                 indices = range(int(ends[first] - sizes[first]), int(ends[last - 1]))
                 self._trainer.accumulate(batch.select(list(indices)))
                 updates.append(self._trainer.apply())
-        return {name: float(np.mean([update[name] for update in updates])) for name in updates[-1]}
+        return updates
 
     # -- evaluation, saving, numbers ---------------------------------------------------------------------------------
 
@@ -412,7 +442,8 @@ class Loop:
             try:
                 while not current.done:
                     self._handle(current)
-            except Interrupted:
+            except Interrupted as early:
+                self._failing = str(early) or None
                 return  # the step's update stands; only these numbers are missing
             self._backend.end()
         groups = current.groups()

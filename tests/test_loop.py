@@ -28,7 +28,7 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
+from jaxrl.types import Group, Prompt, RunFailed, Sample, SamplingParams, TrainBatch
 
 Build = Callable[..., "House"]
 
@@ -64,6 +64,7 @@ class FakeBackend:
         self.events: deque[Event] = deque()
         self.num_waits = 0
         self.stop: Callable[[], bool] = lambda: False
+        self.broken_scorer = False
 
     @property
     def generating(self) -> bool:
@@ -99,6 +100,8 @@ class FakeBackend:
                     versions = np.full((length,), self.version, np.int32)
                     tokens = np.full((length,), 9, np.int32)
                     self.events.append(SampleFinished(0.0, Sample(key, tokens, zeros, zeros, versions, "stop"), 0))
+            case Score(sample=sample) if self.broken_scorer:
+                self.events.append(Verdict(0.0, sample.key, 0.0, "error", {"error": "no such service"}))
             case Score(sample=sample):
                 self.events.append(Verdict(0.0, sample.key, float(sample.key.sample_index % 2)))
 
@@ -116,6 +119,7 @@ class FakeTrainer:
 
     def __init__(self, log: list[Any], slow_s: float = 0.0) -> None:
         self.log, self.slow_s, self.digest = log, slow_s, 0.0
+        self.skips: Callable[[int], bool] = lambda update: False  # by number, from 1
 
     def token_logprobs(self, batch: TrainBatch, which: str) -> list[np.ndarray]:
         time.sleep(self.slow_s)
@@ -133,7 +137,8 @@ class FakeTrainer:
     def apply(self) -> dict[str, float]:
         time.sleep(self.slow_s)
         self.log.append("apply")
-        return {"actor/pg_loss": float(sum(entry == "apply" for entry in self.log))}
+        done = sum(entry == "apply" for entry in self.log)
+        return {"actor/pg_loss": float(done), "actor/skipped_updates": float(self.skips(done))}
 
 
 class House:
@@ -161,7 +166,7 @@ class House:
             self.timeline,
             Hooks(
                 on_phase=lambda step, name: self.phases.append((step, name)),
-                on_step=lambda *at: self.steps.append(at),
+                on_step=self.on_step,
                 on_eval=lambda *at: self.evaluations.append(at),
                 save=self.save,
                 stop=self.stop,
@@ -171,6 +176,10 @@ class House:
             total_steps=more.pop("total_steps", 3),
             num_devices=2,
         )
+
+    def on_step(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+        self.log.append(("line", step))
+        self.steps.append((step, measured, groups))
 
     def stop(self) -> bool:
         return self.stop_after is not None and self.backend.num_waits >= self.stop_after
@@ -241,6 +250,7 @@ def test_a_step_from_the_first_phase_to_the_last(build: Build):
         "accumulate",
         "apply",
         ("enter", 1),
+        ("line", 1),
         ("begin", 2, 0.9),
         "leave",
         ("logprobs", "actor"),
@@ -249,6 +259,7 @@ def test_a_step_from_the_first_phase_to_the_last(build: Build):
         "apply",
         ("enter", 2),
         ("begin", 2, 0.5),  # the evaluation, on the new weights
+        ("line", 2),
         ("save", 2),
     ]
     order = ["data", "gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync"]
@@ -343,6 +354,15 @@ def test_when_it_saves(build: Build, save_freq: int, total: int, expected: list[
     assert [step for step, _, _ in house.saves] == expected
 
 
+def test_no_checkpoint_is_ahead_of_the_metrics(build: Build):
+    house = build({"trainer.save_freq": 1}, total_steps=3)
+    house.loop.run()
+    written = [entry for entry in house.log if entry[0] in ("line", "save")]
+    assert written == [(what, step) for step in (1, 2, 3) for what in ("line", "save")]
+    assert house.steps[0][1]["timing_s/save"] == 0, "saving is the next step's time"
+    assert house.steps[1][1]["timing_s/save"] > 0
+
+
 def test_a_finished_run_that_is_started_again_does_nothing(build: Build):
     house = build(total_steps=2)
     house.loop.run()
@@ -402,6 +422,54 @@ def test_a_checkpoint_of_another_schema_is_refused(build: Build):
     house = build()
     with pytest.raises(ValueError, match="state of schema 99; this version reads schemas 1 and 2"):
         house.loop.load_host_state(house.loop.host_state() | {"schema": 99})
+
+
+# ---------------------------------------------------------------- alarms
+
+
+def test_failing_rewards_end_the_run_inside_a_round_and_it_goes_on_from_the_boundary(build: Build):
+    house = build({"trainer.max_bad_steps": 1, "trainer.save_freq": 0}, total_steps=3)
+
+    def breaks_in_step_2() -> bool:
+        house.backend.broken_scorer = house.loop.step == 1
+        return False
+
+    house.backend.stop = breaks_in_step_2
+    with pytest.raises(RunFailed) as caught:
+        house.loop.run()
+    assert str(caught.value) == (
+        "step 2: the last 8 rewards have all failed, the worth of one batch; the last one: no such service "
+        "(trainer.max_bad_steps=1); saved after step 1"
+    )
+    assert [(step, state["step"]) for step, state, _ in house.saves] == [(1, 1)]
+    assert "cancel" in house.log
+    mended = build(total_steps=3)
+    mended.resume(house)
+    assert mended.loop.run()
+    whole = build(total_steps=3)
+    whole.loop.run()
+    assert mended.trainer.digest == whole.trainer.digest
+
+
+@pytest.mark.parametrize("steps_off", [False, True])
+def test_steps_without_an_update_end_the_run_with_all_saved(build: Build, steps_off: bool):
+    values = {"trainer.max_bad_steps": 2, "actor.ppo_mini_batch_size": 2, "trainer.one_step_off": steps_off}
+    house = build(values, total_steps=9)
+    house.trainer.skips = lambda update: update == 3 or update > 6  # half of step 2, all of steps 4 and 5
+    with pytest.raises(RunFailed, match=r"step 5: 2 of 2 updates skipped.*no update in 2 steps.*saved after step 5$"):
+        house.loop.run()
+    assert [measured["actor/skipped_updates"] for _, measured, _ in house.steps] == [0, 1, 0, 2, 2]
+    assert house.saves[-1][0] == 5
+
+
+def test_failing_rewards_of_an_evaluation_end_the_run_too(build: Build):
+    values = {"trainer.max_bad_steps": 1, "trainer.val_before_train": True}  # 9 rewards, of which 8 are a batch's worth
+    house = build(values)
+    house.backend.broken_scorer = True
+    with pytest.raises(RunFailed, match=r"the last 8 rewards have all failed.*saved after step 0$"):
+        house.loop.run()
+    assert house.steps == []
+    assert house.evaluations == []
 
 
 # ---------------------------------------------------------------- times

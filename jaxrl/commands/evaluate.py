@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,14 +35,19 @@ RIGHT = 1.0
 """The reward from which on a sample counts as right."""
 
 
-def evaluate(config: Config, checkpoint: str | None = None, out: str | None = None) -> dict[str, float]:
-    """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name."""
+def evaluate(
+    config: Config, checkpoint: str | None = None, out: str | None = None, say: Callable[[str], None] = print
+) -> dict[str, float]:
+    """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
+
+    `say` gets which checkpoint is used, and which newer one is damaged.
+    """
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh)
     tokenizer, model, params = load_tokenizer_and_model(config, mesh)
     if checkpoint:
-        params = restore_params_only(checkpoint, abstract(params))
+        params = restore_params_only(checkpoint, abstract(params), say=say)
     prompts = validation_prompts(config, tokenizer)
     if not prompts:
         raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")

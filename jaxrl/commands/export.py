@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from jaxrl.train.checkpoint import restore_params_only
 _log = logging.getLogger(__name__)
 
 
-def export(source: str, folder: str, dtype: str) -> list[Path]:
+def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = print) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
     The folder is written under another name first and renamed at the end: a failed export leaves no partial folder.
+    `say` gets which checkpoint is used, and which newer one is damaged.
     """
     target = Path(folder)
     if target.exists() and any(target.iterdir()):
@@ -38,7 +40,7 @@ def export(source: str, folder: str, dtype: str) -> list[Path]:
         path = resolve_path(config.model.path)
         model = config_of(path)
         shapes = _abstract_params(model, mesh, config.actor.param_dtype)
-        params: Any = restore_params_only(source, shapes)
+        params: Any = restore_params_only(source, shapes, say=say)
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)

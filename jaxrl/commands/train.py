@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -14,6 +13,8 @@ from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import PromptSource, load_train, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
+from jaxrl.record.disk import is_full, reason
+from jaxrl.record.lost import missing_checkpoint
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
@@ -36,55 +37,39 @@ from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts
 from jaxrl.runtime.rules import batch_rule, carried
+from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
 from jaxrl.train.step import Trainer
+from jaxrl.types import RunFailed
 
 _log = logging.getLogger(__name__)
 
 
-class StopSignal:
-    """SIGTERM and SIGINT ask for a stop: the run saves and ends. A second SIGINT interrupts at once."""
+def train(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._earlier: dict[int, Any] = {}
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._earlier[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _: object) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-def train(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
-    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend."""
+    Args:
+      stop: the signals of the program; without one they are the caller's.
+    """
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
-    with closing(RunDir(config.trainer.run_dir)) as run_dir, StopSignal() as stop:
-        return _Run(config, run_dir, stop, say).go()
+    with closing(RunDir(config.trainer.run_dir)) as run_dir:
+        return _Run(config, run_dir, stop or Stop(), say).go()
 
 
 class _Run:
     """A training run while it is being built and while it goes."""
 
-    def __init__(self, config: Config, run_dir: RunDir, stop: StopSignal, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, stop: Stop, say: Callable[[str], None]) -> None:
         self.config, self.run_dir, self.stop = config, run_dir, stop
         self.began = time.monotonic()
         self.rule = batch_rule(config)  # before anything that takes long: its settings may be refused
         run_dir.refuse_other_kind(simulated=False, option="trainer.run_dir")
+        self.store = self._find_checkpoint(say)
+        self.step = self.store.latest_step() or 0
+        self.resuming = self.store.latest_step() is not None
         self.devices = prepare_jax(config)
         own = config.rollout.num_devices
         self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
@@ -101,26 +86,50 @@ class _Run:
         self.total_steps = steps
         updates = steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
         if config.trainer.init_from:
-            params = restore_params_only(config.trainer.init_from, abstract(params))
+            params = restore_params_only(config.trainer.init_from, abstract(params), say=say)
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
         del params
-        self.store = Checkpointer(run_dir.file("checkpoints"), max_to_keep=config.trainer.max_ckpt_to_keep)
-        self.step = self.store.latest_step() or 0
-        self.resuming = self.store.latest_step() is not None
+        self.host_state: dict[str, Any] | None = None  # of the checkpoint that the run goes on from
         if self.resuming:
+            self.host_state = self._restored()
             for line in run_dir.resuming(changes, self.step, self.total_steps):
                 say(line)
 
+    def _find_checkpoint(self, say: Callable[[str], None]) -> Checkpointer:
+        """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
+        store = Checkpointer(
+            self.run_dir.file("checkpoints"),
+            max_to_keep=self.config.trainer.max_ckpt_to_keep,
+            on_commit=self.run_dir.record_checkpoint,
+        )
+        chosen = store.chosen
+        newest = None if chosen is None else max([chosen.step, *chosen.faults])
+        missing = missing_checkpoint(self.run_dir, newest)
+        for line in (*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())):
+            say(line)
+        return store
+
     def go(self) -> RunOutcome:
+        """Runs to the end. Raises RunFailed where the device has no space left, which says how to go on."""
+        try:
+            return self._go()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            place = error.filename or self.run_dir.path
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: make room and run again") from error
+
+    def _go(self) -> RunOutcome:
         config, run_dir = self.config, self.run_dir
         described = {
             "platform": self.devices[0].platform,
             "kind": self.devices[0].device_kind,
             "count": len(self.devices),
         }
-        run_dir.record_start(config, described, self.step)
         resume_step = self.step if self.resuming else -1
+        run_dir.record_start(config, described, self.step, checkpoint=self.step if self.resuming else None)
+        self.store.tidy()
         with (  # however the run ends, everything opened is closed, the last opened first
             closing(self.store),
             open_record(config, run_dir, resume_step, total_steps=self.total_steps) as record,
@@ -129,6 +138,7 @@ class _Run:
         ):
             pool.warm()
             loop = self._loop(pool, record, stack)
+            self.stop.save_first(record.view.message)
             finished = loop.run()
             self.store.wait()
         report = write_report(run_dir.path)
@@ -192,8 +202,7 @@ class _Run:
             num_devices=len(self.devices),
             together=overlap,
         )
-        if self.resuming:
-            self._restore(loop, layouts)
+        self._go_on(loop, layouts)
         if config.rollout.warmup and self.step < self.total_steps:
             with timeline.span("loop", "compile"):
                 self._warm_up(backend, executor, record)
@@ -202,13 +211,19 @@ class _Run:
                 stack.enter_context(closing(executor.compile_ahead(others)))
         return loop
 
-    def _restore(self, loop: Loop, layouts: LayoutSession | None) -> None:
-        state, host = self.store.restore(self.trainer.abstract_state())
+    def _restored(self) -> dict[str, Any]:
+        """Brings the trainer to the checkpoint; returns the host's part of it."""
+        state, host = self.store.restore(self.trainer.abstract_state(), self.step)
         self.trainer.load_state(state)
-        host_state = join_arrays(host.values, host.arrays)
+        return join_arrays(host.values, host.arrays)
+
+    def _go_on(self, loop: Loop, layouts: LayoutSession | None) -> None:
+        """Brings what is not the trainer's to the checkpoint, if there is one."""
+        if self.host_state is None:
+            return
         if layouts is not None:
-            layouts.load_state_dict(host_state.get("layouts", {}))
-        loop.load_host_state(host_state)
+            layouts.load_state_dict(self.host_state.get("layouts", {}))
+        loop.load_host_state(self.host_state)
 
     def _warm_up(self, backend: RolloutBackend, executor: MeshExecutor, record: RunRecord) -> None:
         began = time.monotonic()

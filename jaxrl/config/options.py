@@ -389,6 +389,12 @@ class TrainerSection:
     project_name: Annotated[str, "The project under which loggers file the run."] = "jaxrl"
     experiment_name: Annotated[str, "The run's name in loggers and on its page."] = ""
     compilation_cache_dir: Annotated[str, "The persistent compilation cache; empty: none."] = "~/.cache/jaxrl/xla"
+    max_bad_steps: Annotated[
+        int,
+        Ge(0),
+        "Steps in a row without any finite gradient, or batches' worth of failed rewards in a row, that end the run; "
+        "0: it only warns.",
+    ] = 3
     hang_timeout_s: Annotated[float, Ge(0), "Seconds after which the watchdog reports a phase as stuck; 0: off."] = (
         1800.0
     )

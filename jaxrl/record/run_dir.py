@@ -96,6 +96,11 @@ class RunDir:
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
         write_whole(file, json.dumps(record | now | {"starts": [*earlier, now]} | more, indent=1))
 
+    def record_checkpoint(self, step: int) -> None:
+        """Notes in run.json that checkpoint `step` is complete: a start that finds none can tell that it was lost."""
+        file = self.file("run.json")
+        write_whole(file, json.dumps(json.loads(file.read_text()) | {"checkpoint": step}, indent=1))
+
 
 def recorded_config(folder: str | Path) -> Config | None:
     """The configuration of the run in a folder, which need not exist; None: there is no run."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -50,6 +50,7 @@ from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 _log = logging.getLogger(__name__)
+_COUNT_OF = {"timeout": "reward/timeouts", "crash": "reward/crashes"}  # what a clock decides, by status
 POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 
@@ -151,6 +152,7 @@ class RolloutBackend:
         self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
         self._awaited: set[SampleKey] = set()  # no plan is made before these verdicts are there
         self._arrived: dict[SampleKey, Verdict] = {}
+        self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
         self._before = Counters()
@@ -245,7 +247,7 @@ class RolloutBackend:
         if self._layouts is not None:
             self._layouts.cancel()
         self._rewards.cancel(set(self._due))
-        for kept in (self._events, self._due, self._awaited, self._arrived, self._requests):
+        for kept in (self._events, self._due, self._awaited, self._arrived, self._requests, self._replayed):
             kept.clear()
 
     def end(self) -> dict[str, float]:
@@ -262,11 +264,21 @@ class RolloutBackend:
             "rollout/decode_steps": done.steps,
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
-            **self._rewards.take_metrics(),
+            **self._scoring_metrics(),
             **(self._layouts.end(done.preemptions) if self._layouts is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _scoring_metrics(self) -> dict[str, float]:
+        """The scoring's counts, and the verdicts that the journal gave in its place: a step that runs again counts the
+        same. Their seconds are not counted again."""
+        measured = self._rewards.take_metrics()
+        for status, count in self._replayed.items():
+            for name in ("reward/num_scored", _COUNT_OF[status]):
+                measured[name] = measured.get(name, 0.0) + count
+        self._replayed.clear()
+        return measured
 
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
@@ -341,6 +353,7 @@ class RolloutBackend:
             self._rewards.submit(prompt, sample)
         else:
             self._arrived[key] = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
+            self._replayed[earlier["status"]] += 1
 
     def _take(self, verdicts: list[Verdict]) -> None:
         """Notes verdicts as they arrive, and hands over those that are due and have arrived.
@@ -348,7 +361,7 @@ class RolloutBackend:
         Verdicts that a clock decided are on the disk before the round hears of them.
         """
         for verdict in verdicts:
-            if self._journal is not None and verdict.status in ("timeout", "crash"):
+            if self._journal is not None and verdict.status in _COUNT_OF:
                 decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
                 self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
             self._arrived[verdict.key] = verdict

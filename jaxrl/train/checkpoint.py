@@ -1,18 +1,29 @@
-"""Checkpoints: the training state on any mesh, and the host's queues, in one atomic Orbax step.
+"""Checkpoints: the training state on any mesh, and the host's queues, in one folder per step that vouches for itself.
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
 (named numpy arrays: long-prompt queue, partial-rollout buffer and the like, as flat integers with offsets). The named
-arrays are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays. Saving is
-asynchronous; Orbax renames a step's folder when everything is written, so an incomplete step is never chosen.
+arrays are written as one vector of bytes in numpy's own format, which keeps dtypes and empty arrays.
 
-Source: Orbax `CheckpointManager`; docs/architecture.md. Departure from its defaults: nothing is restored without a
-target, which would bring arrays back onto the devices that wrote them.
+Orbax writes a draft in the background. Then the manifest is added (`jaxrl.train.manifest`), all of it is brought to the
+disk, and the draft is renamed to its step: a folder that is named like a step is complete and has its manifest. A step
+is compared with its manifest before anything is taken from it. Of several, the newest one without a fault is taken, and
+`Choice` says which were passed over and why; those stay, under another name (`<step>.damaged`).
+
+Source: Orbax; docs/architecture.md. Departures from its defaults: nothing is restored without a target, which would
+bring arrays back onto the devices that wrote them. Steps are named, kept and removed here and not by its
+`CheckpointManager`, whose commit leaves no moment for a manifest. Folders are made before a save returns: where one
+cannot be made, Orbax's threads would wait for it for five minutes.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +32,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrl.record.disk import is_full, reason, system_error
+from jaxrl.train import manifest
+from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify_alone
+from jaxrl.types import RunFailed
+
 Tree = Any
 
-SCHEMA_VERSION = 1
-"""Version of everything around the items. A reader refuses versions above its own."""
-
-_STATE, _HOST, _ARRAYS = "state", "host", "arrays"
+_LEFTOVER = re.compile(r"\d+\.(draft|removed|orbax-checkpoint-tmp).*")
+_ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,8 @@ class HostState:
 class Checkpointer:
     """The checkpoints of one run, a folder per step. Use as a context manager, or call `close`.
 
+    Nothing is written before `tidy` or `save`.
+
     Example::
 
         with Checkpointer(run_dir / "checkpoints", max_to_keep=2) as checkpoints:
@@ -54,23 +70,44 @@ class Checkpointer:
             trainer.load_state(state)
     """
 
-    def __init__(self, folder: str | Path, *, max_to_keep: int | None = 2) -> None:
-        """Opens (and creates) `folder`; leftovers of steps that were cut off are removed.
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_to_keep: int | None = 2,
+        on_commit: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """Looks for the newest step that is whole (`choose`, with its errors).
 
         Args:
           folder: of this run.
           max_to_keep: newest steps kept; None keeps all.
+          on_commit: called with each step that is complete, in the background thread.
         """
         self._folder = Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
-        )
+        self._max_to_keep, self._on_commit = max_to_keep, on_commit
+        self.chosen = choose(self._folder)
+        self._damaged = [] if self.chosen is None else list(self.chosen.faults)
+        self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
+        options = ocp.CompositeOptions(async_options=_ASYNC)
         handlers = {
-            _STATE: ocp.PyTreeCheckpointHandler(),
-            _HOST: ocp.JsonCheckpointHandler(),
-            _ARRAYS: ocp.PyTreeCheckpointHandler(),
+            STATE: ocp.PyTreeCheckpointHandler(),
+            HOST: ocp.JsonCheckpointHandler(),
+            ARRAYS: ocp.PyTreeCheckpointHandler(),
         }
-        self._steps = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        handler = ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=_ASYNC)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: tuple[int, Future[None]] | None = None
+
+    def tidy(self) -> None:
+        """Gives damaged steps that were passed over another name, and removes what saves that were cut off left."""
+        while self._damaged:
+            step = self._damaged.pop()
+            (self._folder / str(step)).rename(free_name(self._folder / f"{step}.damaged"))
+        for leftover in self._folder.glob("*"):
+            if _LEFTOVER.fullmatch(leftover.name):
+                shutil.rmtree(leftover)
 
     def save(self, step: int, train_state: Tree, host_state: HostState | None = None) -> None:
         """Writes a step in the background. Returns when the arrays are copied: they may be donated right after.
@@ -81,19 +118,25 @@ class Checkpointer:
           host_state: default: nothing.
 
         Raises:
-          ValueError: the step exists already, or an earlier background write failed.
+          ValueError: the step exists already.
+          RunFailed: this step, or the one that was being written, cannot be written.
         """
         host = HostState() if host_state is None else host_state
-        if step in self._steps.all_steps():
+        self.wait()
+        if step in self._found:
             raise ValueError(f"checkpoint {step} exists already in {self._folder}")
-        self._steps.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_owned(train_state)),
-                host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
-                arrays=ocp.args.PyTreeSave({"npz": _to_bytes(host.arrays)}),
-            ),
-        )
+        with self._saving(step):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.tidy()
+            self._orbax.save(
+                self._draft(step),
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(_owned(train_state)),
+                    host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
+                    arrays=ocp.args.PyTreeSave({"npz": _to_bytes(host.arrays)}),
+                ),
+            )
+            self._pending = step, self._thread.submit(self._commit, step)
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, HostState]:
         """(train_state, host_state) of a step, on whatever mesh `abstract_state` names.
@@ -101,46 +144,57 @@ class Checkpointer:
         Args:
           abstract_state: a tree like the saved one of `jax.ShapeDtypeStruct` with shardings (`Trainer.abstract_state`);
             without a sharding, a leaf comes back as numpy.
-          step: default: the latest.
+          step: default: the newest.
 
         Raises:
           FileNotFoundError: there is no such step.
-          ValueError: it was written by a later version.
+          ValueError: it holds other arrays, is damaged, or was written by a later version.
         """
         step = self._existing(step)
-        size = self._steps.item_metadata(step)[_ARRAYS].tree["npz"].shape
-        found = self._steps.restore(
-            step,
-            args=ocp.args.Composite(
-                state=_restore_args(abstract_state),
-                host=ocp.args.JsonRestore(),
-                arrays=_restore_args({"npz": jax.ShapeDtypeStruct(size, np.uint8)}),
-            ),
-        )
-        version = found[_HOST]["schema_version"]
-        if version > SCHEMA_VERSION:
-            raise ValueError(
-                f"checkpoint {self._folder}/{step} has schema version {version}; this jaxrl reads up to "
-                f"{SCHEMA_VERSION}"
+        place = self._folder / str(step)
+        if self.chosen is None or step != self.chosen.step:  # that one has been compared
+            verify_alone(place)
+        with _naming(place):
+            _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
+            size = _stored(place / ARRAYS)["npz"].shape
+            found = self._orbax.restore(
+                place,
+                args=ocp.args.Composite(
+                    state=_restore_args(abstract_state),
+                    host=ocp.args.JsonRestore(),
+                    arrays=_restore_args({"npz": jax.ShapeDtypeStruct(size, np.uint8)}),
+                ),
             )
-        return found[_STATE], HostState(found[_HOST]["values"], _from_bytes(np.asarray(found[_ARRAYS]["npz"])))
+            arrays = _from_bytes(np.asarray(found[ARRAYS]["npz"]))
+        return found[STATE], HostState(found[HOST]["values"], arrays)
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""
-        return self._steps.latest_step()
+        return max(self._found, default=None)
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return sorted(self._steps.all_steps())
+        return sorted(self._found)
+
+    def last_good(self) -> str:
+        """What is left of the run if it ends now, for a sentence."""
+        step = self.latest_step()
+        return "there is no checkpoint yet" if step is None else f"the last good checkpoint is step {step}"
 
     def wait(self) -> None:
-        """Blocks until everything saved is on disk; raises the error if writing failed."""
-        self._steps.wait_until_finished()
+        """Blocks until everything saved is on disk; raises RunFailed if writing failed."""
+        if self._pending is not None:
+            (step, future), self._pending = self._pending, None
+            with self._saving(step):
+                future.result()
 
     def close(self) -> None:
         """`wait`, then release threads."""
-        self.wait()
-        self._steps.close()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -148,38 +202,125 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _draft(self, step: int) -> Path:
+        return self._folder / f"{step}.draft"
+
+    def _commit(self, step: int) -> None:
+        """In the background: waits for Orbax, adds the manifest, gives the step its name, removes the oldest."""
+        self._orbax.wait_until_finished()
+        if jax.process_index() == 0:
+            manifest.write(self._draft(step), SCHEMA_VERSION, step)
+            self._draft(step).rename(self._folder / str(step))
+            manifest.sync_folder(self._folder)
+        self._found.append(step)
+        self._on_commit(step)
+        while self._max_to_keep is not None and len(self._found) > self._max_to_keep:
+            oldest = min(self._found)
+            if jax.process_index() == 0:
+                # renamed first: a kill half-way leaves nothing that is named like a step
+                shutil.rmtree((self._folder / str(oldest)).rename(free_name(self._folder / f"{oldest}.removed")))
+            self._found.remove(oldest)
+
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """What goes wrong while a step is written leaves no draft behind; what the system refuses ends the run."""
+        try:
+            yield
+        except Exception as error:
+            for draft in self._folder.glob(f"{step}.draft*"):
+                shutil.rmtree(draft, ignore_errors=True)
+            cause = system_error(error)
+            if cause is None:
+                raise
+            way_on = "make room and run again" if is_full(cause) else "mend that and run again"
+            raise RunFailed(
+                f"checkpoint {step} cannot be written to {self._folder}: {reason(cause)}; {self.last_good()}: {way_on}"
+            ) from error
+
     def _existing(self, step: int | None) -> int:
-        steps = self._steps.all_steps()
+        steps = self.all_steps()
         if step is None and steps:
-            return max(steps)
+            return steps[-1]
         if step is None or step not in steps:
-            raise FileNotFoundError(f"no checkpoint {'' if step is None else step} in {self._folder}: found {steps}")
+            wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
+            raise FileNotFoundError(f"{wanted} in {self._folder}: found {steps}")
         return step
 
 
-def restore_params_only(path: str | Path, abstract_params: Tree, step: int | None = None) -> Tree:
+def restore_params_only(
+    path: str | Path, abstract_params: Tree, step: int | None = None, say: Callable[[str], None] = lambda line: None
+) -> Tree:
     """The parameters of a checkpoint, without optimizer and queues.
 
     Args:
       path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
       abstract_params: tree of `jax.ShapeDtypeStruct`; leaves with shardings land there, others come back as numpy.
-      step: default: the latest; not with one step's folder.
+      step: default: the newest one that is whole; not with one step's folder.
+      say: gets the step that is used, and what a user should know about it and newer ones.
 
     Raises:
       FileNotFoundError: there is none.
+      ValueError: it is damaged, holds another model, or was written by a later version.
     """
     folder = Path(path).absolute()
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
-    if not (folder / _STATE).is_dir():
-        steps = sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit() and (p / _STATE).is_dir())
-        if not steps or (step is not None and step not in steps):
-            raise FileNotFoundError(f"no checkpoint {'' if step is None else step} in {folder}: found {steps}")
-        folder = folder / str(steps[-1] if step is None else step)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        target = {"params": abstract_params}
+    if (folder / STATE).is_dir() or (folder / manifest.FILE_NAME).exists():
+        has_checksums = verify_alone(folder) > 1
+        chosen = Choice(int(folder.name), has_checksums=has_checksums) if folder.name.isdigit() else None
+    elif step is not None and (folder / str(step)).exists():
+        folder = folder / str(step)
+        chosen = Choice(step, has_checksums=verify_alone(folder) > 1)
+    else:
+        chosen = choose(folder) if step is None else None
+        if chosen is None:
+            raise FileNotFoundError(
+                f"no checkpoint {'' if step is None else step} in {folder}: found {steps_of(folder)}"
+            )
+        folder = folder / str(chosen.step)
+    for line in () if chosen is None else chosen.notes():
+        say(line)
+    say(f"parameters of {folder}")
+    target = {"params": abstract_params}
+    with _naming(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        _refuse_other_arrays(folder, target, {"params": _stored(folder / STATE).get("params", {})})
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
-        return reader.restore(folder / _STATE, args=arguments)["params"]
+        return reader.restore(folder / STATE, args=arguments)["params"]
+
+
+def _stored(item: Path) -> Tree:
+    """What is stored of an item: nested dicts; leaves have `shape`."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.metadata(item).item_metadata.tree
+
+
+def _refuse_other_arrays(place: Path, abstract: Tree, stored: Tree) -> None:
+    """Raises ValueError unless names and shapes are the same: a checkpoint of another model or optimizer."""
+    here, there = _shapes(abstract), _shapes(stored)
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            described = [f"of shape {each[name]}" if name in each else "missing" for each in (there, here)]
+            raise ValueError(
+                f"checkpoint {place} does not fit this model and optimizer: {name} is {described[0]} there and "
+                f"{described[1]} here"
+            )
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+
+
+@contextmanager
+def _naming(place: Path) -> Iterator[None]:
+    """Names the checkpoint in the errors of a step that has no checksums, which may be damaged in any way."""
+    try:
+        yield
+    except (ValueError, LookupError, OSError, zipfile.BadZipFile) as error:
+        if (place / manifest.FILE_NAME).exists() or str(place) in str(error):
+            raise
+        told = str(error).partition("\n")[0]
+        raise ValueError(f"checkpoint {place} cannot be read ({told}): remove it to go on from an older one") from error
 
 
 def _restore_args(abstract: Tree) -> Any:

@@ -38,7 +38,7 @@ from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.logprobs import HeadOptions, token_logprobs
 from jaxrl.train.packing import Packed, TokenBatch, pack
-from jaxrl.types import TrainBatch
+from jaxrl.types import RunFailed, TrainBatch
 
 Tree = Any
 
@@ -157,10 +157,11 @@ class Trainer:
         """One optimizer update from everything accumulated since the last; the accumulator is released.
 
         Returns:
-          Metrics of the minibatch. `actor/skipped_updates` counts non-finite gradients since the start of the run.
+          Metrics of the minibatch. `actor/skipped_updates` is 1 where its gradient was not finite, else 0.
 
         Raises:
           ValueError: nothing was accumulated.
+          RunFailed: a finite gradient has made weights that are not finite. There is no way back from them.
         """
         if self._accumulator is None:
             raise ValueError("apply() without accumulate(): the minibatch has no response tokens")
@@ -170,8 +171,14 @@ class Trainer:
         self._discard()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.updates += 1
-        self.skipped_updates += int(values.pop("skipped"))
-        return values | {"actor/skipped_updates": float(self.skipped_updates)}
+        if not values.pop("finite_weights"):
+            raise RunFailed(
+                f"update {self.updates} has made weights that are NaN or infinite, from a gradient of norm "
+                f"{values['actor/grad_norm']:g} at learning rate {values['actor/lr']:g}: nothing of it is saved. Lower "
+                "actor.optim.lr, then run again to go on from the last checkpoint"
+            )
+        self.skipped_updates += int(values["actor/skipped_updates"])
+        return values
 
     def gradients(self) -> Tree:
         """The accumulated gradients, divided by their denominator (for tests and inspection; a copy)."""
@@ -310,7 +317,9 @@ class Trainer:
         trainable, state, outcome = self._optimizer.update(gradients, state, trainable)
         metrics = {name: fraction.total / fraction.denominator for name, fraction in total.means.items()}
         metrics |= total.maxima | {"actor/grad_norm": outcome.grad_norm, "actor/lr": jnp.asarray(lr)}
-        return trainable, state, metrics | {"skipped": 1 - outcome.applied.astype(jnp.int32)}
+        finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
+        skipped = 1 - outcome.applied.astype(jnp.int32)
+        return trainable, state, metrics | {"actor/skipped_updates": skipped, "finite_weights": finite}
 
     # ------------------------------------------------------------------ placing things
 

@@ -20,8 +20,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import yaml
+from etils import epath
 
 from jaxrl.config import from_mapping
 from jaxrl.record.run_dir import versions
@@ -132,7 +134,7 @@ def state_of(run_dir: Path) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
     with Checkpointer(run_dir / "checkpoints") as store:
         step = store.latest_step()
         assert step is not None
-        tree = store._steps.item_metadata(step)["state"].tree
+        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(run_dir / "checkpoints" / str(step) / "state")).tree
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
         state, host = store.restore(abstract, step)
     arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}

@@ -216,6 +216,9 @@ def test_after_a_crash_the_journal_is_heard_and_the_pool_not_asked(houses: Any):
     for a, b in zip(first.groups(), second.groups(), strict=True):
         for x, y in zip(a.samples, b.samples, strict=True):
             assert (x.key, x.reward, x.reward_info.get("error")) == (y.key, y.reward, y.reward_info.get("error"))
+    counts = again.backend.end()
+    assert counts["reward/num_scored"] == len(LENGTHS), "what the journal says counts as it did the first time"
+    assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)
     third = houses(LENGTHS, Pool(), last_step=7)
     third.run_round(PROMPTS, 2, step=8)
     assert sorted(third.pool.submitted) == sorted(LENGTHS), "another step asks anew"

@@ -13,6 +13,7 @@ from jaxrl.models import decoder
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.packing import TokenBatch
+from jaxrl.types import RunFailed
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 OFF = RolloutCorrectionSection()
@@ -275,8 +276,19 @@ def test_non_finite_gradient_is_skipped(make_config, make_batch, make_trainer):
     for part in ("params", "optimizer"):
         jax.tree.map(np.testing.assert_array_equal, before[part], jax.tree.map(np.asarray, trainer.state()[part]))
     trainer.accumulate(batch)
-    assert np.isfinite(trainer.apply()["actor/grad_norm"])
+    after = trainer.apply()
+    assert np.isfinite(after["actor/grad_norm"])
+    assert after["actor/skipped_updates"] == 0
     assert (trainer.updates, trainer.skipped_updates) == (2, 1)
+
+
+def test_weights_that_are_not_finite_end_the_run(make_config, make_batch, make_trainer):
+    config = make_config()
+    optim = dataclasses.replace(config.actor.optim, lr=3e38, weight_decay=10.0)  # past what the options allow
+    trainer = make_trainer(dataclasses.replace(config, actor=dataclasses.replace(config.actor, optim=optim)))
+    trainer.accumulate(make_batch())
+    with pytest.raises(RunFailed, match=r"update 1 has made weights that are NaN or infinite.*learning rate 3e\+38"):
+        trainer.apply()
 
 
 def test_nothing_to_learn_from(make_config, make_batch, make_trainer):

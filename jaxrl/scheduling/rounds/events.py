@@ -15,7 +15,7 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 
 class Interrupted(Exception):
-    """Raised by a backend's `wait` when a stop was asked for before the next event came."""
+    """A round ends before it is done. Without a text: a stop was asked for. With one: why the run cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)

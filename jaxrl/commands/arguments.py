@@ -1,0 +1,199 @@
+"""What the command line itself refuses: argparse with one sentence for each mistake, and arguments with bounds.
+
+Every sentence begins with the command and the option: `generate --max-tokens: must be a whole number of at least 1,
+found 0`. Imports only the standard library's argparse, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+MAX_DEVICES = 16_384  # more than any machine has, and few enough to list
+MAX_TOKENS = 2**20  # the longest context of any model
+MAX_SEED = 2**63 - 1  # keys are made of 64 bits
+_MAX_SHOWN = 60  # characters of a value that a sentence shows
+_COMMAND = "_command"
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError with one sentence where argparse prints its usage and ends the process."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, exit_on_error=False)
+
+    @property
+    def command(self) -> str:
+        """`train` of `jaxrl train`."""
+        return self.prog.partition(" ")[2]
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.command}: {_in_our_words(message)}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the stub's overloads
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:  # here, so that the sentence names the command
+            option = (error.argument_name or "").split("/")[0]
+            raise ValueError(f"{self.command}: {_of_option(option, error.message)}") from None
+
+
+def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of one command. Values after options count as well: `a=1 --config x.yaml b=2`.
+
+    Raises:
+      ValueError: with one sentence.
+    """
+    first = arguments[0] if arguments else ""
+    if first not in commands and not first.startswith("-"):
+        near = nearest(first, commands)
+        found = f"unknown command {shown(first)}{near}" if first else "no command is given"
+        raise ValueError(found if near else f"{found}: give one of {', '.join(commands)}")
+    options, extra = parser.parse_known_args(arguments)
+    sub = commands[getattr(options, _COMMAND)]
+    unknown = next((text for text in extra if text.startswith("-") and text != "-"), None)
+    if unknown is not None:
+        name = unknown.partition("=")[0]
+        known = [text for action in sub._actions for text in action.option_strings]
+        raise ValueError(f"{sub.command}: unknown option {shown(name)}{nearest(name, known)}")
+    many = next((action.dest for action in sub._actions if action.nargs == "*"), None)
+    if extra and many is None:
+        raise ValueError(f"{sub.command}: {shown(extra[0])} is one argument too many")
+    if many is not None:
+        setattr(options, many, [*getattr(options, many), *extra])
+    return options
+
+
+def add_command(commands: Any, name: str, run: Callable[..., int], text: str) -> Parser:
+    """A command's own parser; `run` is called with its options."""
+    sub: Parser = commands.add_parser(name, help=text, description=text)
+    sub.set_defaults(run=run, **{_COMMAND: name})
+    return sub
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """An argument's type: a whole number within bounds."""
+
+    def parsed(text: str) -> int:
+        return int(_bounded(text, int, least, most, f"a whole number from {least} to {most}"))
+
+    return parsed
+
+
+def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
+    """An argument's type: a number within bounds; `above`: `least` itself is too small."""
+
+    def parsed(text: str) -> float:
+        smallest = math.nextafter(least, math.inf) if above else least
+        bounds = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
+        return _bounded(text, float, smallest, most, f"a number {bounds}")
+
+    return parsed
+
+
+def _bounded(text: str, kind: Callable[[str], float], least: float, most: float, rule: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be {rule}, found {shown(text)}") from None
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be {rule}, found {shown(text)[1:-1]}")
+    return value
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """An argument's type: numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be numbers with commas between them, as 1.1,1.25, found {shown(text)}"
+        ) from None
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """An argument's type: one of a few words."""
+
+    def parsed(text: str) -> str:
+        if text not in choices:
+            near = nearest(text, choices)
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, found {shown(text)}{near}")
+        return text
+
+    return parsed
+
+
+def filled(text: str) -> str:
+    """An argument's type: text that is not empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must not be empty, found {shown(text)}")
+    return text
+
+
+def stop_string(text: str) -> str:
+    """An argument's type: text that a response can hold; a blank is one."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return utf8(text)
+
+
+def utf8(text: str) -> str:
+    """An argument's type: text. Bytes of another encoding come from the shell as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"must be UTF-8 text, found {shown(text[error.start])} in it") from None
+    return text
+
+
+def written(text: str) -> str:
+    """An argument's type: a file to write. That it cannot be is found before the work whose result it is for."""
+    path = Path(filled(text)).expanduser().absolute()
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"({text}) is a folder: name a file in it")
+    above = next(folder for folder in path.parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise argparse.ArgumentTypeError(f"({text}) cannot be written: {above} is not a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"({text}) cannot be written: no permission to write in {above}")
+    return text
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`: did you mean train?`, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def shown(value: str) -> str:
+    """A value as a sentence shows it: quoted, and cut where it is long."""
+    return repr(value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + "…")
+
+
+def _in_our_words(message: str) -> str:
+    """argparse's own sentences, of arguments that are missing or exclude each other."""
+    for pattern, ours in (
+        (r"the following arguments are required: (.*)", r"\1 must be given"),
+        (r"one of the arguments (\S+) (\S+) is required", r"\1 or \2 must be given"),
+        (r"ambiguous option: (\S+) could match (.*)", r"\1 may mean \2"),
+    ):
+        if re.fullmatch(pattern, message):
+            return re.sub(pattern, ours, message)
+    return message
+
+
+def _of_option(option: str, message: str) -> str:
+    for ending, ours in (
+        ("expected one argument", f"{option} needs a value"),
+        ("not allowed with argument ", f"{option} and {{}} exclude each other"),
+        ("ignored explicit argument ", f"{option} takes no value, found {{}}"),
+    ):
+        if message.startswith(ending):
+            return ours.format(message.removeprefix(ending))
+    return f"{option} {message}" if option else _in_our_words(message)

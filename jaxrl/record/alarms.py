@@ -1,0 +1,86 @@
+"""Alarms: a run that goes on without learning says so at once, and ends before it has cost a day.
+
+Purpose: two things look like training and are none. Every update of a step is skipped, because a gradient is not
+finite; or every reward fails, because a scorer's service is down or its file is wrong. Each is a warning on the console
+when it happens. `trainer.max_bad_steps` of them in a row end the run with the cause.
+
+A reward counts as failed when the scorer raised, timed out, or ended its process; a reward of 0 is none of these. A
+batch's worth of failed rewards in a row counts as a bad step. So a round that would go on for ever, because dynamic
+sampling drops every group, ends as well.
+
+The counts start at 0 in a resumed run. They decide when a run ends, never what it computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.types import TrainBatch
+
+_log = logging.getLogger(__name__)
+
+
+class Alarms:
+    """Looks at verdicts and updates as they come. Each method returns why the run has to end, or None."""
+
+    def __init__(self, config: Config) -> None:
+        self._limit = config.trainer.max_bad_steps  # 0: none
+        self._batch = config.data.train_batch_size * config.rollout.n
+        self._failed = 0  # rewards in a row
+        self._bad_steps = 0  # in a row without an update
+
+    def rewarded(self, status: str, error: str) -> str | None:
+        """One verdict: `ok`, or what went wrong and why."""
+        self._failed = 0 if status == "ok" else self._failed + 1
+        if not self._failed or self._failed % self._batch:
+            return None
+        worth = self._failed // self._batch
+        text = f"the last {self._failed} rewards have all failed, the worth of {_batches(worth)}; the last one: {error}"
+        return self._bad(text, worth)
+
+    def updated(
+        self, step: int, updates: int, skipped: int, measured: Mapping[str, float], batch: TrainBatch
+    ) -> str | None:
+        """The updates of one step.
+
+        Args:
+          updates, skipped: all of them, and those that changed nothing because a gradient was not finite.
+          measured: their metrics.
+          batch: what they trained on.
+        """
+        self._bad_steps = self._bad_steps + 1 if updates and skipped == updates else 0
+        if not skipped:
+            return None
+        also = non_finite(batch)
+        cause = f"so are {' and '.join(also)}" if also else "all that it was computed from is finite"
+        norm = measured.get("actor/grad_norm", math.nan)
+        text = f"{skipped} of {updates} updates skipped: the gradient is not finite (norm {norm}); {cause}"
+        if self._bad_steps > 1:
+            text += f"; no update in {self._bad_steps} steps in a row"
+        return self._bad(f"step {step}: {text}", self._bad_steps)
+
+    def _bad(self, text: str, worth: int) -> str | None:
+        if self._limit and worth >= self._limit:
+            return f"{text} (trainer.max_bad_steps={self._limit})"
+        _log.warning("%s", text)
+        return None
+
+
+def non_finite(batch: TrainBatch) -> list[str]:
+    """What of a batch holds a NaN or an infinity, in words."""
+    arrays = {
+        "the rollout's log-probabilities": [sample.rollout_logprobs for sample in batch.samples],
+        "the old log-probabilities": batch.old_logprobs,
+        "the reference's log-probabilities": batch.ref_logprobs,
+        "the advantages": batch.advantages,
+    }
+    return [name for name, found in arrays.items() if found and not all(np.isfinite(x).all() for x in found)]
+
+
+def _batches(worth: int) -> str:
+    return "one batch" if worth == 1 else f"{worth} batches"

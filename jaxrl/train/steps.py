@@ -1,0 +1,136 @@
+"""The steps in a folder of checkpoints: which there are, which are as they were written, and which one to take.
+
+A step is whole if its folder is what its manifest says (`jaxrl.train.manifest`). Steps of schema 1 have no manifest;
+there, only the parts that are JSON can be checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxrl.train import manifest
+from jaxrl.train.manifest import Damaged
+
+SCHEMA_VERSION = 2
+"""Version of everything around a step's items: 1 had no manifest. A reader refuses versions above its own."""
+
+STATE, HOST, ARRAYS = "state", "host", "arrays"
+"""The items of a step."""
+
+_JSON_FILES = (f"{HOST}/metadata", f"{STATE}/_METADATA", f"{ARRAYS}/_METADATA")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The newest checkpoint of a folder that is whole.
+
+    Attributes:
+      step: its number.
+      faults: what is wrong with the newer ones, by step.
+      has_checksums: False where it was written by a version without them, so that a changed byte may go unseen.
+    """
+
+    step: int
+    faults: Mapping[int, str] = field(default_factory=dict)
+    has_checksums: bool = True
+
+    def notes(self) -> list[str]:
+        """What a user should know, one line each."""
+        lines = [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]
+        if not self.has_checksums:
+            lines.append(f"checkpoint {self.step} is of an older version and carries no checksums")
+        return lines
+
+
+def choose(folder: str | Path) -> Choice | None:
+    """The newest step of a folder of checkpoints that is as it was written; None: there is no step at all.
+
+    Raises:
+      ValueError: each step is damaged, or one was written by a later version.
+      OSError: the folder may not be read, or is a file.
+    """
+    folder, faults = Path(folder).absolute(), dict[int, str]()
+    for step in reversed(steps_of(folder)):
+        try:
+            return Choice(step, faults, _verify(folder / str(step), step) > 1)
+        except Damaged as fault:
+            faults[step] = str(fault)
+    if faults:
+        found = "; ".join(f"{step}: {fault}" for step, fault in faults.items())
+        raise ValueError(f"{folder} holds no checkpoint that is whole ({found}): bring one back from a copy")
+    return None
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Numbers of everything that is named like a step, ascending."""
+    if not folder.exists():
+        return []
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file and must be a folder of checkpoints: move it away")
+    return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name))
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or with a number behind it."""
+    names = (path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 10_000)))
+    return next(name for name in names if not name.exists())
+
+
+def _verify(place: Path, step: int | None) -> int:
+    """Compares a step's folder with what was written; returns its schema version.
+
+    Raises:
+      Damaged: something has changed.
+      ValueError: a later version wrote it.
+    """
+    if not place.is_dir():
+        raise Damaged("it is a file, not a folder")
+    if not any(place.iterdir()):
+        raise Damaged("it is empty")
+    if not (place / manifest.FILE_NAME).exists():
+        return _verify_first_schema(place)
+    content = manifest.read(place, step)
+    _refuse_later(place, content["schema_version"])
+    manifest.check(place, content)
+    return content["schema_version"]
+
+
+def _verify_first_schema(place: Path) -> int:
+    """A step without a manifest: only that its files are there and can be read."""
+    for name in _JSON_FILES:
+        try:
+            found = json.loads((place / name).read_bytes())
+        except PermissionError:
+            raise
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        except (OSError, ValueError, RecursionError):
+            raise Damaged(f"{name} has changed since it was written") from None
+        if name.startswith(HOST):
+            version = found.get("schema_version") if isinstance(found, Mapping) else None
+            if not isinstance(version, int):
+                raise Damaged(f"{name} names no schema_version")
+            _refuse_later(place, version)
+            if version > 1:
+                raise Damaged(f"{manifest.FILE_NAME} is missing")
+    return 1
+
+
+def verify_alone(place: Path) -> int:
+    """`_verify` where no other step may take this one's place: ValueError if it is damaged."""
+    try:
+        step = int(place.name) if place.name.isdigit() else None
+        return _verify(place, step)
+    except Damaged as fault:
+        raise ValueError(f"checkpoint {place} is damaged: {fault}") from None
+
+
+def _refuse_later(place: Path, version: int) -> None:
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"checkpoint {place} has schema version {version}; this jaxrl reads up to {SCHEMA_VERSION}: update jaxrl"
+        )

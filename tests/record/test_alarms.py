@@ -1,0 +1,95 @@
+"""Alarms: what looks like training and is none is said at once, and ends the run after `trainer.max_bad_steps`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.record.alarms import Alarms, non_finite
+from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
+
+
+def make_alarms(limit: int = 3) -> Alarms:
+    """A batch has 2 prompts of 2 samples: 4 rewards."""
+    values = {
+        "model": {"path": "m"},
+        "data": {"task": "t", "train_batch_size": 2},
+        "rollout": {"n": 2},
+        "trainer": {"max_bad_steps": limit},
+    }
+    return Alarms(from_mapping(values))
+
+
+def make_batch(logprob: float = -1.0) -> TrainBatch:
+    logprobs = np.array([logprob, -1.0], np.float32)
+    sample = Sample(SampleKey(0, 0, 0), np.array([5, 6]), logprobs, logprobs, np.zeros(2, np.int32), "stop")
+    return TrainBatch.of([Group(Prompt(0, 0, (1,), "p", "s"), [sample])])
+
+
+def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    texts = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return texts
+
+
+def test_a_batch_of_failed_rewards_warns_and_three_end_the_run(caplog: pytest.LogCaptureFixture):
+    alarms = make_alarms()
+    assert [alarms.rewarded("crash", "died") for _ in range(3)] == [None] * 3
+    assert heard(caplog) == []
+    assert alarms.rewarded("error", "NameError: x") is None
+    assert heard(caplog) == [
+        "the last 4 rewards have all failed, the worth of one batch; the last one: NameError: x",
+    ]
+    assert [alarms.rewarded("timeout", "late") for _ in range(7)] == [None] * 7
+    assert heard(caplog) == ["the last 8 rewards have all failed, the worth of 2 batches; the last one: late"]
+    assert alarms.rewarded("timeout", "late") == (
+        "the last 12 rewards have all failed, the worth of 3 batches; the last one: late (trainer.max_bad_steps=3)"
+    )
+
+
+def test_one_reward_that_works_begins_the_count_anew(caplog: pytest.LogCaptureFixture):
+    alarms = make_alarms(limit=1)
+    for _ in range(5):
+        assert [alarms.rewarded(status, "why") for status in ("error", "error", "error", "ok")] == [None] * 4
+    assert heard(caplog) == []
+
+
+def updated(alarms: Alarms, step: int, updates: int, skipped: int, batch: TrainBatch | None = None) -> Any:
+    return alarms.updated(step, updates, skipped, {"actor/grad_norm": float("nan")}, batch or make_batch())
+
+
+def test_steps_without_an_update_end_the_run(caplog: pytest.LogCaptureFixture):
+    alarms = make_alarms()
+    assert updated(alarms, 1, 2, 0) is None
+    assert heard(caplog) == []
+    assert updated(alarms, 2, 2, 2) is None
+    assert updated(alarms, 3, 2, 2) is None
+    text = "updates skipped: the gradient is not finite (norm nan); all that it was computed from is finite"
+    assert heard(caplog) == [f"step 2: 2 of 2 {text}", f"step 3: 2 of 2 {text}; no update in 2 steps in a row"]
+    assert updated(alarms, 4, 2, 1) is None, "half of the step has learned: no bad step"
+    assert heard(caplog) == [f"step 4: 1 of 2 {text}"]
+    assert [updated(alarms, step, 2, 2) for step in (5, 6)] == [None, None]
+    assert updated(alarms, 7, 2, 2) == (
+        f"step 7: 2 of 2 {text}; no update in 3 steps in a row (trainer.max_bad_steps=3)"
+    )
+
+
+def test_without_a_limit_it_only_warns(caplog: pytest.LogCaptureFixture):
+    alarms = make_alarms(limit=0)
+    assert [updated(alarms, step, 1, 1) for step in range(1, 30)] == [None] * 29
+    assert [alarms.rewarded("error", "why") for _ in range(40)] == [None] * 40
+    assert len(heard(caplog)) == 29 + 10
+
+
+def test_what_is_not_finite_is_named(caplog: pytest.LogCaptureFixture):
+    batch = make_batch(float("-inf"))
+    batch.old_logprobs = [np.zeros(2, np.float32)]
+    batch.advantages = [np.array([0.0, np.nan], np.float32)]
+    assert non_finite(batch) == ["the rollout's log-probabilities", "the advantages"]
+    updated(make_alarms(), 1, 1, 1, batch)
+    assert heard(caplog)[0].endswith("so are the rollout's log-probabilities and the advantages")
