@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +20,12 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
 from jaxrl.train.checkpoint import restore_params_only
 
-_log = logging.getLogger(__name__)
-
 
 def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = print) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
     The folder is written under another name first and renamed at the end: a failed export leaves no partial folder.
-    `say` gets which checkpoint is used, and which newer one is damaged.
+    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
     """
     target = Path(folder)
     if target.exists() and any(target.iterdir()):
@@ -44,7 +41,7 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)
-    tokenizer = _tokenizer(path)
+    tokenizer = _tokenizer(path, say)
     draft = target.with_name(target.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -57,11 +54,11 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
     return sorted(target.iterdir())
 
 
-def _tokenizer(path: str) -> Tokenizer | None:
-    """The tokenizer of a model; None, said on the console, where its folder has none."""
+def _tokenizer(path: str, say: Callable[[str], None]) -> Tokenizer | None:
+    """The tokenizer of a model; None, and said, where its folder has none."""
     source = Path(path.removeprefix("random:"))
     if source.is_dir() and not (source / "tokenizer.json").exists():
-        _log.warning("%s holds no tokenizer.json: the model is exported without a tokenizer", source)
+        say(f"{source} holds no tokenizer.json: the model is exported without a tokenizer")
         return None
     return Tokenizer.from_path(source)
 

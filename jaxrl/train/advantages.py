@@ -39,7 +39,6 @@ _WHITEN_EPS = 1e-8
 def compute(
     groups: Sequence[Group],
     algorithm: AlgorithmSection,
-    *,
     logprobs: Sequence[np.ndarray] | None = None,
     ref_logprobs: Sequence[np.ndarray] | None = None,
     loss_masks: Sequence[np.ndarray] | None = None,
