@@ -252,10 +252,10 @@ def _add_report(command: _Command) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from jaxrl.commands.train import train
+    from jaxrl.commands.start import start
     from jaxrl.config import files as config_files
 
-    train(config_files.load(options.config, options.overrides), stop=options.signals)
+    start(config_files.load(options.config, options.overrides), stop=options.signals)
     return 0
 
 

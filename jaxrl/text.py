@@ -28,7 +28,7 @@ from typing import Any, Literal
 from jaxrl.data.stops import stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.models.loading import checked_path, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.layouts.switching import Switched
@@ -84,7 +84,7 @@ class TextEngine:
         """
         path = resolve_path(path)
         mesh = make_mesh()
-        tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
+        tokenizer = Tokenizer.from_path(checked_path(path))
         model, params = load_model(path, mesh, "float64" if dtype == "float64" else "float32")
         if not max_length:
             longest = max((len(_encode(tokenizer, prompt, chat)) for prompt in prompts), default=0)

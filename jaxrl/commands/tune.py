@@ -27,9 +27,9 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.loop import Hooks
-from jaxrl.record.files import write_whole
+from jaxrl.record.files import refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.run_dir import SIMULATED
+from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.sim.configured import (
@@ -82,8 +82,8 @@ class TuneOptions:
         for name, least in (("seeds", 1), ("steps", 0), ("processes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} ({getattr(self, name)}) must be >= {least}")
-        if self.out and Path(self.out).is_dir():
-            raise ValueError(f"--out ({self.out}) is a folder: name a file in it")
+        if self.out:
+            refuse_file(self.out, "--out")
         warm_up = SEARCHES[self.rule].warm_up
         if 0 < self.steps <= warm_up:
             raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")
@@ -164,10 +164,10 @@ def _load(run_dir: str, overrides: Sequence[str]) -> Config:
 
 def _devices(run_dir: str) -> dict[str, Any]:
     """The devices that the run was on."""
-    file = Path(run_dir) / "run.json"
-    if not file.exists():
-        raise ValueError(f"{run_dir} is not a run directory: it holds no run.json")
-    return json.loads(file.read_text(encoding="utf-8"))["devices"]
+    last = recorded_start(run_dir)
+    if last is None:
+        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
+    return last["devices"]
 
 
 def _of_the_run(run_dir: str) -> list[str]:
@@ -290,4 +290,4 @@ def _run(jobs: Sequence[Job], processes: int, progress: Callable[[int, int], Non
 
 def _write(out: str, record: Mapping[str, Any]) -> None:
     written = {"written": datetime.now(UTC).isoformat(timespec="seconds")}
-    write_whole(Path(out), json.dumps(written | dict(record), indent=1) + "\n")
+    write_whole(Path(out), to_json(written | dict(record), indent=1) + "\n")

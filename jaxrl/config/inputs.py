@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any, NoReturn
 
+import yaml
+
 MAX_DIGITS = 400
 """Of a whole number in JSON: as many as the largest float has, and some. Python's own limit is 4300."""
 
@@ -30,7 +32,7 @@ def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None
     Other ValueErrors pass as they are: a reader that knows what is wrong names the file itself.
 
     Raises:
-      ValueError: the content is cut off, damaged, not UTF-8, not JSON, or nested too deeply.
+      ValueError: the content is cut off, damaged, not UTF-8, not JSON, not YAML, or nested too deeply.
       OSError: the operating system's own, with the file's name.
     """
     place = str(path) if line is None else f"{path}, line {line}"
@@ -45,6 +47,10 @@ def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None
         raise ValueError(f"{place}: not valid JSON ({error.msg}, {at})") from None
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{place}: damaged or cut off ({error})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{place}{at}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
     except RecursionError:
         raise ValueError(f"{place}: nested too deeply") from None
     except OSError as error:

@@ -30,7 +30,7 @@ def resolve_path(path: str) -> str:
     `package:file` names a file inside an installed package, and `~` is the home folder.
 
     Raises:
-      ValueError: no model can be there.
+      ValueError: it is a URL, or the package is not installed.
     """
     if _URL.match(path.removeprefix(RANDOM)):
         raise ValueError(f"model.path: {path} is a URL; download the model, and give its folder or its .gguf file")
@@ -42,11 +42,10 @@ def resolve_path(path: str) -> str:
         if spec is None or not spec.submodule_search_locations:
             raise ValueError(f"model.path: {path} names a file of the package {package!r}, which is not installed")
         path = str(Path(next(iter(spec.submodule_search_locations))) / file)
-    _checked(path)
     return path
 
 
-def _checked(path: str | Path) -> Path:
+def checked_path(path: str | Path) -> Path:
     """The folder or the .gguf file of a resolved path; ValueError if there is none."""
     text = str(path).removeprefix(RANDOM)
     found, shown = Path(text), str(path).replace("\0", "\\0")
@@ -76,7 +75,7 @@ def load_model(
       dtype: of the parameters.
       random_init_seed: use random weights from this seed instead of the folder's (`random:` alone means seed 0).
     """
-    source = _checked(path)
+    source = checked_path(path)
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         return _random(config_of(path), mesh, dtype, random_init_seed or 0)
     return load_hf(source, mesh, dtype) if source.is_dir() else load_gguf(source, mesh, dtype)
@@ -84,7 +83,7 @@ def load_model(
 
 def config_of(path: str | Path) -> ModelConfig:
     """The model's config alone, without its weights; `path` as in `load_model`."""
-    source = _checked(path)
+    source = checked_path(path)
     if source.is_dir():
         return ModelConfig.from_hf(source)
     return config_from_gguf(open_gguf(source), str(source))

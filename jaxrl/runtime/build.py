@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
@@ -16,7 +17,7 @@ from jaxrl.config.devices import devices_problem
 from jaxrl.data.stops import stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import layout_sizes, plan_remat
@@ -28,15 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_jax(config: Config) -> list[Any]:
-    """Sets what must be set before the first computation; returns the devices of the run."""
+    """Sets what must be set before the first computation; returns the devices of the run. Writes nothing."""
     wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
     if wide:
         jax.config.update("jax_enable_x64", True)
-    if config.trainer.compilation_cache_dir:
-        folder = Path(config.trainer.compilation_cache_dir).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     devices = jax.devices()
     wanted = config.trainer.num_devices or len(devices)
     if wanted > len(devices):
@@ -46,6 +42,17 @@ def prepare_jax(config: Config) -> list[Any]:
     if problem is not None:
         raise ConfigError(problem)
     return devices[:wanted]
+
+
+def use_compilation_cache(config: Config) -> None:
+    """From here on, compiled programs are kept in `trainer.compilation_cache_dir`. Makes that folder, so it is called
+    when nothing is refused any more; what was compiled until then (random weights, the optimizer's start) is small."""
+    if config.trainer.compilation_cache_dir:
+        folder = Path(config.trainer.compilation_cache_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        reset_cache()  # jax looks at the option once, when it compiles for the first time
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
@@ -60,12 +67,16 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
     return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
 
 
-def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
-    """The tokenizer, config and weights that `model.path` names, with training's shardings."""
+def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the config that `model.path` names, without the weights."""
     path = resolve_path(config.model.path)
+    return Tokenizer.from_path(path.removeprefix(RANDOM)), config_of(path)
+
+
+def load_weights(config: Config, mesh: Mesh) -> Any:
+    """The weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
-    model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
-    return Tokenizer.from_path(path.removeprefix("random:")), model, params
+    return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)[1]
 
 
 def build_executor(
