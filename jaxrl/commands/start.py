@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import load_train
@@ -22,10 +23,11 @@ from jaxrl.record.files import refuse_folder
 from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
+from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.rules import batch_rule
-from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.stop import Stop, end
 
 
 def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
@@ -40,17 +42,22 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
     rule = batch_rule(config)
     with ExitStack() as stack:
         run_dir = stack.enter_context(closing(RunDir(config.trainer.run_dir)))
+        watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1))
+        stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)
         earlier = run_dir.earlier
         refuse_damaged(run_dir)
         if config.trainer.compilation_cache_dir:
             refuse_folder(config.trainer.compilation_cache_dir, "trainer.compilation_cache_dir")
+        watchdog.beat("reading the data")
         problems = list(load_train(config))
         for name in config.trainer.logger:
             sink_package(name)
+        watchdog.beat("reading the reward function")
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
 
+        watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it
 
-        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), say, began_s)
+        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, say, began_s)
         return Run(begun).go()

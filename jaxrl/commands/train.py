@@ -21,6 +21,7 @@ from jaxrl.record.lost import missing_checkpoint
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
+from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.backend import RolloutBackend, text_by
@@ -61,6 +62,7 @@ class Start:
     problems: list[Problem]
     pool: RewardPool
     stop: Stop
+    watchdog: Watchdog
     say: Callable[[str], None]
     began_s: float
 
@@ -70,12 +72,13 @@ class Run:
 
     def __init__(self, start: Start) -> None:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
-        self.began_s, self.say = start.began_s, start.say
+        self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         self.store = self._find_checkpoint()
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
+        self.watchdog.saved_step = latest
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
@@ -85,8 +88,12 @@ class Run:
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
+        self.watchdog.beat("starting the reward workers")
         self.pool.warm()
+        self.watchdog.beat("loading the weights")
         self._weights(trained)
+        if self.resuming:
+            self.watchdog.beat("restoring the checkpoint")
         self.host_state = self._restored() if self.resuming else None
 
     def _devices(self, start: Start) -> Config:
@@ -123,7 +130,7 @@ class Run:
         store = Checkpointer(
             self.run_dir.file("checkpoints"),
             max_to_keep=self.config.trainer.max_ckpt_to_keep,
-            on_commit=self.run_dir.record_checkpoint,
+            on_commit=self._committed,
         )
         chosen = store.chosen
         newest = None if chosen is None else max([chosen.step, *chosen.faults])
@@ -145,15 +152,21 @@ class Run:
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
             stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
-            opened = open_record(self.config, self.run_dir, resume_step, total_steps=self.total_steps)
+            opened = open_record(
+                self.config, self.run_dir, resume_step, total_steps=self.total_steps, watchdog=self.watchdog
+            )
             record = stack.enter_context(opened)
+            self.watchdog.beat("building the engine")
             loop, backend, layouts = self._loop(record, stack)
             self._go_on(loop, layouts)
             self._begin(record)
             self._warm_up(backend, record, stack)
             self.stop.save_first(record.view.message)
             finished = loop.run()
+            self.watchdog.beat("waiting for the last checkpoint")
             self.store.wait()
+            self.watchdog.beat("closing the run's files")
+        self.watchdog.beat("writing the report")
         report = write_report(self.run_dir.path)
         summary = {
             "run": str(self.run_dir.path),
@@ -234,6 +247,11 @@ class Run:
             together=overlap,
         )
         return loop, backend, layouts
+
+    def _committed(self, step: int) -> None:
+        """A checkpoint is complete; in the thread that wrote it."""
+        self.run_dir.record_checkpoint(step)
+        self.watchdog.saved_step = step
 
     def _restored(self) -> dict[str, Any]:
         """Brings the trainer to the checkpoint; returns the host's part of it."""

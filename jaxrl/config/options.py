@@ -395,9 +395,12 @@ class TrainerSection:
         "Steps in a row without any finite gradient, or batches' worth of failed rewards in a row, that end the run; "
         "0: it only warns.",
     ] = 3
-    hang_timeout_s: Annotated[float, Ge(0), "Seconds after which the watchdog reports a phase as stuck; 0: off."] = (
-        1800.0
-    )
+    hang_timeout_s: Annotated[
+        float,
+        Ge(0),
+        "Seconds without progress (a phase, a decode call or a compiled program has ended) after which the run is "
+        "ended, with every thread's stack; after half of them it is only reported. 0: off.",
+    ] = 3600.0
 
 
 @dataclass(frozen=True)

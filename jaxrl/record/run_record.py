@@ -36,7 +36,7 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal`, `timeline` and `watchdog` are None in a simulated one."""
+    """The open record of a run; `journal` and `timeline` are None in a simulated one, and `watchdog` where none is."""
 
     view: LiveView
     metrics: MetricsWriter
@@ -103,13 +103,20 @@ class RunOutcome:
 
 @contextmanager
 def open_record(
-    config: Config, run_dir: RunDir, resume_step: int, *, total_steps: int = 0, simulated: bool = False
+    config: Config,
+    run_dir: RunDir,
+    resume_step: int,
+    *,
+    total_steps: int = 0,
+    simulated: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> Iterator[RunRecord]:
     """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
 
     Args:
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
       total_steps: for the live view's time to go; 0: it shows none.
+      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
 
     Raises:
       ValueError: a file of the record is damaged.
@@ -139,8 +146,9 @@ def open_record(
         if timeline is not None:
             journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False)
             record.journal = stack.enter_context(closing(journal))
-            watchdog = Watchdog(timeline, config.trainer.hang_timeout_s, view.message)
-            record.watchdog = stack.enter_context(closing(watchdog))
+            if watchdog is not None:
+                watchdog.follow(timeline, view.message)
+                record.watchdog = watchdog
         yield record
 
 

@@ -26,7 +26,7 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey
 IDS, ZEROS = np.asarray([5, 6], np.int32), np.zeros((2,), np.float32)
 SAMPLE = Sample(SampleKey(0, 0, 0), IDS, ZEROS, ZEROS, IDS, "stop", text="4", reward=0.5)
 GROUPS = [Group(Prompt(0, 0, (1,), "2+2?", "src", "4"), [SAMPLE])]
-PARTS = (LiveView, Timeline, MetricsWriter, SampleLog, LayoutLog, Journal, Watchdog)  # as they are opened
+PARTS = (LiveView, Timeline, MetricsWriter, SampleLog, LayoutLog, Journal)  # as they are opened
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_the_files_of_a_real_run_and_of_a_simulated_one(tmp_path: Path):
         with open_record(make_config(logger=["console"]), run_dir, -1, simulated=simulated) as record:
             assert [file.name for file in run_dir.path.iterdir()] == [".lock"], "nothing is written before it begins"
             record.begin()
-            assert (record.journal is None, record.timeline is None, record.watchdog is None) == (simulated,) * 3
+            assert (record.journal is None, record.timeline is None) == (simulated,) * 2
         found[simulated] = {file.name for file in run_dir.path.iterdir()} - {".lock"}
         run_dir.close()
     assert found[True] == {"metrics.jsonl", "samples.jsonl"}, "layouts.jsonl comes with its first line"
@@ -148,9 +148,9 @@ def test_what_is_open_is_closed_when_the_next_cannot_be_opened(run_dir: RunDir, 
 
 
 def test_the_watchdog_hears_of_progress(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch):
-    with open_record(make_config(), run_dir, -1) as record:
-        beats: list[str] = []
-        monkeypatch.setattr("jaxrl.record.watchdog.Watchdog.beat", lambda _: beats.append("beat"))
+    beats: list[str] = []
+    monkeypatch.setattr("jaxrl.record.watchdog.Watchdog.beat", lambda _: beats.append("beat"))
+    with open_record(make_config(), run_dir, -1, watchdog=Watchdog(0, beats.append)) as record:
         record.on_phase(1, "gen")
         record.on_progress(1, 2, 3, 4, 5)
         record.beat()
