@@ -22,7 +22,8 @@ from jaxrl.record.files import DRAFTS, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.checkpoint import restore_params_only
+from jaxrl.train.checkpoint import restore_params
+from jaxrl.train.steps import whole_step
 
 
 def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = print) -> list[Path]:
@@ -36,16 +37,20 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
     if target.exists() and any(target.iterdir()):
         raise ValueError(_taken(target))
     config = _config_of_run(source)
+    said: list[str] = []  # shown once nothing is refused any more
+    place = None if config is None else whole_step(source, say=said.append)
     mesh = make_mesh()
-    if config is not None:
+    if config is not None and place is not None:
         path = resolve_path(config.model.path)
         model = config_of(path)
         shapes = _abstract_params(model, mesh, config.actor.param_dtype)
-        params: Any = restore_params_only(source, shapes, say=say)
+        params: Any = restore_params(place, shapes)
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)
     tokenizer = Tokenizer.from_path(path.removeprefix(RANDOM))
+    for line in said:
+        say(line)
     draft = target.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
     draft.mkdir(parents=True)
     try:

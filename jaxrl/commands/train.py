@@ -46,8 +46,9 @@ from jaxrl.runtime.stop import Stop
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
+from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params
 from jaxrl.train.step import Trainer
+from jaxrl.train.steps import whole_step
 from jaxrl.types import RunFailed
 
 
@@ -76,6 +77,8 @@ class Run:
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         self.store = self._find_checkpoint()
+        first = self.config.trainer.init_from
+        self.init_from = whole_step(first, say=self.said.append) if first else None
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
         self.watchdog.saved_step = latest
@@ -121,8 +124,8 @@ class Run:
             self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
         )
         params = load_weights(config, self.mesh)
-        if config.trainer.init_from:
-            params = restore_params_only(config.trainer.init_from, abstract(params), say=self.said.append)
+        if self.init_from is not None:
+            params = restore_params(self.init_from, abstract(params))
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
 
     def _find_checkpoint(self) -> Checkpointer:

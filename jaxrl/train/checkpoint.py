@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.record.disk import is_full, reason, system_error
 from jaxrl.train import manifest
-from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify_alone
+from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, choose, free_name, steps_of, verify_alone
 from jaxrl.types import RunFailed
 
 Tree = Any
@@ -247,45 +247,20 @@ class Checkpointer:
         return step
 
 
-def restore_params_only(
-    path: str | Path, abstract_params: Tree, step: int | None = None, say: Callable[[str], None] = lambda line: None
-) -> Tree:
-    """The parameters of a checkpoint, without optimizer and queues.
+def restore_params(place: Path, abstract_params: Tree) -> Tree:
+    """The parameters of a step's folder that is whole (`steps.whole_step`), without optimizer and queues.
 
     Args:
-      path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
       abstract_params: tree of `jax.ShapeDtypeStruct`; leaves with shardings land there, others come back as numpy.
-      step: default: the newest one that is whole; not with one step's folder.
-      say: gets the step that is used, and what a user should know about it and newer ones.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, holds another model, or was written by a later version.
+      ValueError: it holds another model.
     """
-    folder = Path(path).absolute()
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    if (folder / STATE).is_dir() or (folder / manifest.FILE_NAME).exists():
-        has_checksums = verify_alone(folder) > 1
-        chosen = Choice(int(folder.name), has_checksums=has_checksums) if folder.name.isdigit() else None
-    elif step is not None and (folder / str(step)).exists():
-        folder = folder / str(step)
-        chosen = Choice(step, has_checksums=verify_alone(folder) > 1)
-    else:
-        chosen = choose(folder) if step is None else None
-        if chosen is None:
-            raise FileNotFoundError(
-                f"no checkpoint {'' if step is None else step} in {folder}: found {steps_of(folder)}"
-            )
-        folder = folder / str(chosen.step)
-    for line in () if chosen is None else chosen.notes():
-        say(line)
-    say(f"parameters of {folder}")
     target = {"params": abstract_params}
-    with _naming(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        _refuse_other_arrays(folder, target, {"params": _stored(folder / STATE).get("params", {})})
+    with _naming(place), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        _refuse_other_arrays(place, target, {"params": _stored(place / STATE).get("params", {})})
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
-        return reader.restore(folder / STATE, args=arguments)["params"]
+        return reader.restore(place / STATE, args=arguments)["params"]
 
 
 def _stored(item: Path) -> Tree:
