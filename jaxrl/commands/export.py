@@ -10,18 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models import decoder
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import DRAFTS, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
+from jaxrl.runtime.build import abstract_params
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
 from jaxrl.train.checkpoint import restore_params
 from jaxrl.train.steps import whole_step
 
@@ -43,7 +41,7 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
     if config is not None and place is not None:
         path = resolve_path(config.model.path)
         model = config_of(path)
-        shapes = _abstract_params(model, mesh, config.actor.param_dtype)
+        shapes = abstract_params(model, mesh, config.actor.param_dtype)
         params: Any = restore_params(place, shapes)
     else:
         path = resolve_path(source)
@@ -95,13 +93,3 @@ def _config_of_run(source: str) -> Config | None:
                 f"place as model.path in {Path(source) / CONFIG_FILE}"
             )
     return config
-
-
-def _abstract_params(model: Any, mesh: Any, dtype: str) -> Any:
-
-    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        train_shardings(model, mesh),
-    )
