@@ -13,10 +13,11 @@ def main() -> int:
         _complete_streams()
         from jaxrl.runtime.stop import Stop
 
-        with Stop() as stop:
-            from jaxrl.cli import main as run
+        stop = Stop()
+        stop.watch()
+        from jaxrl.cli import main as run
 
-            return run(stop=stop)
+        return run(stop=stop)
     except KeyboardInterrupt:  # by Python's own handler, before ours was there
         os.write(2, b"jaxrl: interrupted\n")
         return 130
