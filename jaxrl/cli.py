@@ -51,6 +51,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
     """Runs one command; returns the exit status. `stop`: the program's signals; without one they are the caller's."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that it raises as well
     try:
         options = parse(*_parser(), sys.argv[1:] if arguments is None else arguments)
         options.signals = stop

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import IO, Any
@@ -47,13 +47,19 @@ RIGHT = 1.0
 """The reward from which on a sample counts as right."""
 
 
-def evaluate(config: Config, checkpoint: str | None = None, out: str | None = None) -> dict[str, float]:
-    """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name."""
+def evaluate(
+    config: Config, checkpoint: str | None = None, out: str | None = None, say: Callable[[str], None] = print
+) -> dict[str, float]:
+    """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
+
+    `say` gets which checkpoint is used, and which newer one is damaged.
+    """
     if out:
         refuse_file(out, "--out")
+    said: list[str] = []  # shown once nothing is refused any more
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
-    config = with_degree(config, mesh)
+    config = with_degree(config, mesh, said.append)
     tokenizer, model = read_tokenizer_and_model(config)
     prompts = validation_prompts(config, tokenizer)
     if not prompts:
@@ -63,10 +69,12 @@ def evaluate(config: Config, checkpoint: str | None = None, out: str | None = No
         pool.warm()
         params = load_weights(config, mesh)
         if checkpoint:
-            params = restore_params_only(checkpoint, abstract(params))
+            params = restore_params_only(checkpoint, abstract(params), say=said.append)
         # open from here on: that it cannot be written is known before the evaluation, not after it
         file = stack.enter_context(writing_whole(out)) if out else None
         use_compilation_cache(config)
+        for line in said:
+            say(line)
         groups = _responses(config, mesh, tokenizer, model, params, prompts, pool)
         if file is not None:
             _write_samples(file, groups)

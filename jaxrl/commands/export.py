@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from jaxrl.sharding.rules import train_shardings
 from jaxrl.train.checkpoint import restore_params_only
 
 
-def export(source: str, folder: str, dtype: str) -> list[Path]:
+def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = print) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
     The folder is written under another name first and renamed at the end: a failed export leaves no partial folder, and
     of two into one folder the second is refused.
+    `say` gets which checkpoint is used, and which newer one is damaged.
     """
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
@@ -39,7 +41,7 @@ def export(source: str, folder: str, dtype: str) -> list[Path]:
         path = resolve_path(config.model.path)
         model = config_of(path)
         shapes = _abstract_params(model, mesh, config.actor.param_dtype)
-        params: Any = restore_params_only(source, shapes)
+        params: Any = restore_params_only(source, shapes, say=say)
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)

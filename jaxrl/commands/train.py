@@ -16,6 +16,8 @@ from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
+from jaxrl.record.disk import is_full, reason
+from jaxrl.record.lost import missing_checkpoint
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
@@ -46,6 +48,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
 from jaxrl.train.step import Trainer
+from jaxrl.types import RunFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,11 @@ class Run:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
         self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
         self.said: list[str] = []  # shown once nothing is refused any more
+        self.config = start.config
+        self.store = self._find_checkpoint()
+        latest = self.store.latest_step()
+        self.step, self.resuming = latest or 0, latest is not None
+        self.watchdog.saved_step = latest
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
@@ -84,11 +92,9 @@ class Run:
         self.pool.warm()
         self.watchdog.beat("loading the weights")
         self._weights(trained)
-        folder = self.run_dir.file("checkpoints")
-        self.store = self._open_store() if folder.exists() else None
-        latest = None if self.store is None else self.store.latest_step()
-        self.step, self.resuming = latest or 0, latest is not None
-        self.watchdog.saved_step = latest
+        if self.resuming:
+            self.watchdog.beat("restoring the checkpoint")
+        self.host_state = self._restored() if self.resuming else None
 
     def _devices(self, start: Start) -> Config:
         """The meshes; returns the configuration with the degree that they allow."""
@@ -116,16 +122,35 @@ class Run:
         )
         params = load_weights(config, self.mesh)
         if config.trainer.init_from:
-            params = restore_params_only(config.trainer.init_from, abstract(params))
+            params = restore_params_only(config.trainer.init_from, abstract(params), say=self.said.append)
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
 
-    def _open_store(self) -> Checkpointer:
-        return Checkpointer(self.run_dir.file("checkpoints"), max_to_keep=self.config.trainer.max_ckpt_to_keep)
+    def _find_checkpoint(self) -> Checkpointer:
+        """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
+        store = Checkpointer(
+            self.run_dir.file("checkpoints"),
+            max_to_keep=self.config.trainer.max_ckpt_to_keep,
+            on_commit=self._committed,
+        )
+        chosen = store.chosen
+        newest = None if chosen is None else max([chosen.step, *chosen.faults])
+        missing = missing_checkpoint(self.run_dir, newest)
+        self.said += [*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())]
+        return store
 
     def go(self) -> RunOutcome:
+        """Runs to the end. Raises RunFailed where the device has no space left, which says how to go on."""
+        try:
+            return self._go()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            place = error.filename or self.run_dir.path
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: make room and run again") from error
+
+    def _go(self) -> RunOutcome:
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
-            if self.store is not None:
-                stack.enter_context(closing(self.store))
+            stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
             opened = open_record(
                 self.config, self.run_dir, resume_step, total_steps=self.total_steps, watchdog=self.watchdog
@@ -133,12 +158,8 @@ class Run:
             record = stack.enter_context(opened)
             self.watchdog.beat("building the engine")
             loop, backend, layouts = self._loop(record, stack)
-            if self.resuming:
-                self.watchdog.beat("restoring the checkpoint")
-                self._restore(loop, layouts)
+            self._go_on(loop, layouts)
             self._begin(record)
-            if self.store is None:
-                self.store = stack.enter_context(closing(self._open_store()))
             self._warm_up(backend, record, stack)
             self.stop.save_first(record.view.message)
             finished = loop.run()
@@ -165,7 +186,9 @@ class Run:
             "count": len(self.devices),
         }
         with self.stop.held():
-            self.run_dir.record_start(self.config, described, self.step)
+            newest = self.step if self.resuming else None
+            self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)
+            self.store.tidy()
             record.begin()
         use_compilation_cache(self.config)
         if self.resuming:
@@ -204,10 +227,8 @@ class Run:
         def save(step: int, state: Mapping[str, Any]) -> None:
             if layouts is not None:
                 state = {**state, "layouts": layouts.state_dict()}
-            assert self.store is not None
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
             self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
-            self.watchdog.saved_step = committed
             if committed is not None:
                 journal.cut(committed)
 
@@ -227,14 +248,24 @@ class Run:
         )
         return loop, backend, layouts
 
-    def _restore(self, loop: Loop, layouts: LayoutSession | None) -> None:
-        assert self.store is not None
-        state, host = self.store.restore(self.trainer.abstract_state())
+    def _committed(self, step: int) -> None:
+        """A checkpoint is complete; in the thread that wrote it."""
+        self.run_dir.record_checkpoint(step)
+        self.watchdog.saved_step = step
+
+    def _restored(self) -> dict[str, Any]:
+        """Brings the trainer to the checkpoint; returns the host's part of it."""
+        state, host = self.store.restore(self.trainer.abstract_state(), self.step)
         self.trainer.load_state(state)
-        host_state = join_arrays(host.values, host.arrays)
+        return join_arrays(host.values, host.arrays)
+
+    def _go_on(self, loop: Loop, layouts: LayoutSession | None) -> None:
+        """Brings what is not the trainer's to the checkpoint, if there is one."""
+        if self.host_state is None:
+            return
         if layouts is not None:
-            layouts.load_state_dict(host_state.get("layouts", {}))
-        loop.load_host_state(host_state)
+            layouts.load_state_dict(self.host_state.get("layouts", {}))
+        loop.load_host_state(self.host_state)
 
     def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:
         """Compiles the rollout's programs, and begins with those of other layouts."""

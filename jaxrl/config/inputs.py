@@ -15,15 +15,14 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any, NoReturn
 
+import yaml
+
 MAX_DIGITS = 400
 """Of a whole number in JSON: as many as the largest float has, and some. Python refuses 4301 in a sentence of its own."""
 
 
 class NotStrict(ValueError):
     """JSON that Python's parser lets pass, and that `strict_json` refuses; `reading` names the file."""
-
-
-import yaml
 
 
 @contextmanager

@@ -131,6 +131,11 @@ class RunDir:
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
         write_whole(self.file(RUN_FILE), to_json(record | now | {"starts": [*starts, now]} | more, indent=1))
 
+    def record_checkpoint(self, step: int) -> None:
+        """Notes in run.json that checkpoint `step` is complete: a start that finds none can tell that it was lost."""
+        file = self.file(RUN_FILE)
+        write_whole(file, to_json(json.loads(file.read_text(encoding="utf-8")) | {"checkpoint": step}, indent=1))
+
 
 def recorded_config(folder: str | Path) -> Config | None:
     """The configuration of the run in a folder, which need not exist; None: there is no run.
@@ -162,10 +167,25 @@ def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
         return None
     with reading(file):
         found = json.loads(file.read_text(encoding="utf-8"))
-    whole = isinstance(found, Mapping) and isinstance(found.get("devices"), Mapping)
-    if not whole or not isinstance(found.get("starts", []), list):
-        raise ValueError(f"{file}: damaged (devices must be an object, starts a list): mend it, or move it away")
+    if (fault := _fault(found)) is not None:
+        raise ValueError(f"{file}: damaged ({fault}): mend it, or move it away")
     return found
+
+
+def _fault(found: Any) -> str | None:
+    """What is wrong with the content of run.json, as far as a later start reads it."""
+    if not isinstance(found, Mapping):
+        return "not an object"
+    devices, starts, newest = found.get("devices"), found.get("starts", []), found.get("checkpoint")
+    if not isinstance(devices, Mapping):
+        return "devices must be an object"
+    if not isinstance(starts, list) or not all(
+        isinstance(start, Mapping) and isinstance(start.get("from_step", 0), int) for start in starts
+    ):
+        return "starts must be a list of objects, with whole numbers as from_step"
+    if not isinstance(newest, int | None):
+        return "checkpoint must be a step or null"
+    return None
 
 
 def versions() -> dict[str, str]:

@@ -149,6 +149,8 @@ def test_a_start_leaves_its_lock_and_clears_drafts_of_one_that_was_killed(tmp_pa
         ("run.json", "[1]", "damaged"),
         ("run.json", '{"devices": "cpu"}', "damaged"),
         ("run.json", '{"devices": {}, "starts": {}}', "damaged"),
+        ("run.json", '{"devices": {}, "starts": [{"from_step": "1"}]}', "damaged .starts must be a list of objects"),
+        ("run.json", '{"devices": {}, "checkpoint": "7"}', "damaged .checkpoint must be a step or null"),
         ("config.yaml", "trainer: {", "line 1: not valid YAML"),
         ("config.yaml", "- 1", "not a configuration, found list"),
         ("config.yaml", "trainer: {seed: x}", "trainer.seed"),

@@ -86,7 +86,7 @@ def test_keeps_the_newest_and_refuses_what_it_cannot_read(tmp_path):
         assert host.values == {"step": 2}
         assert_same(found, state)
     manifest.write(tmp_path / "3", schema_version=99, step=3)
-    with pytest.raises(ValueError, match="checkpoint .*/3 has schema version 99; this jaxrl reads up to 2: update"):
+    with pytest.raises(ValueError, match=r"checkpoint .*/3 has schema version 99; this jaxrl reads up to 2: update"):
         Checkpointer(tmp_path)
 
 
@@ -94,8 +94,7 @@ def test_killed_half_way_is_never_chosen(tmp_path):
     # the second save is killed as soon as its temporary folder exists
     program = f"""
         import numpy as np
-        from jaxrl.train import manifest
-from jaxrl.train.checkpoint import Checkpointer
+        from jaxrl.train.checkpoint import Checkpointer
         checkpoints = Checkpointer({str(tmp_path)!r})
         checkpoints.save(1, {{"params": {{"a": np.arange(3.0)}}}})
         checkpoints.wait()
