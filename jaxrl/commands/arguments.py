@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_DEVICES = 16_384  # more than any machine has, and few enough to list
@@ -154,14 +152,10 @@ def utf8(text: str) -> str:
 
 def written(text: str) -> str:
     """An argument's type: a file to write. That it cannot be is found before the work whose result it is for."""
-    path = Path(filled(text)).expanduser().absolute()
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"({text}) is a folder: name a file in it")
-    above = next(folder for folder in path.parents if os.path.lexists(folder))
-    if not above.is_dir():
-        raise argparse.ArgumentTypeError(f"({text}) cannot be written: {above} is not a folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"({text}) cannot be written: no permission to write in {above}")
+    from jaxrl.record.files import file_problem
+
+    if (problem := file_problem(filled(text))) is not None:
+        raise argparse.ArgumentTypeError(problem)
     return text
 
 

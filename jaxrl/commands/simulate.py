@@ -53,20 +53,16 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
         raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")
-    config, of_degree = _with_degree(config, folder)
-    cost, cost_source = cost_model(config)
-    workload, workload_source = workload_of(config)
-    sizes = machine_sizes(config, cost, model_sizes(config))
-    layouts = layout_sizes(config, cost, model_sizes(config))
-    sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
     with closing(RunDir(folder, "simulate.run_dir")) as run_dir:
         run_dir.refuse_other_kind(simulated=True)
-        file = run_dir.file(STATE_FILE)
-        with reading(file):
-            state = load_state(file.read_text(encoding="utf-8"), str(file)) if file.exists() else None
-        if state is not None and not isinstance(state.get("step"), int):
-            raise ValueError(f"{file}: a simulation's state without its step; remove it to start again")
+        state = _earlier_state(run_dir)
         refuse_damaged(run_dir)
+        config, of_degree = _with_degree(config, folder)
+        cost, cost_source = cost_model(config)
+        workload, workload_source = workload_of(config)
+        sizes = machine_sizes(config, cost, model_sizes(config))
+        layouts = layout_sizes(config, cost, model_sizes(config))
+        sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
         step = 0 if state is None else state["step"]
         said = [
             f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones",
@@ -81,6 +77,18 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
                 say(line)
 
         return _run(config, run_dir, state, cost, workload, sizes, layouts, begin)
+
+
+def _earlier_state(run_dir: RunDir) -> dict[str, Any] | None:
+    """Where an earlier start in the directory has come to; None: there was none."""
+    file = run_dir.file(STATE_FILE)
+    if not file.exists():
+        return None
+    with reading(file):
+        state = load_state(file.read_text(encoding="utf-8"), str(file))
+    if not isinstance(state.get("step"), int):
+        raise ValueError(f"{file}: a simulation's state without its step; remove it to start again")
+    return state
 
 
 def _with_degree(config: Config, folder: str) -> tuple[Config, str]:
