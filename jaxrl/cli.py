@@ -263,7 +263,7 @@ def _simulate(options: argparse.Namespace) -> int:
     from jaxrl.commands.simulate import simulate
     from jaxrl.config import files as config_files
 
-    simulate(config_files.load(options.config, options.overrides))
+    simulate(config_files.load(options.config, options.overrides), stop=options.signals)
     return 0
 
 
@@ -351,7 +351,7 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from jaxrl.commands.export import export
 
-    for file in export(options.source, options.folder, options.dtype):
+    for file in export(options.source, options.folder, options.dtype, stop=options.signals):
         print(file)
     return 0
 

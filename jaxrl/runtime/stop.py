@@ -36,6 +36,7 @@ class Stop:
         self.asked = False
         self._say: Callable[[str], None] | None = None
         self._held = 0
+        self._drafts: list[os.PathLike[str]] = []
         self._waiting: signal.Signals | None = None  # came while held
         self._lock = threading.Lock()
 
@@ -52,6 +53,9 @@ class Stop:
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell ignores SIGINT for what it starts with `&`
                 signal.signal(number, _nothing)
         os.register_at_fork(after_in_child=_forget)
+        # multiprocessing has a process that cleans up after one that was ended at once; it need not warn of that
+        ours = "ignore:resource_tracker:UserWarning"
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), ours)))
 
     def save_first(self, say: Callable[[str], None]) -> None:
         """From now on the first signal only asks for a stop; `say` tells what that means."""
@@ -72,6 +76,15 @@ class Stop:
             if waiting is not None:
                 _end_by(waiting)
 
+    @contextmanager
+    def removing(self, draft: os.PathLike[str]) -> Iterator[None]:
+        """A signal inside removes the folder `draft` before it ends the process."""
+        self._drafts.append(draft)
+        try:
+            yield
+        finally:
+            self._drafts.remove(draft)
+
     def _listen(self, reader: int) -> None:
         while True:
             number = os.read(reader, 1)[0]
@@ -89,6 +102,10 @@ class Stop:
             if self._held and self._waiting is None:
                 self._waiting = number
                 return
+        for draft in self._drafts:
+            import shutil  # slow to import, and it is there already where a draft is
+
+            shutil.rmtree(draft, ignore_errors=True)
         _end_by(number)
 
 
