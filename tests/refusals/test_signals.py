@@ -107,7 +107,11 @@ class Runs:
             "rollout": {"n": 2, "max_num_seqs": 4, "decode_steps": 4, "warmup": False},
             "actor": {"ppo_max_token_len_per_gpu": 128},
             "reward": {"kind": "custom", "path": str(folder / "reward.py"), "num_workers": 1},
-            "trainer": {"total_training_steps": 400, "save_freq": 3, "compilation_cache_dir": str(folder / "cache")},
+            "trainer": {
+                "total_training_steps": 400,
+                "save_freq": 3,
+                "compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+            },
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
