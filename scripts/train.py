@@ -6,5 +6,4 @@ import sys
 from jaxrl.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "train")
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

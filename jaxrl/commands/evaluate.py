@@ -34,6 +34,7 @@ from jaxrl.runtime.build import (
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
+    refuse_too_large,
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
@@ -61,6 +62,7 @@ def evaluate(
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
     tokenizer, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
     prompts = validation_prompts(config, tokenizer)
     if not prompts:
         raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")

@@ -33,6 +33,7 @@ from jaxrl.runtime.build import (
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
+    refuse_too_large,
     use_compilation_cache,
     with_planned_remat,
 )
@@ -86,6 +87,7 @@ class Run:
         mesh = self.layout.mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
+        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
         self.watchdog.beat("starting the reward workers")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args
 
+from jaxrl.data.fit import token_ids
 from jaxrl.models.weights import leaves, weights
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -287,6 +288,7 @@ class _Reader:
         theta, scaling = self.rope(max_positions)
         eos = generation.get("eos_token_id")
         eos = self.raw.get("eos_token_id") if eos is None else eos
+        bos = token_ids(self.raw.get("bos_token_id"), f"{self.file}: bos_token_id")
         try:
             return ModelConfig(
                 family=family,
@@ -304,8 +306,8 @@ class _Reader:
                 qkv_bias=family == "qwen2",
                 qk_norm=family == "qwen3",
                 max_position_embeddings=max_positions,
-                bos_token_id=self.raw.get("bos_token_id"),
-                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+                bos_token_id=bos[0] if bos else None,
+                eos_token_ids=token_ids(eos, f"{self.file}: eos_token_id"),
             )
         except ValueError as error:
             if str(error).startswith(self.file):

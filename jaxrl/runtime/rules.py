@@ -10,7 +10,8 @@ from pathlib import Path
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.functions import user_function
-from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection
+from jaxrl.config.options import FilterGroupsSection
+from jaxrl.config.rollout import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.buffer_filter import BufferFilter
 from jaxrl.scheduling.rounds.composition import composition_problem
