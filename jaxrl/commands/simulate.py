@@ -140,10 +140,9 @@ def _run(
             ended_s.append(time.perf_counter())
 
         def save(step: int, state: Mapping[str, Any]) -> None:
-            if simulation.layouts is not None:
-                state = {**state, "layouts": simulation.layouts.state_dict()}
+            more = {} if simulation.layouts is None else {"layouts": simulation.layouts.state_dict()}
             with stop.held():
-                write_whole(run_dir.file(STATE_FILE), dump_state(state))
+                write_whole(run_dir.file(STATE_FILE), dump_state({**state, **more}))
 
         simulation = build(
             config,
@@ -170,14 +169,13 @@ def _run(
     wall_s = np.diff(ended_s)
     with stop.held():
         report = write_report(run_dir.path)
+    median = f"{np.median(wall_s):.2f} s median, {max(wall_s):.2f} s at most" if len(wall_s) else "none run"
     summary = {
         "simulated run": str(run_dir.path),
         "steps": f"{loop.step} of {loop.total_steps}",
         **carried(loop.rule.name, loop.num_carried),
         "simulated time": f"{simulation.clock.now_s:.0f} s",
-        "wall clock per step": f"{np.median(wall_s):.2f} s median, {max(wall_s):.2f} s at most"
-        if len(wall_s)
-        else "none run",
+        "wall clock per step": median,
         "report": str(report),
     }
     record.view.final_table(summary)

@@ -54,7 +54,7 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")
-        pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
+        pool = stack.enter_context(closing(build_pool(config, build_scorer(config), log=run_dir.file("rewards.log"))))
 
         watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it

@@ -263,7 +263,27 @@ class RewardSection:
         "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
     ] = "auto"
     timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
+    start_timeout_s: Annotated[
+        float,
+        Gt(0),
+        MAX_WAIT,
+        "Seconds that a scoring process may take to load the scorer: to import the file at reward.path.",
+    ] = 120.0
     num_workers: Annotated[int, Ge(1), Cap(1024, "each is a process with its own Python"), "Processes that score."] = 1
+    max_memory_gib: Annotated[
+        float,
+        Ge(0),
+        Cap(2**20, "no machine has more"),
+        "GiB that one scoring process may take, beyond which its sample has reward 0; 0: no limit.",
+    ] = 8.0
+    fresh_process: Annotated[
+        bool, "Score each sample in a new process, so that none changes the interpreter of another; costs milliseconds."
+    ] = False
+    env: Annotated[
+        list[str],
+        "Environment variables that scorers see besides PATH, HOME, locale, Python's and thread counts; a key or token "
+        "only if it is named here.",
+    ] = field(default_factory=list)
     pool: Annotated[
         Literal["process", "ray"], "Where samples are scored; process: on this machine, ray: on a Ray cluster."
     ] = "process"

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.config.inputs import reading
+from jaxrl.data.gguf_file import open_gguf
 from jaxrl.data.tokenizer_files import SPECIAL, TokenizerFiles
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # GGUF token types
@@ -68,16 +68,8 @@ def read_gguf(file: Path) -> TokenizerFiles:
 
 def _fields(file: Path) -> Callable[..., Any]:
     """What reads a field of the file by its name, with a default."""
-    from gguf import GGUFReader  # numpy-heavy, and only GGUF users need it
-
+    reader = open_gguf(file)
     damaged = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError)
-    try:
-        with reading(file):
-            reader = GGUFReader(str(file))
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file") from None
-    except damaged as error:
-        raise ValueError(f"{file}: truncated or not a GGUF file ({error})") from None
 
     def get(key: str, default: Any = None) -> Any:
         try:

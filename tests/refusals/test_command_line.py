@@ -342,7 +342,7 @@ REFUSED = (
     (
         "a value below 1",
         "tune --run run --values 0.5",
-        "--values: 0.5 must be at least 1: a round launches no less than it needs",
+        "--values must be at least 1, found 0.5",
     ),
     ("no seeds", "tune --run run --seeds 0", "tune: --seeds must be a whole number from 1 to 1000, found 0"),
     (
@@ -359,7 +359,7 @@ REFUSED = (
     (
         "fewer than no steps",
         "tune --run run --steps -1",
-        "tune: --steps must be a whole number from 0 to 100000, found -1",
+        "tune: --steps must be a whole number from 1 to 100000, found -1",
     ),
     ("a folder as --out of tune", "tune --run run --out .", "tune: --out (.) is a folder: name a file in it"),
     (
