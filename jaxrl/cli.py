@@ -262,9 +262,9 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from jaxrl.commands.train import train
+    from jaxrl.commands.start import start
 
-    train(_config(options), stop=options.signals)
+    start(_config(options), stop=options.signals)
     return 0
 
 

@@ -41,6 +41,7 @@ WITHOUT_JAX = {
     "jaxrl.__main__",
     "jaxrl.cli",
     "jaxrl.commands.simulate",
+    "jaxrl.commands.start",
     "jaxrl.commands.tune",
     "jaxrl.config.files",
     "jaxrl.loop",

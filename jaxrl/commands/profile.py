@@ -17,10 +17,17 @@ from annotated_types import Ge
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.declared import Cap, fields_problem
-from jaxrl.record.files import write_whole
+from jaxrl.record.files import refuse_file, write_whole
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
-from jaxrl.runtime.build import build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.runtime.build import (
+    build_executor,
+    load_weights,
+    prepare_jax,
+    read_tokenizer_and_model,
+    refuse_too_large,
+    use_compilation_cache,
+)
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.profile import identity_of, load_profile
 from jaxrl.scheduling.layouts.latency_profile import (
@@ -64,27 +71,19 @@ class ProfileOptions:
 
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
     """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
-    path = Path(out).expanduser()
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: name a file in it for the table")
-    earlier = load_profile(path) if path.exists() else None
+    refuse_file(out, "--out")
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
     config = replace(config, rollout=replace(config.rollout, num_devices=0))
     mesh = make_mesh(devices)
     degrees = layout_degrees(config, mesh.size)
-    _, model, params = load_tokenizer_and_model(config, mesh, trains=False)
+    _, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
+    path = Path(out).expanduser()
+    table = _continued(path, Profile(identity_of(config, model, mesh)))
+    params = load_weights(config, mesh)
     layout = Layout(mesh, config.rollout.tp)
     executor = build_executor(config, model, layout, lambda: params)
-    table = Profile(identity_of(config, model, mesh))
-    if earlier is not None:
-        try:
-            earlier.check(table.identity)
-        except ValueError as error:
-            raise ConfigError(f"{path} is there, and {error}; or name another file with --out") from None
-        if earlier.source != table.source:
-            raise ConfigError(f"{path} was made up (source: {earlier.source}): name another file with --out")
-        table = earlier
     row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}
     rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
     if table.row_sizes not in ((), rows):
@@ -94,9 +93,24 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
         )
     table = replace(table, row_sizes=rows)
     points = _points(config, executor, row_sizes, options)
+    use_compilation_cache(config)
     executor.sync_weights(params, 0)
     executor.allocate()
     return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress)
+
+
+def _continued(path: Path, table: Profile) -> Profile:
+    """The table that is at `path` already, or the new one. Raises ConfigError if something else is there."""
+    if not path.exists():
+        return table
+    earlier = load_profile(path)
+    try:
+        earlier.check(table.identity)
+    except ValueError as error:
+        raise ConfigError(f"{path} is there, and {error}; or name another file with --out") from None
+    if earlier.source != table.source:
+        raise ConfigError(f"{path} was made up (source: {earlier.source}): name another file with --out")
+    return earlier
 
 
 def adaptive(config: Config) -> Config:

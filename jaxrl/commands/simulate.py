@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.inputs import reading
 from jaxrl.loop import Hooks
 from jaxrl.record.files import write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
-from jaxrl.record.run_record import RunOutcome, open_record
+from jaxrl.record.run_record import RunOutcome, open_record, refuse_damaged
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import batch_rule, carried
@@ -52,26 +53,34 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
         raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")
-    config, said = _with_degree(config, folder)
+    config, of_degree = _with_degree(config, folder)
     cost, cost_source = cost_model(config)
     workload, workload_source = workload_of(config)
     sizes = machine_sizes(config, cost, model_sizes(config))
     layouts = layout_sizes(config, cost, model_sizes(config))
     sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
-    with closing(RunDir(folder)) as run_dir:
-        run_dir.refuse_other_kind(simulated=True, option="simulate.run_dir")
-        say(f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones")
-        for name in ("cost_model", "workload"):
-            say(f"  {name.replace('_', ' ')}: {sources[name]}")
-        if said:
-            say(f"  {said}")
+    with closing(RunDir(folder, "simulate.run_dir")) as run_dir:
+        run_dir.refuse_other_kind(simulated=True)
         file = run_dir.file(STATE_FILE)
-        state = load_state(file.read_text(), str(file)) if file.exists() else None
-        if state is not None:
-            for line in run_dir.resuming(run_dir.changes(config), state["step"]):
+        with reading(file):
+            state = load_state(file.read_text(encoding="utf-8"), str(file)) if file.exists() else None
+        if state is not None and not isinstance(state.get("step"), int):
+            raise ValueError(f"{file}: a simulation's state without its step; remove it to start again")
+        refuse_damaged(run_dir)
+        step = 0 if state is None else state["step"]
+        said = [
+            f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones",
+            *(f"  {name.replace('_', ' ')}: {sources[name]}" for name in ("cost_model", "workload")),
+            *([f"  {of_degree}"] if of_degree else []),
+            *([] if state is None else run_dir.resuming(run_dir.changes(config), step)),
+        ]
+
+        def begin() -> None:
+            _record_start(config, run_dir, step, sources | {"machine": asdict(sizes)})
+            for line in said:
                 say(line)
-        _record_start(config, run_dir, 0 if state is None else state["step"], sources | {"machine": asdict(sizes)})
-        return _run(config, run_dir, state, cost, workload, sizes, layouts)
+
+        return _run(config, run_dir, state, cost, workload, sizes, layouts, begin)
 
 
 def _with_degree(config: Config, folder: str) -> tuple[Config, str]:
@@ -104,7 +113,9 @@ def _run(
     workload: Workload,
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
+    begin: Callable[[], None],
 ) -> RunOutcome:
+    """The simulation; `begin` writes what a start writes, when nothing can be refused any more."""
     # no total: the time to go would be in simulated seconds
     opened = open_record(config, run_dir, -1 if state is None else state["step"], simulated=True)
     with rare_collections(), opened as record:
@@ -134,6 +145,9 @@ def _run(
                 if simulation.layouts is not None:
                     simulation.layouts.load_state_dict(state.get("layouts", {}))
                 loop.load_host_state(state)
+            begin()
+            record.begin()
+            simulation.phases.begin()
             ended_s = [time.perf_counter()]  # the start, then each step's end
             finished = loop.run()
     wall_s = np.diff(ended_s)

@@ -30,9 +30,9 @@ from jaxrl.config import files as config_files
 from jaxrl.config.declared import Cap, fields_problem
 from jaxrl.config.rollout import MAX_FACTOR
 from jaxrl.loop import Hooks
-from jaxrl.record.files import write_whole
+from jaxrl.record.files import refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.run_dir import SIMULATED
+from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.sim.configured import (
@@ -80,8 +80,8 @@ class TuneOptions:
         problem = fields_problem(self)
         if problem is not None:
             raise ValueError(problem)
-        if self.out and Path(self.out).is_dir():
-            raise ValueError(f"--out ({self.out}) is a folder: name a file in it")
+        if self.out:
+            refuse_file(self.out, "--out")
         warm_up = SEARCHES[self.rule].warm_up
         if self.steps is not None and self.steps <= warm_up:
             raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")
@@ -162,10 +162,10 @@ def _load(run_dir: str, overrides: Sequence[str]) -> Config:
 
 def _devices(run_dir: str) -> dict[str, Any]:
     """The devices that the run was on."""
-    file = Path(run_dir) / "run.json"
-    if not file.exists():
-        raise ValueError(f"{run_dir} is not a run directory: it holds no run.json")
-    return json.loads(file.read_text(encoding="utf-8"))["devices"]
+    last = recorded_start(run_dir)
+    if last is None:
+        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
+    return last["devices"]
 
 
 def _of_the_run(run_dir: str) -> list[str]:
@@ -289,4 +289,4 @@ def _run(jobs: Sequence[Job], processes: int, progress: Callable[[int, int], Non
 
 def _write(out: str, record: Mapping[str, Any]) -> None:
     written = {"written": datetime.now(UTC).isoformat(timespec="seconds")}
-    write_whole(Path(out), json.dumps(written | dict(record), indent=1) + "\n")
+    write_whole(Path(out), to_json(written | dict(record), indent=1) + "\n")

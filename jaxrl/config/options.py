@@ -263,7 +263,27 @@ class RewardSection:
         "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
     ] = "auto"
     timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
+    start_timeout_s: Annotated[
+        float,
+        Gt(0),
+        MAX_WAIT,
+        "Seconds that a scoring process may take to load the scorer: to import the file at reward.path.",
+    ] = 120.0
     num_workers: Annotated[int, Ge(1), Cap(1024, "each is a process with its own Python"), "Processes that score."] = 1
+    max_memory_gib: Annotated[
+        float,
+        Ge(0),
+        Cap(2**20, "no machine has more"),
+        "GiB that one scoring process may take, beyond which its sample has reward 0; 0: no limit.",
+    ] = 8.0
+    fresh_process: Annotated[
+        bool, "Score each sample in a new process, so that none changes the interpreter of another; costs milliseconds."
+    ] = False
+    env: Annotated[
+        list[str],
+        "Environment variables that scorers see besides PATH, HOME, locale, Python's and thread counts; a key or token "
+        "only if it is named here.",
+    ] = field(default_factory=list)
     pool: Annotated[
         Literal["process", "ray"], "Where samples are scored; process: on this machine, ray: on a Ray cluster."
     ] = "process"
@@ -311,8 +331,12 @@ class TrainerSection:
         "0: it only warns.",
     ] = 3
     hang_timeout_s: Annotated[
-        float, Ge(0), MAX_WAIT, "Seconds after which the watchdog reports a phase as stuck; 0: off."
-    ] = 1800.0
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds without progress (a phase, a decode call or a compiled program has ended) after which the run is "
+        "ended, with every thread's stack; after half of them it is only reported. 0: off.",
+    ] = 3600.0
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,13 @@ FILE_NAME = "layouts.jsonl"
 
 
 class LayoutLog:
-    """Appends a line per round; drops lines of steps after `last_step` when it is made."""
+    """Appends a line per round; drops lines of steps after `last_step` when it begins."""
 
-    def __init__(self, path: str | Path, last_step: int) -> None:
-        self._lines = JsonLines(path, lambda step: step <= last_step, compact=True)
+    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
+        self._lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
+
+    def begin(self) -> None:
+        self._lines.begin()
 
     def write(self, step: int, round_index: int, kind: str, source: str, picture: Mapping[str, Any]) -> None:
         self._lines.append({"step": step, "round": round_index, "kind": kind, "source": source, **picture})

@@ -7,14 +7,10 @@ unless a draft shows that the run was killed in its first save.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from jaxrl.config.inputs import reading
 from jaxrl.record.files import read_lines
-from jaxrl.record.run_dir import RunDir
+from jaxrl.record.run_dir import RunDir, recorded_start
 
 _DRAFT = re.compile(r"\d+\.(draft|orbax-checkpoint-tmp).*")
 
@@ -44,7 +40,7 @@ def missing_checkpoint(run_dir: RunDir, found: int | None) -> str | None:
 
 def _saved_step(run_dir: RunDir) -> int | None:
     """The last step that is known to have been saved."""
-    told = _told(run_dir)
+    told = recorded_start(run_dir.path) or {}
     if "checkpoint" in told:
         return told["checkpoint"]
     if from_step := max((start.get("from_step", 0) for start in told.get("starts", ())), default=0):
@@ -55,14 +51,6 @@ def _saved_step(run_dir: RunDir) -> int | None:
     killed_in_first = folder.is_dir() and any(_DRAFT.fullmatch(path.name) for path in folder.iterdir())
     every, last = earlier.trainer.save_freq, _last_step(run_dir)
     return last - last % every if last >= every and not killed_in_first else None
-
-
-def _told(run_dir: RunDir) -> Mapping[str, Any]:
-    file = run_dir.file("run.json")
-    if not file.exists():
-        return {}
-    with reading(file):
-        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _last_step(run_dir: RunDir) -> int:

@@ -64,8 +64,9 @@ def load_state(text: str, where: str) -> dict[str, Any]:
 
     try:
         found = json.loads(text, object_hook=array)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not a simulation's state ({error})") from None
-    if not isinstance(found, dict) or found.get("simulation") != _STATE_SCHEMA:
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{where}: not a simulation's state ({error}); remove it to start again") from None
+    whole = isinstance(found, dict) and isinstance(found.get("state"), dict)
+    if not whole or found.get("simulation") != _STATE_SCHEMA:
         raise ValueError(f"{where}: not a simulation's state of schema {_STATE_SCHEMA}; remove it to start again")
     return found["state"]

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
-from jaxrl.data.stops import stop_string_check
+from jaxrl.data.fit import check_length, check_vocabulary
+from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import config_of, load_model, resolve_path
+from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
@@ -30,15 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_jax(config: Config) -> list[Any]:
-    """Sets what must be set before the first computation; returns the devices of the run."""
+    """Sets what must be set before the first computation; returns the devices of the run. Writes nothing."""
     wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
     if wide:
         jax.config.update("jax_enable_x64", True)
-    if config.trainer.compilation_cache_dir:
-        folder = Path(config.trainer.compilation_cache_dir).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     devices = jax.devices()
     wanted = config.trainer.num_devices or len(devices)
     if wanted > len(devices):
@@ -48,6 +45,17 @@ def prepare_jax(config: Config) -> list[Any]:
     if problem is not None:
         raise ConfigError(problem)
     return devices[:wanted]
+
+
+def use_compilation_cache(config: Config) -> None:
+    """From here on, compiled programs are kept in `trainer.compilation_cache_dir`. Makes that folder, so it is called
+    when nothing is refused any more; what was compiled until then (random weights, the optimizer's start) is small."""
+    if config.trainer.compilation_cache_dir:
+        folder = Path(config.trainer.compilation_cache_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        reset_cache()  # jax looks at the option once, when it compiles for the first time
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
@@ -71,10 +79,13 @@ def bytes_each(devices: Sequence[Any], num_devices: int) -> int:
     return host_bytes() // num_devices if own is None else own
 
 
-def _refuse_too_large(config: Config, devices: Sequence[Any], trains: bool) -> None:
-    """Raises ConfigError for sizes that need more memory than there is, before any is used; `devices`: those without
-    the rollout's own, which are of the same kind."""
-    model = config_of(resolve_path(config.model.path))
+def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any], *, trains: bool = True) -> None:
+    """Raises ConfigError for sizes that need more memory than there is, before any is used.
+
+    Args:
+      devices: those without the rollout's own, which are of the same kind.
+      trains: as in `memory_problem`.
+    """
     count = len(devices) + config.rollout.num_devices
     plan = memory_plan(config, model, count, device_bytes(devices), devices[0].platform)
     problem = memory_problem(config, model, plan, count, bytes_each(devices, count), trains)
@@ -88,17 +99,32 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
     return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
 
 
-def load_tokenizer_and_model(config: Config, mesh: Mesh, trains: bool = True) -> tuple[Tokenizer, ModelConfig, Any]:
-    """The tokenizer, config and weights that `model.path` names, with training's shardings.
+def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
 
     Raises:
-      ConfigError: the sizes of the configuration do not fit into the memory; `trains`: as in `memory_problem`.
+      ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are longer than the
+        model was made for, or a stop string is none.
     """
-    _refuse_too_large(config, mesh.devices.ravel().tolist(), trains)
     path = resolve_path(config.model.path)
+    folder = path.removeprefix(RANDOM)
+    model = config_of(path)
+    tokenizer = Tokenizer.from_path(folder)
+    check_vocabulary(tokenizer, model, folder)
+    data = config.data
+    asked = (
+        f"data.max_prompt_length ({data.max_prompt_length}) + data.max_response_length ({data.max_response_length}) = "
+        f"{config.max_model_length} tokens"
+    )
+    check_length(model, config.max_model_length, asked, folder)
+    check_stop_strings(config.rollout.stop, "rollout.stop")
+    return tokenizer, model
+
+
+def load_weights(config: Config, mesh: Mesh) -> Any:
+    """The weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
-    model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
-    return Tokenizer.from_path(path.removeprefix("random:")), model, params
+    return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)[1]
 
 
 def build_executor(

@@ -80,7 +80,7 @@ class Stop:
                 self._held -= 1
                 waiting = self._waiting if not self._held else None
             if waiting is not None:
-                end(waiting)
+                _end_by(waiting)
 
     def _listen(self, reader: int) -> None:
         while received := os.read(reader, 1):
@@ -99,7 +99,7 @@ class Stop:
             if self._held and self._waiting is None:
                 self._waiting = number
                 return
-        end(number)
+        _end_by(number)
 
     def _forget(self) -> None:
         """In a forked child: its signals are its own, and not bytes in the pipe that it shares with us."""
@@ -109,7 +109,11 @@ class Stop:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def end(number: signal.Signals) -> None:
+def _end_by(number: signal.Signals) -> None:
+    end(WORDS[number], 128 + number)
+
+
+def end(sentence: str, status: int) -> None:
     """Ends this process and its children at once, whatever any thread is doing; says why on stderr."""
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
@@ -120,8 +124,8 @@ def end(number: signal.Signals) -> None:
     with suppress(OSError):  # the terminal may be gone
         if os.isatty(1):
             os.write(1, _SHOW_CURSOR)
-        os.write(2, f"jaxrl: {WORDS[number]}\n".encode())
-    os._exit(128 + number)
+        os.write(2, f"jaxrl: {sentence}\n".encode())
+    os._exit(status)
 
 
 def _flush() -> None:
