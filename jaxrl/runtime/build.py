@@ -17,7 +17,7 @@ from jaxrl.config.devices import devices_problem
 from jaxrl.data.stops import stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
+from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import layout_sizes, plan_remat
@@ -70,7 +70,7 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     """The tokenizer and the config that `model.path` names, without the weights."""
     path = resolve_path(config.model.path)
-    return Tokenizer.from_path(path.removeprefix(RANDOM)), config_of(path)
+    return Tokenizer.from_path(checked_path(path)), config_of(path)
 
 
 def load_weights(config: Config, mesh: Mesh) -> Any:
