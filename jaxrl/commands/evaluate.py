@@ -35,6 +35,7 @@ from jaxrl.runtime.build import (
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
+    refuse_too_large,
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
@@ -64,6 +65,7 @@ def evaluate(
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
     tokenizer, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
     if place is not None:
         refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
     prompts = validation_prompts(config, tokenizer)

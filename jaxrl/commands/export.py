@@ -29,7 +29,7 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
 
     The folder is written under another name first and renamed at the end: a failed export leaves no partial folder, and
     of two into one folder the second is refused.
-    `say` gets which checkpoint is used, and which newer one is damaged.
+    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
     """
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
@@ -46,14 +46,15 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)
-    tokenizer = Tokenizer.from_path(path.removeprefix(RANDOM))
+    tokenizer = _tokenizer(path, said.append)
     for line in said:
         say(line)
     draft = target.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
     draft.mkdir(parents=True)
     try:
         export_hf(params, model, draft, dtype=jnp.dtype(dtype))
-        tokenizer.save(draft)
+        if tokenizer is not None:
+            tokenizer.save(draft)
         draft.rename(target)  # also in place of an empty folder
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
@@ -61,6 +62,15 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
             raise ValueError(_taken(target)) from None
         raise
     return sorted(target.iterdir())
+
+
+def _tokenizer(path: str, say: Callable[[str], None]) -> Tokenizer | None:
+    """The tokenizer of a model; None, and said, where its folder has none."""
+    source = Path(path.removeprefix(RANDOM))
+    if source.is_dir() and not (source / "tokenizer.json").exists():
+        say(f"{source} holds no tokenizer.json: the model is exported without a tokenizer")
+        return None
+    return Tokenizer.from_path(source)
 
 
 def _taken(target: Path) -> str:

@@ -34,6 +34,7 @@ from jaxrl.runtime.build import (
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
+    refuse_too_large,
     use_compilation_cache,
     with_planned_remat,
 )
@@ -86,10 +87,10 @@ class Run:
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
-        shapes = abstract_params(self.model, self.mesh, config.actor.param_dtype)
+        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
-                refuse_other_model(place, shapes)
+                refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
         self._data(start.problems)
         mesh = self.layout.mesh
         adapts = config.rollout.layout.adapts

@@ -33,7 +33,8 @@ from typing import Any
 import filelock
 import yaml
 
-from jaxrl.config import Config, ConfigError, differences, from_recorded, to_mapping
+from jaxrl.config import Config, differences, to_mapping
+from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
 from jaxrl.record.files import DRAFTS, refuse_folder, to_json, write_whole
 
@@ -158,16 +159,7 @@ def recorded_config(folder: str | Path) -> Config | None:
       ConfigError: config.yaml is damaged, or no configuration of this version.
     """
     file = Path(folder).expanduser() / CONFIG_FILE
-    if not os.path.lexists(file):
-        return None
-    with reading(file):
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    try:
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"not a configuration, found {type(values).__name__}")
-        return from_recorded(values)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    return load_recorded(file) if os.path.lexists(file) else None
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:

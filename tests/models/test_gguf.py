@@ -14,9 +14,10 @@ from gguf.quants import dequantize, quantize
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.gguf import load_gguf, unpermute
 from jaxrl.models.loading import load_model
+from jaxrl.models.rope import RopeScaling
 from jaxrl.models.safetensors import export_hf
 from jaxrl.models.weights import Weight, leaves
 
