@@ -87,15 +87,14 @@ class Run:
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
-        shapes = abstract_params(self.model, self.mesh, config.actor.param_dtype)
+        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
-                refuse_other_model(place, shapes)
+                refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
         self._data(start.problems)
         mesh = self.layout.mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
-        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
         self.watchdog.beat("starting the reward workers")
