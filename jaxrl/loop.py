@@ -381,11 +381,11 @@ class Loop:
         with self._phase("ref", track):
             if self.config.needs_ref:
                 batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
-        with self._phase("adv", track):
-            policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
-            batch.advantages = advantages.compute(groups, algorithm, logprobs=policy, ref_logprobs=batch.ref_logprobs)
         if self.config.rollout.stale_tokens == "mask":
             batch.loss_masks = [on_policy_mask(s.versions, step - 1).astype(np.float32) for s in batch.samples]
+        with self._phase("adv", track):
+            policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
+            batch.advantages = advantages.compute(groups, algorithm, policy, batch.ref_logprobs, batch.loss_masks)
         with self._phase("update_actor", track):
             updates = self._update(groups, batch)
         measured = {name: float(np.mean([update[name] for update in updates])) for name in updates[-1]}

@@ -24,7 +24,7 @@ from bench.measure import say
 from jaxrl.commands.profile import adaptive
 from jaxrl.config import files as config_files
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.runtime.build import build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.runtime.build import build_executor, load_weights, prepare_jax, read_tokenizer_and_model
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.profile import identity_of, load_profile
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     config = adaptive(config_files.load(options.config, options.overrides))
     mesh = make_mesh(prepare_jax(config))
-    _, model, params = load_tokenizer_and_model(config, mesh)
+    model, params = read_tokenizer_and_model(config)[1], load_weights(config, mesh)
     profile = load_profile(options.profile)
     profile.check(identity_of(config, model, mesh))
     executor = build_executor(config, model, Layout(mesh, layout_degrees(config, mesh.size)[0]))

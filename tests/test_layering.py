@@ -34,13 +34,14 @@ ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
     f"jaxrl.config.{name}"
-    for name in ("checks", "declared", "devices", "layout", "mapping", "options", "reference", "simulation")
+    for name in ("checks", "declared", "devices", "layout", "mapping", "options", "reference", "rollout", "simulation")
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
     "jaxrl.cli",
     "jaxrl.commands.simulate",
+    "jaxrl.commands.start",
     "jaxrl.commands.tune",
     "jaxrl.config.files",
     "jaxrl.loop",

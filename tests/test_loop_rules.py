@@ -358,6 +358,20 @@ def test_or_are_not_learnt_from():
     assert masked > 0
 
 
+def test_what_is_not_learnt_from_does_not_whiten_either():
+    options = {"rollout.stale_tokens": "mask", "algorithm.adv_estimator": "reinforce_plus_plus"}
+    masked = whitened = 0
+    for batch in learnt_from(options):
+        values, mask = np.concatenate(batch.advantages), np.concatenate(batch.loss_masks) > 0
+        returns = {s.reward for s, own in zip(batch.samples, batch.loss_masks, strict=True) if own.any()}
+        assert abs(values[mask].mean()) < 1e-5
+        assert values[mask].std(ddof=1) == pytest.approx(float(len(returns) > 1), abs=1e-4)
+        masked += int((~mask).sum())
+        whitened += len(returns) > 1 and not mask.all()
+    assert masked > 0
+    assert whitened > 0
+
+
 def test_one_step_off_learns_from_recorded_logprobs_and_asks_for_no_others():
     values = {"rollout.partial_rollout": {}, "trainer.one_step_off": True}
     batches = learnt_from(values)

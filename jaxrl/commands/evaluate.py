@@ -8,44 +8,96 @@ the first k samples (ties: the one that came first). A sample counts as right wh
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
-from jaxrl.rewards.pool import build_pool
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
+from jaxrl.record.files import refuse_file, to_json, writing_whole
+from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.backend import RolloutBackend, text_by
-from jaxrl.runtime.build import abstract, build_engine, build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.runtime.build import (
+    abstract,
+    abstract_params,
+    build_engine,
+    build_executor,
+    load_weights,
+    prepare_jax,
+    read_tokenizer_and_model,
+    refuse_too_large,
+    use_compilation_cache,
+)
 from jaxrl.runtime.degree import with_degree
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import restore_params_only
-from jaxrl.types import Group, Sample, SamplingParams
+from jaxrl.train.checkpoint import refuse_other_model, restore_params
+from jaxrl.train.steps import whole_step
+from jaxrl.types import Group, Prompt, Sample, SamplingParams
 
 RIGHT = 1.0
 """The reward from which on a sample counts as right."""
 
 
-def evaluate(config: Config, checkpoint: str | None = None, out: str | None = None) -> dict[str, float]:
-    """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name."""
+def evaluate(
+    config: Config, checkpoint: str | None = None, out: str | None = None, say: Callable[[str], None] = print
+) -> dict[str, float]:
+    """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
+
+    `say` gets which checkpoint is used, and which newer one is damaged.
+    """
+    if out:
+        refuse_file(out, "--out")
+    said: list[str] = []  # shown once nothing is refused any more
+    place = whole_step(checkpoint, say=said.append) if checkpoint else None
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
-    config = with_degree(config, mesh)
-    tokenizer, model, params = load_tokenizer_and_model(config, mesh)
-    if checkpoint:
-        params = restore_params_only(checkpoint, abstract(params))
+    config = with_degree(config, mesh, said.append)
+    tokenizer, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
+    if place is not None:
+        refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
     prompts = validation_prompts(config, tokenizer)
     if not prompts:
         raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
+    with ExitStack() as stack:
+        pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
+        pool.warm()
+        params = load_weights(config, mesh)
+        if place is not None:
+            params = restore_params(place, abstract(params))
+        # open from here on: that it cannot be written is known before the evaluation, not after it
+        file = stack.enter_context(writing_whole(out)) if out else None
+        use_compilation_cache(config)
+        for line in said:
+            say(line)
+        groups = _responses(config, mesh, tokenizer, model, params, prompts, pool)
+        if file is not None:
+            _write_samples(file, groups)
+    return figures(groups)
+
+
+def _responses(
+    config: Config,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    params: Any,
+    prompts: Sequence[Prompt],
+    pool: RewardPool,
+) -> list[Group]:
+    """The scored responses to every prompt."""
     executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
     val = config.rollout.val_kwargs
     sampling = SamplingParams(
@@ -56,23 +108,15 @@ def evaluate(config: Config, checkpoint: str | None = None, out: str | None = No
         stop_token_ids=stop_ids(tokenizer, model.eos_token_ids),
         stop_strings=tuple(config.rollout.stop),
     )
-    pool = build_pool(config, build_scorer(config))
     engine = build_engine(config, executor, tokenizer)
     backend = RolloutBackend(engine, executor, pool, text_by(tokenizer), lambda: params)
-    try:
-        pool.warm()
-        backend.enter_rollout(0)
-        current = Round(prompts, val.n)
-        backend.begin(0, sampling)
-        while not current.done:
-            for command in current.handle(backend.wait()):
-                backend.apply(command)
-    finally:
-        pool.close()
-    groups = current.groups()
-    if out:
-        _write_samples(Path(out), groups)
-    return figures(groups)
+    backend.enter_rollout(0)
+    current = Round(prompts, val.n)
+    backend.begin(0, sampling)
+    while not current.done:
+        for command in current.handle(backend.wait()):
+            backend.apply(command)
+    return current.groups()
 
 
 def figures(groups: Sequence[Group]) -> dict[str, float]:
@@ -105,17 +149,16 @@ def _majority_right(samples: Sequence[Sample]) -> float:
     return float((samples[answers.index(winner)].reward or 0.0) >= RIGHT)
 
 
-def _write_samples(path: Path, groups: Sequence[Group]) -> None:
-    with open(path, "w") as file:
-        for group in groups:
-            for sample in group.samples:
-                line = {
-                    "prompt": group.prompt.text,
-                    "answer": group.prompt.answer,
-                    "response": sample.text,
-                    "reward": sample.reward,
-                    "info": dict(sample.reward_info),
-                    "length": len(sample),
-                    "finish_reason": sample.finish_reason,
-                }
-                file.write(json.dumps(line, default=str) + "\n")
+def _write_samples(file: IO[bytes], groups: Sequence[Group]) -> None:
+    for group in groups:
+        for sample in group.samples:
+            line = {
+                "prompt": group.prompt.text,
+                "answer": group.prompt.answer,
+                "response": sample.text,
+                "reward": sample.reward,
+                "info": dict(sample.reward_info),
+                "length": len(sample),
+                "finish_reason": sample.finish_reason,
+            }
+            file.write(to_json(line, default=str).encode() + b"\n")

@@ -2,60 +2,99 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import yaml
 
-from jaxrl.config import from_recorded
+from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models import decoder
-from jaxrl.models.loading import config_of, load_model, resolve_path
+from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.safetensors import export_hf
+from jaxrl.record.files import DRAFTS, refuse_folder
+from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
+from jaxrl.runtime.build import abstract_params
+from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.checkpoint import restore_params_only
+from jaxrl.train.checkpoint import restore_params
+from jaxrl.train.steps import whole_step
 
 
-def export(source: str, folder: str, dtype: str) -> list[Path]:
+def export(
+    source: str, folder: str, dtype: str, say: Callable[[str], None] = print, stop: Stop | None = None
+) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
-    The folder is written under another name first and renamed at the end: a failed export leaves no partial folder.
+    The folder is written under another name first and renamed at the end: a failed export leaves no partial folder, and
+    of two into one folder the second is refused.
+    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer. `stop`: the
+    program's signals, if it has any.
     """
-    target = Path(folder)
+    target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{target} must be empty or absent: an export never overwrites")
+        raise ValueError(_taken(target))
+    config = _config_of_run(source)
+    said: list[str] = []  # shown once nothing is refused any more
+    place = None if config is None else whole_step(source, say=said.append)
     mesh = make_mesh()
-    run_config = Path(source) / "config.yaml"
-    if run_config.exists():
-        config = from_recorded(yaml.safe_load(run_config.read_text()))
+    if config is not None and place is not None:
         path = resolve_path(config.model.path)
         model = config_of(path)
-        shapes = _abstract_params(model, mesh, config.actor.param_dtype)
-        params: Any = restore_params_only(source, shapes)
+        shapes = abstract_params(model, mesh, config.actor.param_dtype)
+        params: Any = restore_params(place, shapes)
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)
-    tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
-    draft = target.with_name(target.name + ".draft")
-    shutil.rmtree(draft, ignore_errors=True)
+    tokenizer = _tokenizer(path, said.append)
+    for line in said:
+        say(line)
+    draft = target.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
     draft.mkdir(parents=True)
-    export_hf(params, model, draft, dtype=jnp.dtype(dtype))
-    tokenizer.save(draft)
-    if target.exists():
-        target.rmdir()
-    draft.rename(target)
+    try:
+        with (stop or Stop()).removing(draft):
+            export_hf(params, model, draft, dtype=jnp.dtype(dtype))
+            if tokenizer is not None:
+                tokenizer.save(draft)
+            draft.rename(target)  # also in place of an empty folder
+    except BaseException as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise ValueError(_taken(target)) from None
+        raise
     return sorted(target.iterdir())
 
 
-def _abstract_params(model: Any, mesh: Any, dtype: str) -> Any:
+def _tokenizer(path: str, say: Callable[[str], None]) -> Tokenizer | None:
+    """The tokenizer of a model; None, and said, where its folder has none."""
+    source = Path(path.removeprefix(RANDOM))
+    if source.is_dir() and not (source / "tokenizer.json").exists():
+        say(f"{source} holds no tokenizer.json: the model is exported without a tokenizer")
+        return None
+    return Tokenizer.from_path(source)
 
-    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        train_shardings(model, mesh),
-    )
+
+def _taken(target: Path) -> str:
+    return f"{target} must be empty or absent: an export never overwrites"
+
+
+def _config_of_run(source: str) -> Config | None:
+    """The configuration of the run in a folder; None: it is no run's. Raises ValueError for a run without weights."""
+    last = recorded_start(source)
+    if last is not None and last["devices"].get("platform") == SIMULATED:
+        raise ValueError(f"{source} is a simulated run: it has no weights to export")
+    config = recorded_config(source)
+    if config is None and last is not None:
+        raise ValueError(f"{source} is a run without its {CONFIG_FILE}, which names its model: put it back")
+    if config is not None:
+        path = resolve_path(config.model.path).removeprefix(RANDOM)
+        if not os.path.exists(path):
+            raise ValueError(
+                f"{source} is a run of the model {path}, which is not there any more: put it back, or name its new "
+                f"place as model.path in {Path(source) / CONFIG_FILE}"
+            )
+    return config

@@ -11,12 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.record.files import write_whole
+from jaxrl.config.declared import Cap, fields_problem
+from jaxrl.record.files import refuse_file, write_whole
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
-from jaxrl.runtime.build import build_executor, load_tokenizer_and_model, prepare_jax
+from jaxrl.runtime.build import (
+    build_executor,
+    load_weights,
+    prepare_jax,
+    read_tokenizer_and_model,
+    refuse_too_large,
+    use_compilation_cache,
+)
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.runtime.profile import identity_of, load_profile
 from jaxrl.scheduling.layouts.latency_profile import (
@@ -36,42 +47,43 @@ OnProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What to measure.
+    """What to measure. Raises ValueError for a number beyond its bounds."""
 
-    Attributes:
-      max_batch: the most live rows of all dp groups together; 0: as many as the layouts have rows.
-      token_budget: the most live tokens of all dp groups together; 0: as many as the smallest pools hold.
-      max_context: tokens of a row; 0: the longest sequence of the configuration.
-      repeats: how often a fast point is measured; the median counts.
-    """
+    max_batch: Annotated[
+        int, Ge(0), "The most live rows of all dp groups together; 0: as many as the layouts have rows."
+    ] = 0
+    token_budget: Annotated[
+        int, Ge(0), "The most live tokens of all dp groups together; 0: as many as the smallest pools hold."
+    ] = 0
+    max_context: Annotated[int, Ge(0), "Tokens of a row; 0: the longest sequence of the configuration."] = 0
+    repeats: Annotated[
+        int,
+        Ge(1),
+        Cap(1000, "every point takes that many times as long"),
+        "How often a fast point is measured; the median counts.",
+    ] = 3
 
-    max_batch: int = 0
-    token_budget: int = 0
-    max_context: int = 0
-    repeats: int = 3
+    def __post_init__(self) -> None:
+        problem = fields_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
     """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
+    refuse_file(out, "--out")
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
     config = replace(config, rollout=replace(config.rollout, num_devices=0))
     mesh = make_mesh(devices)
     degrees = layout_degrees(config, mesh.size)
-    _, model, params = load_tokenizer_and_model(config, mesh)
+    _, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
+    path = Path(out).expanduser()
+    table = _continued(path, Profile(identity_of(config, model, mesh)))
+    params = load_weights(config, mesh)
     layout = Layout(mesh, config.rollout.tp)
     executor = build_executor(config, model, layout, lambda: params)
-    path = Path(out).expanduser()
-    table = Profile(identity_of(config, model, mesh))
-    if path.exists():
-        earlier = load_profile(path)
-        try:
-            earlier.check(table.identity)
-        except ValueError as error:
-            raise ConfigError(f"{path} is there, and {error}; or name another file with --out") from None
-        if earlier.source != table.source:
-            raise ConfigError(f"{path} was made up (source: {earlier.source}): name another file with --out")
-        table = earlier
     row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}
     rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
     if table.row_sizes not in ((), rows):
@@ -81,9 +93,24 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
         )
     table = replace(table, row_sizes=rows)
     points = _points(config, executor, row_sizes, options)
+    use_compilation_cache(config)
     executor.sync_weights(params, 0)
     executor.allocate()
     return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress)
+
+
+def _continued(path: Path, table: Profile) -> Profile:
+    """The table that is at `path` already, or the new one. Raises ConfigError if something else is there."""
+    if not path.exists():
+        return table
+    earlier = load_profile(path)
+    try:
+        earlier.check(table.identity)
+    except ValueError as error:
+        raise ConfigError(f"{path} is there, and {error}; or name another file with --out") from None
+    if earlier.source != table.source:
+        raise ConfigError(f"{path} was made up (source: {earlier.source}): name another file with --out")
+    return earlier
 
 
 def adaptive(config: Config) -> Config:

@@ -1,146 +1,229 @@
-"""`jaxrl train`: a run in its directory, from the first step or from where it stopped."""
+"""`jaxrl train`: a run in its directory, from the first step or from where it stopped.
+
+`jaxrl.commands.start` comes before it, and has the order in which a run is built.
+"""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.config import Config, ConfigError
+from jaxrl.config import Config, differences
 from jaxrl.config.options import total_steps
-from jaxrl.data.prompts import PromptSource, load_train, validation_prompts
+from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
+from jaxrl.record.disk import is_full, reason
+from jaxrl.record.lost import missing_checkpoint
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
+from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
-from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
-from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
+    abstract_params,
     build_engine,
     build_executor,
-    load_tokenizer_and_model,
+    device_bytes,
+    load_weights,
     prepare_jax,
+    read_tokenizer_and_model,
+    refuse_too_large,
+    use_compilation_cache,
     with_planned_remat,
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.layout_session import LayoutSession
-from jaxrl.runtime.memory import layout_degrees
+from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
-from jaxrl.runtime.profile import build_layouts
-from jaxrl.runtime.rules import batch_rule, carried
+from jaxrl.runtime.profile import build_layouts, checked_profile
+from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
+from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
+from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
 from jaxrl.train.step import Trainer
-
-_log = logging.getLogger(__name__)
-
-
-def train(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
-    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
-
-    Args:
-      stop: the signals of the program; without one they are the caller's.
-    """
-    if not config.trainer.run_dir:
-        raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
-    with closing(RunDir(config.trainer.run_dir)) as run_dir:
-        return _Run(config, run_dir, stop or Stop(), say).go()
+from jaxrl.train.steps import whole_step
+from jaxrl.types import RunFailed
 
 
-class _Run:
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What `jaxrl.commands.start` has found to be right; `say` shows a line, `began_s` is of `time.monotonic`."""
+
+    config: Config
+    rule: BatchRule
+    run_dir: RunDir
+    earlier: Config | None
+    problems: list[Problem]
+    pool: RewardPool
+    stop: Stop
+    watchdog: Watchdog
+    say: Callable[[str], None]
+    began_s: float
+
+
+class Run:
     """A training run while it is being built and while it goes."""
 
-    def __init__(self, config: Config, run_dir: RunDir, stop: Stop, say: Callable[[str], None]) -> None:
-        self.config, self.run_dir, self.stop = config, run_dir, stop
-        self.began = time.monotonic()
-        self.rule = batch_rule(config)  # before anything that takes long: its settings may be refused
-        run_dir.refuse_other_kind(simulated=False, option="trainer.run_dir")
+    def __init__(self, start: Start) -> None:
+        self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
+        self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
+        self.said: list[str] = []  # shown once nothing is refused any more
+        self.config = start.config
+        self.store = self._find_checkpoint()
+        first = self.config.trainer.init_from
+        self.init_from = whole_step(first, say=self.said.append) if first else None
+        latest = self.store.latest_step()
+        self.step, self.resuming = latest or 0, latest is not None
+        self.watchdog.saved_step = latest
+        self.config = config = self._devices(start)
+        self.changes = [] if start.earlier is None else differences(start.earlier, config)
+        self.tokenizer, self.model = read_tokenizer_and_model(config)
+        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
+        for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
+            if place is not None:
+                refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
+        self._data(start.problems)
+        mesh = self.layout.mesh
+        adapts = config.rollout.layout.adapts
+        self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
+        layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
+        trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
+        self.watchdog.beat("starting the reward workers")
+        self.pool.warm()
+        self.watchdog.beat("loading the weights")
+        self._weights(trained)
+        if self.resuming:
+            self.watchdog.beat("restoring the checkpoint")
+        self.host_state = self._restored() if self.resuming else None
+
+    def _devices(self, start: Start) -> Config:
+        """The meshes; returns the configuration with the degree that they allow."""
+        config = start.config
         self.devices = prepare_jax(config)
         own = config.rollout.num_devices
         self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
         rollout_mesh = make_mesh(self.devices[-own:]) if own else self.mesh
-        config = self.config = with_degree(config, rollout_mesh, say, run_dir.earlier)
-        changes = run_dir.changes(config)
+        config = with_degree(config, rollout_mesh, self.said.append, start.earlier)
         self.layout = Layout(rollout_mesh, config.rollout.tp)
-        self.tokenizer, self.model, params = load_tokenizer_and_model(config, self.mesh)
-        problems = load_train(config)
+        return config
+
+    def _data(self, problems: list[Problem]) -> None:
+        config = self.config
         self.prompts = PromptSource(problems, self.tokenizer, config)
         self.validation = validation_prompts(config, self.tokenizer, problems)
         steps = total_steps(config, self.prompts.num_prompts)
         assert steps is not None
         self.total_steps = steps
-        updates = steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
-        if config.trainer.init_from:
-            params = restore_params_only(config.trainer.init_from, abstract(params))
-        trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
+
+    def _weights(self, trained: Config) -> None:
+        config = self.config
+        updates = (
+            self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
+        )
+        params = load_weights(config, self.mesh)
+        if self.init_from is not None:
+            params = restore_params(self.init_from, abstract(params))
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
-        del params
-        self.store = Checkpointer(run_dir.file("checkpoints"), max_to_keep=config.trainer.max_ckpt_to_keep)
-        self.step = self.store.latest_step() or 0
-        self.resuming = self.store.latest_step() is not None
-        if self.resuming:
-            for line in run_dir.resuming(changes, self.step, self.total_steps):
-                say(line)
+
+    def _find_checkpoint(self) -> Checkpointer:
+        """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
+        store = Checkpointer(
+            self.run_dir.file("checkpoints"),
+            max_to_keep=self.config.trainer.max_ckpt_to_keep,
+            on_commit=self._committed,
+        )
+        chosen = store.chosen
+        newest = None if chosen is None else max([chosen.step, *chosen.faults])
+        missing = missing_checkpoint(self.run_dir, newest)
+        self.said += [*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())]
+        return store
 
     def go(self) -> RunOutcome:
-        config, run_dir = self.config, self.run_dir
-        described = {
-            "platform": self.devices[0].platform,
-            "kind": self.devices[0].device_kind,
-            "count": len(self.devices),
-        }
-        run_dir.record_start(config, described, self.step)
-        resume_step = self.step if self.resuming else -1
-        with (  # however the run ends, everything opened is closed, the last opened first
-            closing(self.store),
-            open_record(config, run_dir, resume_step, total_steps=self.total_steps) as record,
-            closing(build_pool(config, build_scorer(config), log=run_dir.file("rewards.log"))) as pool,
-            ExitStack() as stack,
-        ):
-            pool.warm()
-            loop = self._loop(pool, record, stack)
+        """Runs to the end. Raises RunFailed where the device has no space left, which says how to go on."""
+        try:
+            return self._go()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            place = error.filename or self.run_dir.path
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: make room and run again") from error
+
+    def _go(self) -> RunOutcome:
+        with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
+            stack.enter_context(closing(self.store))
+            resume_step = self.step if self.resuming else -1
+            opened = open_record(
+                self.config, self.run_dir, resume_step, total_steps=self.total_steps, watchdog=self.watchdog
+            )
+            record = stack.enter_context(opened)
+            self.watchdog.beat("building the engine")
+            loop, backend, layouts = self._loop(record, stack)
+            self._go_on(loop, layouts)
+            self._begin(record)
+            self._warm_up(backend, record, stack)
             self.stop.save_first(record.view.message)
             finished = loop.run()
+            self.watchdog.beat("waiting for the last checkpoint")
             self.store.wait()
-        report = write_report(run_dir.path)
+            self.watchdog.beat("closing the run's files")
+        self.watchdog.beat("writing the report")
+        report = write_report(self.run_dir.path)
         summary = {
-            "run": str(run_dir.path),
+            "run": str(self.run_dir.path),
             "steps": f"{loop.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
             **carried(self.rule.name, loop.num_carried),
-            "time": f"{time.monotonic() - self.began:.0f} s",
+            "time": f"{time.monotonic() - self.began_s:.0f} s",
             "report": str(report),
         }
         record.view.final_table(summary)
         return RunOutcome(loop.step, finished, summary, report)
 
-    def _loop(self, pool: RewardPool, record: RunRecord, stack: ExitStack) -> Loop:
+    def _begin(self, record: RunRecord) -> None:
+        """The first writes: nothing about the start is refused any more."""
+        described = {
+            "platform": self.devices[0].platform,
+            "kind": self.devices[0].device_kind,
+            "count": len(self.devices),
+        }
+        with self.stop.held():
+            newest = self.step if self.resuming else None
+            self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)
+            self.store.tidy()
+            record.begin()
+        use_compilation_cache(self.config)
+        if self.resuming:
+            self.said += self.run_dir.resuming(self.changes, self.step, self.total_steps)
+        for line in self.said:
+            self.say(line)
+
+    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend, LayoutSession | None]:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        executor = build_executor(config, self.model, self.layout, weights)
+        executor = self.executor = build_executor(config, self.model, self.layout, weights)
         engine = build_engine(config, executor, self.tokenizer)
         mesh = self.layout.mesh
         layouts: LayoutSession | None = None
         if config.rollout.layout.adapts:
             kept = (journal, timeline, record.layouts)
             row_sizes = {tp: executor.row_sizes(tp) for tp in layout_degrees(config, mesh.size)}
-            layouts = build_layouts(config, self.model, mesh, engine, row_sizes, *kept)
+            layouts = build_layouts(config, self.profile, mesh, engine, row_sizes, *kept)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         backend = RolloutBackend(
             engine,
             executor,
-            pool,
+            self.pool,
             text_by(self.tokenizer),
             lambda: self.trainer.params,
             journal=journal,
@@ -172,31 +255,43 @@ class _Run:
             num_devices=len(self.devices),
             together=overlap,
         )
-        if self.resuming:
-            self._restore(loop, layouts)
-        if config.rollout.warmup and self.step < self.total_steps:
-            with timeline.span("loop", "compile"):
-                self._warm_up(backend, executor, record)
-            others = [tp for tp in layout_degrees(config, mesh.size) if tp != executor.tp]
-            if others:
-                stack.enter_context(closing(executor.compile_ahead(others)))
-        return loop
+        return loop, backend, layouts
 
-    def _restore(self, loop: Loop, layouts: LayoutSession | None) -> None:
-        state, host = self.store.restore(self.trainer.abstract_state())
+    def _committed(self, step: int) -> None:
+        """A checkpoint is complete; in the thread that wrote it."""
+        self.run_dir.record_checkpoint(step)
+        self.watchdog.saved_step = step
+
+    def _restored(self) -> dict[str, Any]:
+        """Brings the trainer to the checkpoint; returns the host's part of it."""
+        state, host = self.store.restore(self.trainer.abstract_state(), self.step)
         self.trainer.load_state(state)
-        host_state = join_arrays(host.values, host.arrays)
-        if layouts is not None:
-            layouts.load_state_dict(host_state.get("layouts", {}))
-        loop.load_host_state(host_state)
+        return join_arrays(host.values, host.arrays)
 
-    def _warm_up(self, backend: RolloutBackend, executor: MeshExecutor, record: RunRecord) -> None:
+    def _go_on(self, loop: Loop, layouts: LayoutSession | None) -> None:
+        """Brings what is not the trainer's to the checkpoint, if there is one."""
+        if self.host_state is None:
+            return
+        if layouts is not None:
+            layouts.load_state_dict(self.host_state.get("layouts", {}))
+        loop.load_host_state(self.host_state)
+
+    def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:
+        """Compiles the rollout's programs, and begins with those of other layouts."""
+        executor = self.executor
+        if not self.config.rollout.warmup or self.step >= self.total_steps:
+            return
         began = time.monotonic()
 
         def progress(done: int, total: int) -> None:
             record.beat()
             record.view.phase(f"compiling rollout programs {done}/{total}")
 
-        backend.enter_rollout(self.step)
-        count = executor.warm_up(progress)
+        assert record.timeline is not None, "only a simulated run goes without"
+        with record.timeline.span("loop", "compile"):
+            backend.enter_rollout(self.step)
+            count = executor.warm_up(progress)
         record.view.message(f"{count} rollout programs ready in {time.monotonic() - began:.0f} s")
+        others = [tp for tp in layout_degrees(self.config, self.layout.mesh.size) if tp != executor.tp]
+        if others:
+            stack.enter_context(closing(executor.compile_ahead(others)))

@@ -9,19 +9,26 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, NoReturn
 
+import yaml
+
 MAX_DIGITS = 400
-"""Of a whole number in JSON: as many as the largest float has, and some. Python refuses 4301 in a sentence of its own."""
+"""Of a whole number in JSON: as many as the largest float has, and some. Python itself refuses 4301 of them."""
+MAX_DEPTH = 100
+"""Of lists and objects in each other: what takes a value on (copies, pickles, writes it) is recursive."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class NotStrict(ValueError):
     """JSON that Python's parser lets pass, and that `strict_json` refuses; `reading` names the file."""
-
 
 
 @contextmanager
@@ -31,7 +38,7 @@ def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None
     Other ValueErrors pass as they are: a reader that knows what is wrong names the file itself.
 
     Raises:
-      ValueError: the content is cut off, damaged, not UTF-8, not JSON, or nested too deeply.
+      ValueError: the content is cut off, damaged, not UTF-8, not JSON, not YAML, or nested too deeply.
       OSError: the operating system's own, with the file's name.
     """
     place = str(path) if line is None else f"{path}, line {line}"
@@ -46,6 +53,10 @@ def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None
         raise ValueError(f"{place}: not valid JSON ({error.msg}, {at})") from None
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{place}: damaged or cut off ({error})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{place}{at}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
     except RecursionError:
         raise ValueError(f"{place}: nested too deeply") from None
     except OSError as error:
@@ -58,10 +69,21 @@ def strict_json(text: str) -> Any:
     """A JSON value; inside `reading`, which names the file in whatever is wrong with it.
 
     Raises:
-      NotStrict: NaN or Infinity, a key that stands twice in one object, a whole number of over `MAX_DIGITS` digits.
+      NotStrict: NaN or Infinity, a key that stands twice in one object, a whole number of over `MAX_DIGITS` digits,
+        half of a surrogate pair, nesting of over `MAX_DEPTH` levels.
       json.JSONDecodeError: no JSON at all.
     """
-    return json.loads(text, object_pairs_hook=_each_key_once, parse_constant=_no_number, parse_int=_whole_number)
+    value = json.loads(
+        text,
+        object_pairs_hook=_each_key_once,
+        parse_constant=_no_number,
+        parse_int=_whole_number,
+    )
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_depth(value)
+    if _ESCAPED_HALF.search(text):
+        _check_text(value)
+    return value
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -81,3 +103,25 @@ def _whole_number(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise NotStrict(f"a whole number has {len(text)} digits, and at most {MAX_DIGITS} are read")
     return int(text)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise NotStrict(f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _check_text(value: Any) -> None:
+    for name, part in value.items() if isinstance(value, dict) else [("", value)]:
+        half = _HALF.search(json.dumps([name, part], ensure_ascii=False))
+        if half is not None:
+            holder = f"{name[:80]!a} holds " if name else "it holds "
+            raise NotStrict(f"{holder}half a character (\\u{ord(half.group()):04x} without its other half)")

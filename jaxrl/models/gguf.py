@@ -14,16 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader
+from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from jax.sharding import Mesh
 
-from jaxrl.models.config import Family, ModelConfig, RopeScaling, yarn_attention_factor
+from jaxrl.data.gguf_file import open_gguf
+from jaxrl.models.config import LARGEST, Family, ModelConfig
 from jaxrl.models.decoder import rope_frequencies
-from jaxrl.models.safetensors import check_tensors, place, shardings_of
+from jaxrl.models.fields import MAX_ID, shown
+from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
+from jaxrl.models.safetensors import place, shardings_of
+from jaxrl.models.tensor_files import check_tensors
 from jaxrl.models.weights import Weight
 from jaxrl.sharding import rules
 
@@ -34,109 +39,158 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def open_gguf(file: str | Path) -> GGUFReader:
-    """The `gguf` package's reader; ValueError with one sentence if the file cannot be read."""
-    try:
-        return GGUFReader(str(file))
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file") from None
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        # The reader slices a memory map without checking its length: a truncated file raises any of these.
-        raise ValueError(f"{file}: truncated or not a GGUF file ({error})") from None
-
-
 class _Metadata:
     """Metadata of one file, keys relative to the architecture where they start with a dot."""
 
     def __init__(self, reader: GGUFReader, file: str) -> None:
         self.reader = reader
         self.file = file
-        self.architecture = str(self.get("general.architecture"))
+        self.architecture = ""
+        self.architecture = self.text("general.architecture", "")
 
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self.reader.get_field(self.architecture + key if key.startswith(".") else key)
-        return default if field is None else field.contents()
+    def name(self, key: str) -> str:
+        return self.architecture + key if key.startswith(".") else key
 
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ValueError(f"{self.file}: metadata {self.architecture}{key} is missing")
+    def get(self, key: str) -> Any:
+        """The value, of whatever type; None where there is none."""
+        field = self.reader.get_field(self.name(key))
+        try:
+            return None if field is None else field.contents()
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.file}: metadata {self.name(key)} is not UTF-8 text") from None
+
+    def has(self, key: str) -> bool:
+        return self.reader.get_field(self.name(key)) is not None
+
+    def wrong(self, key: str, rule: str) -> ValueError:
+        if not self.has(key):
+            return ValueError(f"{self.file}: metadata {self.name(key)} is missing")
+        return ValueError(f"{self.file}: metadata {self.name(key)} ({shown(self.get(key))}) must be {rule}")
+
+    def text(self, key: str, default: str) -> str:
+        value = self.get(key) if self.has(key) else default
+        if not isinstance(value, str):
+            raise self.wrong(key, "a text")
         return value
+
+    def integer(self, key: str, default: int | None = None, *, high: int, low: int = 1) -> int:
+        value = self.get(key) if self.has(key) else default
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.wrong(key, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, high: float, above: float = 0.0) -> float:
+        value = self.get(key) if self.has(key) else default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= high:
+            raise self.wrong(key, f"a number above {above:g}, and at most {high:g}")
+        return float(value)
+
+    def token_id(self, key: str, vocab_size: int) -> int | None:
+        return self.integer(key, low=0, high=vocab_size - 1) if self.has(key) else None
 
 
 def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:
     """The model's shapes and constants from metadata (and, for the vocabulary and tied embeddings, from tensors)."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     meta = _Metadata(reader, file)
-    arch = meta.architecture
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"{file}: general.architecture {arch!r} is not supported; use {', '.join(ARCHITECTURES)}")
-    for key in ("split.count", ".expert_count"):
-        if (count := meta.get(key, 0)) > 1:
-            raise ValueError(f"{file}: {key.lstrip('.')} {count} is not supported; use a single file of a dense model")
+    _check_kind(meta)
+
+    def size(key: str, name: str, default: int | None = None) -> int:
+        return meta.integer(key, default, high=LARGEST[name])
+
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{file}: tensor token_embd.weight is missing")
-    heads, hidden = int(meta.need(".attention.head_count")), int(meta.need(".embedding_length"))
-    head_dim = int(meta.get(".attention.key_length", hidden // heads))
-    if (rotated := int(meta.get(".rope.dimension_count", head_dim))) != head_dim:
+    embedding = [int(n) for n in tensors["token_embd.weight"].shape]
+    vocab_size = embedding[1] if len(embedding) == 2 else 0
+    if not 0 < vocab_size <= LARGEST["vocab_size"]:
+        raise ValueError(
+            f"{file}: tensor token_embd.weight has shape {tuple(reversed(embedding))}, which is no embedding"
+        )
+    heads = size(".attention.head_count", "num_attention_heads")
+    hidden = size(".embedding_length", "hidden_size")
+    head_dim = size(".attention.key_length", "head_dim", hidden // heads)
+    if (rotated := size(".rope.dimension_count", "head_dim", head_dim)) != head_dim:
         raise ValueError(f"{file}: rope.dimension_count ({rotated}) must equal the head's size ({head_dim})")
-    if meta.get(".attention.sliding_window", 0):
-        raise ValueError(f"{file}: attention.sliding_window is not supported; attention must be full everywhere")
-    eos = (meta.get("tokenizer.ggml.eos_token_id"), meta.get("tokenizer.ggml.eot_token_id"))
-    bos = meta.get("tokenizer.ggml.bos_token_id")
-    context = int(meta.need(".context_length"))
-    theta = round(float(meta.get(".rope.freq_base", 10_000.0)), 6)
-    config = ModelConfig(
-        family=cast(Family, arch),
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
-        hidden_size=hidden,
-        intermediate_size=int(meta.need(".feed_forward_length")),
-        num_layers=int(meta.need(".block_count")),
-        num_heads=heads,
-        num_kv_heads=int(meta.get(".attention.head_count_kv", heads)),
-        head_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=_rope_scaling(meta, context),
-        # Stored in float32; a decimal of that precision is what the original config.json said.
-        rms_norm_eps=float(f"{float(meta.need('.attention.layer_norm_rms_epsilon')):.6g}"),
-        tie_word_embeddings="output.weight" not in tensors,
-        qkv_bias=arch == "qwen2",
-        qk_norm=arch == "qwen3",
-        max_position_embeddings=context,
-        bos_token_id=None if bos is None else int(bos),
-        eos_token_ids=tuple(dict.fromkeys(int(i) for i in eos if i is not None)),
-    )
+    stops = [meta.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("eos", "eot")]
+    context = size(".context_length", "max_position_embeddings")
+    try:
+        config = ModelConfig(
+            family=cast(Family, meta.architecture),
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=size(".feed_forward_length", "intermediate_size"),
+            num_layers=size(".block_count", "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=size(".attention.head_count_kv", "num_key_value_heads", heads),
+            head_dim=head_dim,
+            rope_theta=round(meta.number(".rope.freq_base", 10_000.0, above=1.0, high=MAX_THETA), 6),
+            rope_scaling=_rope_scaling(meta, context),
+            # Stored in float32; a decimal of that precision is what the original config.json said.
+            rms_norm_eps=float(f"{meta.number('.attention.layer_norm_rms_epsilon', high=1.0):.6g}"),
+            tie_word_embeddings="output.weight" not in tensors,
+            qkv_bias=meta.architecture == "qwen2",
+            qk_norm=meta.architecture == "qwen3",
+            max_position_embeddings=context,
+            bos_token_id=meta.token_id("tokenizer.ggml.bos_token_id", vocab_size),
+            eos_token_ids=tuple(dict.fromkeys(i for i in stops if i is not None)),
+        )
+    except ValueError as error:
+        if str(error).startswith(file):
+            raise
+        raise ValueError(f"{file}: {error}") from None
     if _ROPE_FACTORS in tensors:
-        return _with_llama3(config, np.asarray(tensors[_ROPE_FACTORS].data, np.float64), file)
+        return _with_llama3(config, tensors[_ROPE_FACTORS], file)
     return config
 
 
+def _check_kind(meta: _Metadata) -> None:
+    """Refuses what the decoder does not compute."""
+    if (arch := meta.architecture) not in ARCHITECTURES:
+        raise ValueError(f"{meta.file}: general.architecture {arch!r} is not supported; use {', '.join(ARCHITECTURES)}")
+    for key in ("split.count", ".expert_count"):
+        if (count := meta.integer(key, 0, low=0, high=MAX_ID)) > 1:
+            raise ValueError(
+                f"{meta.file}: {key.lstrip('.')} {count} is not supported; use a single file of a dense model"
+            )
+    if meta.get(".attention.sliding_window"):
+        raise ValueError(f"{meta.file}: attention.sliding_window is not supported; attention must be full everywhere")
+
+
 def _rope_scaling(meta: _Metadata, context: int) -> RopeScaling:
-    kind = meta.get(".rope.scaling.type", "none")
+    kind = meta.text(".rope.scaling.type", "none")
     if kind == "none":
         return RopeScaling()
     if kind not in ("linear", "yarn"):
         raise ValueError(f"{meta.file}: rope.scaling.type {kind!r} is not supported; use 'none', 'linear' or 'yarn'")
-    factor = float(meta.need(".rope.scaling.factor"))
+
+    def number(key: str, default: float | None = None) -> float:
+        return meta.number(f".rope.scaling.{key}", default, high=MAX_FACTOR)
+
+    factor = number("factor")
     if kind == "linear":
         return RopeScaling("linear", factor)
-    extra = float(meta.get(".rope.scaling.attn_factor", meta.get(".rope.scaling.yarn_attn_factor", 1.0)))
     return RopeScaling(
         "yarn",
         factor,
-        int(meta.get(".rope.scaling.original_context_length", context)),
-        beta_fast=float(meta.get(".rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=float(meta.get(".rope.scaling.yarn_beta_slow", 1.0)),
-        attention_factor=yarn_attention_factor(factor, {}) * extra,
+        meta.integer(".rope.scaling.original_context_length", context, high=MAX_ID),
+        beta_fast=number("yarn_beta_fast", 32.0),
+        beta_slow=number("yarn_beta_slow", 1.0),
+        attention_factor=yarn_attention_factor(factor, {}) * number("attn_factor", number("yarn_attn_factor", 1.0)),
     )
 
 
-def _with_llama3(config: ModelConfig, divisors: np.ndarray, file: str) -> ModelConfig:
+def _with_llama3(config: ModelConfig, tensor: ReaderTensor, file: str) -> ModelConfig:
+    if tensor.tensor_type != Kind.F32:
+        raise ValueError(f"{file}: tensor {_ROPE_FACTORS} has type {tensor.tensor_type.name}; it must have F32")
+    divisors = np.asarray(tensor.data, np.float64)
     if np.all(divisors == 1):
         return config
-    scaled = replace(config, rope_scaling=RopeScaling("llama3", float(divisors.max()), **_LLAMA3))
-    if divisors.shape != (config.head_dim // 2,) or not np.allclose(
-        rope_frequencies(config) / divisors, rope_frequencies(scaled), rtol=1e-4
+    largest = float(divisors.max(initial=0.0))
+    scaled = replace(config, rope_scaling=RopeScaling("llama3", largest, **_LLAMA3))
+    if (
+        divisors.shape != (config.head_dim // 2,)
+        or not (1 <= largest <= MAX_FACTOR and divisors.min() > 0)
+        or not np.allclose(rope_frequencies(config) / divisors, rope_frequencies(scaled), rtol=1e-4)
     ):
         raise ValueError(f"{file}: {_ROPE_FACTORS} does not come from llama3 scaling with {_LLAMA3}; use a HF folder")
     return scaled
@@ -179,6 +233,8 @@ def load_gguf(file: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float
 
         return layer
 
-    return config, rules.map_weights(
-        lambda weight, sharding: place(weight, read(weight), dtype, sharding), table, shardings_of(config, mesh)
-    )
+    def one(weight: Weight, sharding: Any) -> jax.Array:
+        names = weight.names("gguf")
+        return place(weight, read(weight), dtype, sharding, lambda layer: f"{file}: tensor {names[layer]}")
+
+    return config, rules.map_weights(one, table, shardings_of(config, mesh))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,57 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
-from jaxrl.models.gguf import config_from_gguf, load_gguf, open_gguf
+from jaxrl.models.gguf import config_from_gguf, load_gguf
 from jaxrl.models.safetensors import load_hf
 from jaxrl.sharding import rules
 
 RANDOM = "random:"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def resolve_path(path: str) -> str:
-    """`package:file` names a file inside an installed package; any other path stays what it is."""
+    """A `model.path` as the path of a folder or file, `random:` still before it.
+
+    `package:file` names a file inside an installed package, and `~` is the home folder.
+
+    Raises:
+      ValueError: it is a URL, or the package is not installed.
+    """
+    if _URL.match(path.removeprefix(RANDOM)):
+        raise ValueError(f"model.path: {path} is a URL; download the model, and give its folder or its .gguf file")
+    if path.startswith("~"):
+        path = os.path.expanduser(path)
     package, colon, file = path.partition(":")
-    if not colon or path.startswith(RANDOM) or os.path.exists(path):
-        return path
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"model.path: {path} names a file of the package {package!r}, which is not installed")
-    return str(Path(next(iter(spec.submodule_search_locations))) / file)
+    if colon and not path.startswith(RANDOM) and not os.path.exists(path):
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"model.path: {path} names a file of the package {package!r}, which is not installed")
+        path = str(Path(next(iter(spec.submodule_search_locations))) / file)
+    return path
+
+
+def checked_path(path: str | Path) -> Path:
+    """The folder or the .gguf file of a resolved path; ValueError if there is none."""
+    text = str(path).removeprefix(RANDOM)
+    found, shown = Path(text), str(path).replace("\0", "\\0")
+    what = f"a Hugging Face folder, a .gguf file or '{RANDOM}<folder>'"
+    if not text or "\0" in text:
+        raise ValueError(f"{shown}: model.path must be {what}")
+    if found.is_dir() or (found.suffix == ".gguf" and found.exists()):
+        return found
+    if found.suffix == ".safetensors" or found.name == "config.json":
+        raise ValueError(f"{shown}: model.path must be the folder that such a file is in: {found.parent}")
+    if not found.exists() and _HUB_NAME.fullmatch(text) and not found.parent.exists():
+        raise ValueError(
+            f"{shown}: model.path must be {what}, and there is no such folder here; for a model of the Hugging Face "
+            f"Hub, download it first (hf download {text} --local-dir {found.name}) and give that folder"
+        )
+    problem = "there is no such file or folder" if not found.exists() else "this is another kind of file"
+    raise ValueError(f"{shown}: model.path must be {what}; {problem}")
 
 
 def load_model(
@@ -41,25 +75,20 @@ def load_model(
       dtype: of the parameters.
       random_init_seed: use random weights from this seed instead of the folder's (`random:` alone means seed 0).
     """
-    text = str(path)
-    if text.startswith(RANDOM) or random_init_seed is not None:
-        return _random(Path(text.removeprefix(RANDOM)), mesh, dtype, random_init_seed or 0)
-    if Path(path).is_dir():
-        return load_hf(path, mesh, dtype)
-    if Path(path).suffix == ".gguf":
-        return load_gguf(path, mesh, dtype)
-    raise ValueError(f"{path}: model.path must be a Hugging Face folder, a .gguf file or '{RANDOM}<folder>'")
+    source = checked_path(path)
+    if str(path).startswith(RANDOM) or random_init_seed is not None:
+        return _random(config_of(path), mesh, dtype, random_init_seed or 0)
+    return load_hf(source, mesh, dtype) if source.is_dir() else load_gguf(source, mesh, dtype)
 
 
 def config_of(path: str | Path) -> ModelConfig:
     """The model's config alone, without its weights; `path` as in `load_model`."""
-    text = str(path).removeprefix(RANDOM)
-    if Path(text).suffix == ".gguf":
-        return config_from_gguf(open_gguf(text), text)
-    return ModelConfig.from_hf(Path(text))
+    source = checked_path(path)
+    if source.is_dir():
+        return ModelConfig.from_hf(source)
+    return config_from_gguf(open_gguf(source), str(source))
 
 
-def _random(folder: Path, mesh: Mesh | None, dtype: Any, seed: int) -> tuple[ModelConfig, dict[str, Any]]:
-    config = ModelConfig.from_hf(folder)
+def _random(config: ModelConfig, mesh: Mesh | None, dtype: Any, seed: int) -> tuple[ModelConfig, dict[str, Any]]:
     shardings = None if mesh is None else rules.train_shardings(config, mesh)
     return config, jax.jit(lambda key: init(config, key, dtype), out_shardings=shardings)(jax.random.key(seed))

@@ -12,7 +12,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,108 +20,49 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jaxrl.models.config import ModelConfig, read_json
-from jaxrl.models.weights import Weight, leaves
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.tensor_files import DTYPES, INDEX, SINGLE, Tensor, check_places, check_tensors, read_folder
+from jaxrl.models.weights import Weight
 from jaxrl.sharding import rules
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-}
 MAX_FILE_BYTES = 5_000_000_000
 """A larger export is cut into several files with an index, as Hugging Face does."""
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # Buffers that old exports hold and no model reads.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """Where one tensor lies. `read` maps it into memory."""
-
-    file: Path
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int
-
-    def read(self) -> np.ndarray:
-        if not math.prod(self.shape):
-            return np.zeros(self.shape, self.dtype)
-        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
-
-
-def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file; ValueError where the file is damaged."""
-    try:
-        size = file.stat().st_size
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file") from None
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{file}: truncated or not a safetensors file ({size} bytes, header of {length} bytes)")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{file}: the header is not that of a safetensors file") from None
-    tensors = {}
-    for name, dtype_name, shape, begin, end in entries:
-        dtype = DTYPES.get(dtype_name)
-        if dtype is None:
-            known = ", ".join(DTYPES)
-            raise ValueError(f"{file}: tensor {name} has dtype {dtype_name}, which is not supported; use {known}")
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{file}: tensor {name} of shape {shape} has {end - begin} bytes, which do not fit it")
-        if 8 + length + end > size:
-            raise ValueError(
-                f"{file}: truncated: tensor {name} of shape {shape} ends at byte {8 + length + end}, the file at {size}"
-            )
-        tensors[name] = Tensor(file, name, dtype, shape, 8 + length + begin)
-    return tensors
-
-
-def read_folder(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder: one file, or those that the index names."""
-    index = folder / INDEX
-    if index.exists():
-        placed = read_json(index).get("weight_map")
-        if not isinstance(placed, dict):
-            raise ValueError(f"{index}: must have an object weight_map")
-        files = {name: read_header(folder / name) for name in sorted(set(placed.values()))}
-        for name, file in placed.items():
-            if name not in files[file]:
-                raise ValueError(f"{folder / file}: tensor {name} is missing, though {INDEX} places it there")
-        return {name: files[file][name] for name, file in placed.items()}
-    found = [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ValueError(f"{folder}: holds no {SINGLE} and no {INDEX}; weights must be in safetensors files")
-    return {name: tensor for file in found for name, tensor in read_header(file).items()}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED = 2**22  # numbers at a time: a head may have gigabytes
 
 
 def place(
-    weight: Weight, read: Callable[[int], np.ndarray], dtype: Any, sharding: jax.sharding.Sharding | None
+    weight: Weight,
+    read: Callable[[int], np.ndarray],
+    dtype: Any,
+    sharding: jax.sharding.Sharding | None,
+    where: Callable[[int], str],
 ) -> jax.Array:
-    """One weight of the training form on its devices.
+    """One weight of the training form on its devices; ValueError where it has values that are NaN or infinite.
 
     Args:
       read: the file's tensor of a layer (0 where the weight is not stacked), of shape `weight.hf_shape`.
       sharding: None is the first device.
+      where: names the file and the tensor of a layer.
     """
     sharding = SingleDeviceSharding(jax.devices()[0]) if sharding is None else sharding
     dtype = jnp.dtype(dtype)
 
+    def part(layer: int, index: tuple[slice, ...]) -> np.ndarray:
+        with np.errstate(over="ignore"):  # what is too large for the dtype is seen below
+            values = np.asarray(weight.from_file(read(layer))[index], dtype)
+        # on the host, where the numbers pass anyway: on the devices the check would have to be compiled first
+        if not np.isfinite(values).all():
+            raise ValueError(f"{where(layer)} has values that are NaN or infinite in {dtype.name}")
+        return values
+
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         if not weight.stacked:
-            return np.asarray(weight.from_file(read(0))[index], dtype)
-        chosen = range(*index[0].indices(weight.shape[0]))
-        return np.stack([np.asarray(weight.from_file(read(i))[index[1:]], dtype) for i in chosen])
+            return part(0, index)
+        return np.stack([part(i, index[1:]) for i in range(*index[0].indices(weight.shape[0]))])
 
     return jax.make_array_from_callback(weight.shape, sharding, lambda index: shard(index or ()), dtype=dtype)
 
@@ -133,45 +73,55 @@ def shardings_of(config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
     return rules.map_weights(lambda _: None, table) if mesh is None else rules.train_shardings(config, mesh)
 
 
-def check_tensors(
-    table: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str], kind: Any = "hf"
-) -> None:
-    """Every weight is there in its shape, and nothing else is; ValueError names file, tensor and shapes."""
-    expected = {name: weight.hf_shape for weight in leaves(dict(table)) for name in weight.names(kind)}
-    for name, shape in expected.items():
-        if name not in found:
-            raise ValueError(f"{where(name)}: tensor {name} of shape {shape} is missing")
-        if tuple(found[name]) != shape:
-            raise ValueError(
-                f"{where(name)}: tensor {name} has shape {tuple(found[name])}, but the config asks for {shape}"
-            )
-    for name in found:
-        if name not in expected:
-            raise ValueError(
-                f"{where(name)}: tensor {name} of shape {tuple(found[name])} has no place in a model of this config"
-            )
-
-
 def load_hf(folder: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[ModelConfig, Any]:
     """(config, params in training form) of a Hugging Face folder, weight by weight, on the mesh's train shardings."""
     folder = Path(folder)
     config = ModelConfig.from_hf(folder)
     tensors = {n: t for n, t in read_folder(folder).items() if not n.endswith(_IGNORED_SUFFIXES)}
     if config.tie_word_embeddings:
-        # Some exports write the tied head a second time.
-        tensors.pop("lm_head.weight", None)
-
-    def where(name: str) -> str:
-        return str(tensors[name].file if name in tensors else folder)
+        tensors = _one_embedding(tensors)
 
     table = config.weights()
-    check_tensors(table, {name: tensor.shape for name, tensor in tensors.items()}, where)
+    check_tensors(
+        table,
+        {name: tensor.shape for name, tensor in tensors.items()},
+        lambda name: str(tensors[name].file if name in tensors else folder),
+    )
+    check_places(tensors.values())
 
     def one(weight: Weight, sharding: Any) -> jax.Array:
         names = weight.names()
-        return place(weight, lambda layer: tensors[names[layer]].read(), dtype, sharding)
+
+        def where(layer: int) -> str:
+            return f"{tensors[names[layer]].file}: tensor {names[layer]}"
+
+        return place(weight, lambda layer: tensors[names[layer]].read(), dtype, sharding, where)
 
     return config, rules.map_weights(one, table, shardings_of(config, mesh))
+
+
+def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model with tied embeddings, of which some exports write the head, too, or the head alone.
+
+    transformers up to version 4 drops a head that differs from the embedding, and version 5 uses both; neither can be
+    what every reader of the folder gets, so it is refused.
+    """
+    rest = {name: tensor for name, tensor in tensors.items() if name != _HEAD}
+    if _HEAD not in tensors:
+        return rest
+    head = tensors[_HEAD]
+    embedding = rest.setdefault(_EMBEDDING, head)
+    same = head.shape == embedding.shape
+    if same and embedding is not head:
+        ours, theirs = embedding.read().reshape(-1), head.read().reshape(-1)
+        pieces = [slice(first, first + _COMPARED) for first in range(0, len(ours), _COMPARED)]
+        same = all(np.array_equal(ours[piece], theirs[piece], equal_nan=True) for piece in pieces)
+    if not same:
+        raise ValueError(
+            f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, though config.json says tie_word_embeddings true; "
+            "set that to false to use both, or remove the tensor"
+        )
+    return rest
 
 
 def export_hf(

@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 from types import MappingProxyType
 
-from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.rope import RopeScaling
 
 
 def _qwen2_5(

@@ -1,22 +1,35 @@
 """Files that a crash at any moment leaves readable: JSON lines that only grow, and files that are replaced as a whole.
 
 Purpose: `JsonLines` is the writer behind metrics, samples, layouts and the journal; `read_lines` reads back what it
-wrote; `write_whole` writes a file that is never seen half written.
+wrote; `write_whole` and `writing_whole` write a file that is never seen half written; `refuse_folder` and `refuse_file`
+say of a place whether it can be written at all, before a long computation ends there.
 
 A line is complete when it ends in a newline. Text after the last newline was cut off by a crash: it counts as not
-written, readers skip it, and the next writer removes it.
+written, readers skip it, and the next writer removes it. A whole line that cannot be read is damage: it is refused with
+its number, and nothing is dropped in silence.
+
+All JSON written here is JSON: a number that is not finite becomes the text "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
+
+from jaxrl.config.inputs import reading
 
 T = TypeVar("T")
+
+DRAFTS = ".jaxrl-*.draft"
+"""The names of files that are being written, until they are renamed (a pattern of `glob`)."""
 
 
 class JsonLines:
@@ -26,15 +39,32 @@ class JsonLines:
       stays: whether lines of a given step that are already in the file are kept; a line without a step always is.
       compact: no spaces between names and values.
       sync: `append` and `keep` return only when the lines are on the disk.
+      begin: False: the file is read and may be refused, and nothing is written before `begin` is called.
+
+    Raises:
+      ValueError: a whole line is damaged; the file is left alone.
     """
 
     def __init__(
-        self, path: str | Path, stays: Callable[[int], bool], *, compact: bool = False, sync: bool = False
+        self,
+        path: str | Path,
+        stays: Callable[[int], bool],
+        *,
+        compact: bool = False,
+        sync: bool = False,
+        begin: bool = True,
     ) -> None:
-        self._path, self._sync = Path(path), sync
-        self._encode = json.JSONEncoder(separators=(",", ":") if compact else None).encode
+        self._path, self._sync, self._stays = Path(path), sync, stays
+        self._separators = (",", ":") if compact else (", ", ": ")
         self._file: FileIO | None = None
-        self.keep(stays)
+        if begin:
+            self.begin()
+        else:
+            read_lines(self._path, _step)
+
+    def begin(self) -> None:
+        """Drops the lines that do not stay; from here on, lines can be written."""
+        self.keep(self._stays)
 
     def make(self) -> FileIO:
         """The open file, made if it is missing."""
@@ -43,17 +73,18 @@ class JsonLines:
         return self._file
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        line = self._encode(entry).encode() + b"\n"
+        line = to_json(entry, separators=self._separators).encode() + b"\n"
         file = self.make()
-        file.write(line)  # one write: a crash leaves either all of the line or a tail without a newline
-        if self._sync:
-            os.fsync(file.fileno())
+        with reading(self._path):
+            write_all(file, line)  # one write: a crash leaves either all of the line or a tail without a newline
+            if self._sync:
+                os.fsync(file.fileno())
 
     def keep(self, stays: Callable[[int], bool]) -> None:
         """Drops the lines of all other steps, and an unfinished last line."""
 
         def kept(line: bytes) -> bytes:
-            step = json.loads(line).get("step")
+            step = _step(line)
             return line + b"\n" if step is None or stays(step) else b""
 
         self.close()
@@ -67,31 +98,185 @@ class JsonLines:
             self._file = None
 
 
+def _step(line: bytes) -> int | None:
+    """The step of a line; None where it has none."""
+    entry = json.loads(line)
+    if not isinstance(entry, dict):
+        raise ValueError("not an object")
+    step = entry.get("step")
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise ValueError(f"step must be a whole number, found {step!r}")
+    return step
+
+
 def read_lines(path: Path, parse: Callable[[bytes], T] = json.loads) -> list[T]:
-    """What `parse` makes of each whole line, in order; nothing where there is no file. ValueError names a bad line."""
+    """What `parse` makes of each whole line, in order; nothing where there is no file.
+
+    Raises:
+      ValueError: a line is damaged: the file, the line, what is wrong with it, and what to do.
+    """
     found: list[T] = []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    with reading(path):
+        lines = path.read_bytes().split(b"\n")[:-1] if os.path.lexists(path) else []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 found.append(parse(line))
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                kind = error.__class__.__name__
-                raise ValueError(f"{path}, line {number}: not a line of {path.stem} ({kind}: {error})") from None
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: damaged ({_wrong(error)}): remove or mend the line, or move the file away"
+                ) from None
     return found
 
 
-def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+def _wrong(error: Exception) -> str:
+    """What is wrong with a line, in a few words."""
+    match error:
+        case UnicodeDecodeError():
+            return f"not UTF-8 text, byte {error.start}"
+        case json.JSONDecodeError():
+            return f"not valid JSON, column {error.colno}"
+        case KeyError():
+            return f"{error} is missing"
+        case RecursionError():
+            return "nested too deeply"
+    return str(error)
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """`json.dumps` that writes JSON whatever the numbers are: one that is not finite becomes its text."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {_finite(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def write_all(file: FileIO, content: bytes) -> None:
+    """Appends all of it or, where the disk is full, nothing."""
+    size = os.fstat(file.fileno()).st_size
+    written = 0
+    try:
+        while written < len(content):  # the system may take a part only, and say so with the next one
+            written += file.write(content[written:]) or 0
+    except OSError:
+        if written:
+            os.ftruncate(file.fileno(), size)
+        raise
+
+
+def write_whole(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
     """Writes a draft beside the file and renames it, so a reader finds either the old content or the new.
 
     Args:
       sync: the content is on the disk before it takes the old one's place.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".draft")
-    with open(draft, "wb") as file:
+    with writing_whole(path, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(draft, path)
+
+
+@contextmanager
+def writing_whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
+    """A draft beside the file, open for writing; it takes the file's place when the `with` ends without an error, and
+    is removed otherwise. Its name is new (`DRAFTS`), so it is never another file's. A link is followed. What is no
+    ordinary file (a terminal, a pipe) cannot be replaced and is written itself.
+
+    Raises:
+      OSError: it cannot be written (no space left ...), with the name of the file.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        with open(path, "wb") as file:
+            yield file
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
+    try:
+        with _of(path, draft), open(draft, "xb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        with _of(path, draft):
+            os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _of(path: Path, draft: Path) -> Iterator[None]:
+    """Errors about a draft name the file that it is to become."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename in (None, str(draft)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def refuse_folder(path: str | Path, option: str) -> Path:
+    """The folder at `path`, which need not exist, without links and `~`.
+
+    Raises:
+      ValueError: no folder can be made or written there, named with the option that asks for it.
+    """
+    if "\0" in str(path):
+        raise ValueError(f"{option}: {str(path)!r} holds a null character, which no path can")
+    given = os.path.expanduser(path)
+    folder = Path(os.path.realpath(given))
+    try:
+        if os.path.islink(given) and not folder.exists():
+            raise ValueError(f"{option}: {given} is a link to {folder}, which does not exist")
+        there = next(each for each in (folder, *folder.parents) if _exists(each))
+        if not there.is_dir():
+            what = f"{folder} is" if there == folder else f"{folder} cannot be made: {there} is"
+            raise ValueError(f"{option}: {what} not a folder")
+    except OSError as error:
+        raise ValueError(f"{option}: {given}: {(error.strerror or str(error)).lower()}") from None
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: {folder} cannot be written: {there} may not be changed by this user")
+    return folder
+
+
+def _exists(path: Path) -> bool:
+    """Whether something is there. Raises OSError for a name that nothing can have."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def refuse_file(path: str | Path, option: str) -> None:
+    """Raises ValueError if no file can be written at `path`, named with the option that asks for it."""
+    problem = file_problem(path)
+    if problem is not None:
+        raise ValueError(f"{option} {problem}")
+
+
+def file_problem(path: str | Path) -> str | None:
+    """Why no file can be written at `path`, to stand after the name of an option; None: nothing is in the way."""
+    target = Path(os.path.realpath(os.path.expanduser(path)))
+    try:
+        there = next(each for each in (target, *target.parents) if _exists(each))
+    except OSError as error:
+        return f"({path}) cannot be written: {(error.strerror or str(error)).lower()}"
+    if target.is_dir():
+        return f"({path}) is a folder: name a file in it"
+    if there != target and not there.is_dir():
+        return f"({path}) cannot be written: {there} is not a folder"
+    above = target.parent if there == target else there  # a file is replaced as a whole
+    if not (target.exists() and not target.is_file()) and not os.access(above, os.W_OK | os.X_OK):
+        return f"({path}) cannot be written: no permission to write in {above}"
+    return None

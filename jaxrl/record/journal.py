@@ -12,6 +12,7 @@ decision. Lines of steps that a checkpoint holds are dropped when the journal is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,22 @@ class Journal:
         earlier = journal.find(11, "verdict", key)      # None, or what was decided before the crash
         if earlier is None:
             journal.append(11, "verdict", key, {"status": "timeout"})
+
+    `begin=False` reads the file, and writes nothing before `begin` is called.
     """
 
-    def __init__(self, path: str | Path, last_step: int) -> None:
-        lines = _read(Path(path))
+    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
+        lines = read_journal(path)
+        self._is_new = not lines
         self._entries = {_place(entry): entry for entry in lines[1:] if entry["step"] > last_step}
-        self._lines = JsonLines(path, lambda step: step > last_step, compact=True, sync=True)
-        if not lines:
+        self._lines = JsonLines(path, lambda step: step > last_step, compact=True, sync=True, begin=False)
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        """Drops the lines of other steps; from here on, decisions can be written."""
+        self._lines.begin()
+        if self._is_new:
             self._lines.append({"journal": SCHEMA})
 
     def find(self, step: int, kind: str, key: tuple[int, ...]) -> Mapping[str, Any] | None:
@@ -66,12 +76,24 @@ def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
     return entry["step"], entry["kind"], tuple(entry["key"])
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The header and the decisions after it; empty if not even the header was written."""
-    try:
-        lines = read_lines(path)
-    except ValueError as error:
-        raise ValueError(f"this is not a journal: {error}") from None
-    if lines and not (isinstance(lines[0], dict) and lines[0].get("journal") == SCHEMA):
-        raise ValueError(f"{path}: journal of schema {lines[0]!r}; this version reads schema {SCHEMA}")
-    return lines
+def read_journal(path: str | Path) -> list[dict[str, Any]]:
+    """The header and the decisions after it; empty if not even the header was written.
+
+    Raises:
+      ValueError: this is not a journal, or a line is damaged: the run could not decide again as it did.
+    """
+    path, header = Path(path), True
+
+    def parse(line: bytes) -> dict[str, Any]:
+        nonlocal header
+        entry, is_header, header = json.loads(line), header, False
+        if is_header:
+            if not isinstance(entry, dict) or entry.get("journal") != SCHEMA:
+                raise ValueError(f"it must be the header of a journal of schema {SCHEMA}, found {line[:80]!r}")
+            return entry
+        step, kind, key = _place(entry)
+        if not (isinstance(step, int) and isinstance(kind, str) and all(isinstance(part, int) for part in key)):
+            raise ValueError("step must be a whole number, kind text, key whole numbers")
+        return entry
+
+    return read_lines(path, parse)

@@ -33,6 +33,7 @@ from jaxrl.record.files import JsonLines, read_lines
 
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # of a sink
 _RESERVED = ("step", "time")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -54,6 +55,7 @@ class MetricsWriter:
       resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
         runs again does not appear twice. -1 removes all; None keeps all.
       project, experiment, config: what wandb shows.
+      begin: False: the file is read and may be refused, and nothing is written or sent before `begin` is called.
     """
 
     def __init__(
@@ -65,18 +67,29 @@ class MetricsWriter:
         project: str = "jaxrl",
         experiment: str = "",
         config: Mapping[str, Any] | None = None,
+        begin: bool = True,
     ) -> None:
-        folder = Path(run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        # before the file is touched, so that a missing extra changes nothing
-        self._sinks = [
-            _open_sink(name, folder, resume_step, project, experiment or folder.name, config)
-            for name in sinks
-            if name != "console"
-        ]
-        self._path = folder / FILE_NAME
-        self._lines = JsonLines(self._path, lambda step: resume_step is None or step <= resume_step, sync=True)
-        self._last_step = max((int(row["step"]) for row in read_metrics(folder)), default=-1)
+        self._folder, self._resume_step = Path(run_dir), resume_step
+        self._shown = (project, experiment or self._folder.name, config)
+        self._sinks: list[Sink] = []
+        self._names = [name for name in sinks if name != "console"]
+        for name in self._names:
+            sink_package(name)
+        self._path = self._folder / FILE_NAME
+        self._lines = JsonLines(
+            self._path, lambda step: resume_step is None or step <= resume_step, sync=True, begin=False
+        )
+        self._last_step = max((int(row["step"]) for row in read_metrics(self._folder)), default=-1)
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        """Opens the sinks, and removes the lines of later steps; from here on, steps can be written."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # before the file is touched: a sink that cannot be opened changes nothing in it
+        self._sinks = [_open_sink(name, self._folder, self._resume_step, *self._shown) for name in self._names]
+        self._lines.begin()
+        self._last_step = max((int(row["step"]) for row in read_metrics(self._folder)), default=-1)
         self._lines.make()
 
     @property
@@ -185,31 +198,34 @@ def _open_sink(
     experiment: str,
     config: Mapping[str, Any] | None,
 ) -> Sink:
-    match name:
-        case "tensorboard":
-            return _TensorBoard(folder / "tensorboard", resume_step)
-        case "wandb":
-            return _Wandb(folder, project, experiment, config)
-        case _:
-            raise ValueError(f"trainer.logger: {name!r} must be one of console, tensorboard, wandb")
+    package = sink_package(name)
+    if name == "tensorboard":
+        return _TensorBoard(package, folder / "tensorboard", resume_step)
+    return _Wandb(package, folder, project, experiment, config)
 
 
-def _need(module: str, extra: str) -> ModuleType:
+def sink_package(name: str) -> ModuleType | None:
+    """The package of a sink of `trainer.logger`; None for "console". Raises ValueError if it is not installed."""
+    if name == "console":
+        return None
+    module = _PACKAGES.get(name)
+    if module is None:
+        raise ValueError(f"trainer.logger: {name!r} must be one of console, tensorboard, wandb")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:  # it is there, and something that it needs is not
             raise
         raise ValueError(
-            f"trainer.logger: {extra} needs the package {module}, which is not installed: "
-            f"pip install 'jaxrl[{extra}]', or leave {extra} out of trainer.logger"
+            f"trainer.logger: {name} needs the package {module}, which is not installed: "
+            f"pip install 'jaxrl[{name}]', or leave {name} out of trainer.logger"
         ) from None
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
+    def __init__(self, package: Any, folder: Path, resume_step: int | None) -> None:
         purge = None if resume_step is None else resume_step + 1
-        self._writer: Any = _need("tensorboardX", "tensorboard").SummaryWriter(str(folder), purge_step=purge)
+        self._writer: Any = package.SummaryWriter(str(folder), purge_step=purge)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -223,8 +239,9 @@ class _TensorBoard:
 class _Wandb:
     """wandb has no way back to an earlier step: a step that runs again after a crash shows as a second point."""
 
-    def __init__(self, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None) -> None:
-        wandb: Any = _need("wandb", "wandb")
+    def __init__(
+        self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
+    ) -> None:
         id_file = folder / "wandb_id.txt"  # a resumed run goes on in the same wandb run
         run_id = id_file.read_text().strip() if id_file.exists() else None
         self._run = wandb.init(

@@ -11,61 +11,108 @@
     checkpoints/     Orbax; a simulated run has one file, state.json
     report.html      written at the end, or by `jaxrl report`
 
-A lock keeps a second run out; the operating system drops it when the process ends, however it ends.
+A lock (`.lock`) keeps a second run out; the operating system drops it when the process ends, however it ends.
+
+A start that is refused leaves the folder as it was. So a `RunDir` writes nothing by itself but its lock, and the folder
+if it is missing; `record_start` is the first to write what stays. Without it, `close` takes back what was made.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import filelock
 import yaml
 
-from jaxrl.config import Config, differences, from_recorded, to_mapping
-from jaxrl.record.files import write_whole
+from jaxrl.config import Config, differences, to_mapping
+from jaxrl.config.files import load_recorded
+from jaxrl.config.inputs import reading
+from jaxrl.record.files import DRAFTS, refuse_folder, to_json, write_whole
 
+CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class RunDir:
-    """An open run directory, locked against other runs. Raises ValueError if another process holds it."""
+    """An open run directory, locked against other runs.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().resolve()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = filelock.FileLock(self.path / ".lock")
+    Args:
+      path: of the folder; made if it is missing.
+      option: the one that names it, for messages.
+
+    Raises:
+      ValueError: it cannot be a folder that this process writes, or another process holds it.
+    """
+
+    def __init__(self, path: str | Path, option: str = "trainer.run_dir") -> None:
+        self.path, self._option = refuse_folder(path, option), option
+        self._started = False
+        self._early: dict[Path, int | None] = {}  # sizes before this start
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        file = self.path / ".lock"
+        self._lock_is_new = not file.exists()
+        self._lock = filelock.FileLock(file)
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
             raise ValueError(
-                f"{self.path} belongs to a run that is still going (it holds {self.path / '.lock'}): wait for it, or "
-                "choose another trainer.run_dir"
+                f"{self.path} belongs to a run that is still going (it holds {file}): wait for it, or choose another "
+                f"{option}"
             ) from None
+        except OSError as error:
+            self._take_back()
+            where = error.filename or self.path
+            raise ValueError(f"{option}: {where}: {(error.strerror or str(error)).lower()}") from None
 
-    def refuse_other_kind(self, *, simulated: bool, option: str) -> None:
+    def refuse_other_kind(self, *, simulated: bool) -> None:
         """Raises ValueError if the earlier run here was simulated and this one is not, or the other way round."""
-        file = self.file("run.json")
-        if not file.exists():
+        earlier = recorded_start(self.path)
+        if earlier is None:
             return
-        was_simulated = json.loads(file.read_text())["devices"].get("platform") == SIMULATED
+        was_simulated = earlier["devices"].get("platform") == SIMULATED
         if was_simulated != simulated:
             kind = "was simulated" if was_simulated else "was not simulated"
-            raise ValueError(f"{self.path} holds a run that {kind}: choose another {option}")
+            raise ValueError(f"{self.path} holds a run that {kind}: choose another {self._option}")
 
     def file(self, name: str) -> Path:
         return self.path / name
 
+    def early_file(self, name: str) -> Path:
+        """A file that something may append to before the start is recorded; a refused start takes that back."""
+        path = self.file(name)
+        self._early[path] = path.stat().st_size if path.exists() else None
+        return path
+
     def close(self) -> None:
+        if not self._started and self._lock_is_new:
+            self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
+        if not self._started:
+            for path, size in self._early.items():
+                if size is None:
+                    path.unlink(missing_ok=True)
+                elif path.exists():
+                    os.truncate(path, size)
         self._lock.release()
+        if not self._started:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Removes the folders that this start has made."""
+        for folder in self._made:
+            with suppress(OSError):  # it was not made, or something else is in it by now
+                folder.rmdir()
 
     @property
     def earlier(self) -> Config | None:
@@ -83,9 +130,12 @@ class RunDir:
 
     def record_start(self, config: Config, devices: Mapping[str, Any], step: int, **more: Any) -> None:
         """Writes config.yaml, and an entry about this start to run.json, which gets `more` as well."""
-        write_whole(self.file("config.yaml"), yaml.safe_dump(to_mapping(config), sort_keys=False))
-        file = self.file("run.json")
-        earlier = json.loads(file.read_text())["starts"] if file.exists() else []
+        earlier = recorded_start(self.path)
+        self._started = True
+        for draft in self.path.glob(DRAFTS):  # of a start that was killed: no other can write here now
+            draft.unlink()
+        write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False))
+        starts = [] if earlier is None else earlier.get("starts", [])
         now = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "from_step": step,
@@ -95,13 +145,54 @@ class RunDir:
             "versions": versions(),
         }
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
-        write_whole(file, json.dumps(record | now | {"starts": [*earlier, now]} | more, indent=1))
+        write_whole(self.file(RUN_FILE), to_json(record | now | {"starts": [*starts, now]} | more, indent=1))
+
+    def record_checkpoint(self, step: int) -> None:
+        """Notes in run.json that checkpoint `step` is complete: a start that finds none can tell that it was lost."""
+        file = self.file(RUN_FILE)
+        write_whole(file, to_json(json.loads(file.read_text(encoding="utf-8")) | {"checkpoint": step}, indent=1))
 
 
 def recorded_config(folder: str | Path) -> Config | None:
-    """The configuration of the run in a folder, which need not exist; None: there is no run."""
-    file = Path(folder).expanduser() / "config.yaml"
-    return from_recorded(yaml.safe_load(file.read_text())) if file.exists() else None
+    """The configuration of the run in a folder, which need not exist; None: there is no run.
+
+    Raises:
+      ConfigError: config.yaml is damaged, or no configuration of this version.
+    """
+    file = Path(folder).expanduser() / CONFIG_FILE
+    return load_recorded(file) if os.path.lexists(file) else None
+
+
+def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
+    """What run.json says of the last start in a folder, and of all `starts`; None: there is no such file.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    file = Path(folder).expanduser() / RUN_FILE
+    if not os.path.lexists(file):
+        return None
+    with reading(file):
+        found = json.loads(file.read_text(encoding="utf-8"))
+    if (fault := _fault(found)) is not None:
+        raise ValueError(f"{file}: damaged ({fault}): mend it, or move it away")
+    return found
+
+
+def _fault(found: Any) -> str | None:
+    """What is wrong with the content of run.json, as far as a later start reads it."""
+    if not isinstance(found, Mapping):
+        return "not an object"
+    devices, starts, newest = found.get("devices"), found.get("starts", []), found.get("checkpoint")
+    if not isinstance(devices, Mapping):
+        return "devices must be an object"
+    if not isinstance(starts, list) or not all(
+        isinstance(start, Mapping) and isinstance(start.get("from_step", 0), int) for start in starts
+    ):
+        return "starts must be a list of objects, with whole numbers as from_step"
+    if not isinstance(newest, int | None):
+        return "checkpoint must be a step or null"
+    return None
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """What a run writes and shows while it goes, real or simulated: opened and closed as one thing.
 
-Purpose: `open_record` opens the files of a run directory at the step from which the run goes on, and the live view; the
-methods of `RunRecord` are the hooks of the loop and the backend. However the run ends, each file is closed, the last
-opened first.
+Purpose: `open_record` reads the files of a run directory at the step from which the run goes on, and opens the live
+view; `RunRecord.begin` opens the files for writing, when nothing can refuse the start any more; the other methods of
+`RunRecord` are the hooks of the loop and the backend. However the run ends, each file is closed, the last opened first.
 
 A simulated run differs: its metrics say that it is one. It has no journal, because its clock decides the same again; no
 timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
@@ -20,20 +20,23 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.record import layouts, samples
-from jaxrl.record.journal import Journal
+from jaxrl.record.files import JsonLines
+from jaxrl.record.journal import Journal, read_journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.live import LiveView
-from jaxrl.record.metrics import MetricsWriter
+from jaxrl.record.metrics import MetricsWriter, read_metrics
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.timeline import Timeline
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
 
+JOURNAL = "journal.jsonl"
+
 
 @dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal`, `timeline` and `watchdog` are None in a simulated one."""
+    """The open record of a run; `journal` and `timeline` are None in a simulated one, and `watchdog` where none is."""
 
     view: LiveView
     metrics: MetricsWriter
@@ -45,6 +48,13 @@ class RunRecord:
     simulated: bool = False
     _phase_began_s: float = field(default_factory=time.monotonic)
     _evaluated: Mapping[str, float] = field(default_factory=dict)  # of the step that is running
+
+    def begin(self) -> None:
+        """Drops from the files what later steps wrote. The first write of a start that is not refused."""
+        parts = (self.timeline, self.metrics, self.samples, self.layouts, self.journal)
+        for part in parts:
+            if part is not None:
+                part.begin()
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()
@@ -93,35 +103,60 @@ class RunOutcome:
 
 @contextmanager
 def open_record(
-    config: Config, run_dir: RunDir, resume_step: int, *, total_steps: int = 0, simulated: bool = False
+    config: Config,
+    run_dir: RunDir,
+    resume_step: int,
+    *,
+    total_steps: int = 0,
+    simulated: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> Iterator[RunRecord]:
-    """The record of a run in its directory, closed at the end of the `with`.
+    """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
 
     Args:
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
       total_steps: for the live view's time to go; 0: it shows none.
+      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
+
+    Raises:
+      ValueError: a file of the record is damaged.
     """
     with ExitStack() as stack:
         view = stack.enter_context(closing(LiveView(total_steps, sys.stdout)))
-        timeline = None if simulated else stack.enter_context(closing(Timeline(run_dir.file("timeline.json"))))
+        timeline = None
+        if not simulated:
+            timeline = stack.enter_context(closing(Timeline(run_dir.file("timeline.json"), begin=False)))
         metrics = MetricsWriter(
             run_dir.path,
             () if simulated else config.trainer.logger,
             resume_step=resume_step,
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
+            begin=False,
         )
         stack.enter_context(closing(metrics))
         record = RunRecord(
             view,
             metrics,
-            stack.enter_context(closing(SampleLog(run_dir.file(samples.FILE_NAME), resume_step))),
-            stack.enter_context(closing(LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step))),
+            stack.enter_context(closing(SampleLog(run_dir.file(samples.FILE_NAME), resume_step, begin=False))),
+            stack.enter_context(closing(LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step, begin=False))),
             timeline,
             simulated=simulated,
         )
         if timeline is not None:
-            record.journal = stack.enter_context(closing(Journal(run_dir.file("journal.jsonl"), max(resume_step, 0))))
-            watchdog = Watchdog(timeline, config.trainer.hang_timeout_s, view.message)
-            record.watchdog = stack.enter_context(closing(watchdog))
+            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False)
+            record.journal = stack.enter_context(closing(journal))
+            if watchdog is not None:
+                watchdog.follow(timeline, view.message)
+                record.watchdog = watchdog
         yield record
+
+
+def refuse_damaged(run_dir: RunDir) -> None:
+    """Raises ValueError if a run could not go on with the files in its directory; see `open_record`, which reads them
+    again at the step that counts. For before anything that takes long."""
+    read_metrics(run_dir.path)
+    for name in (samples.FILE_NAME, layouts.FILE_NAME):
+        JsonLines(run_dir.file(name), lambda step: True, begin=False)
+    read_journal(run_dir.file(JOURNAL))
+    Timeline(run_dir.file("timeline.json"), begin=False)

@@ -19,10 +19,15 @@ SAMPLES_PER_GROUP = 2
 
 
 class SampleLog:
-    """Appends the first samples of a step's first groups; drops lines of steps after `last_step` when it opens."""
+    """Appends the first samples of a step's first groups; drops lines of steps after `last_step` when it begins."""
 
-    def __init__(self, path: str | Path, last_step: int) -> None:
-        self._lines = JsonLines(path, lambda step: step <= last_step)
+    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
+        self._lines = JsonLines(path, lambda step: step <= last_step, begin=False)
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        self._lines.begin()
         self._lines.make()
 
     def write(self, step: int, groups: Sequence[Group]) -> None:

@@ -16,14 +16,19 @@ Within one track, spans must nest: threads that work at the same time use differ
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from jaxrl.config.inputs import reading
+from jaxrl.record.files import to_json, write_all
 
 _SHORT_S = 0.005  # spans below this are merged ...
 _GAP_S = 0.001  # ... when no longer than this apart
@@ -59,6 +64,7 @@ class Timeline:
 
     Args:
       clock: seconds from any origin; a simulation's own.
+      begin: False: the file is read and may be refused, and nothing is written before `begin` is called.
     """
 
     def __init__(
@@ -69,15 +75,15 @@ class Timeline:
         max_tracks: int = 64,
         max_bytes: int = 32 << 20,
         clock: Callable[[], float] = time.perf_counter,
+        begin: bool = True,
     ) -> None:
         self._clock = clock
         self._path = Path(path)
         self._max_events, self._max_tracks, self._max_bytes = max_events_per_step, max_tracks, max_bytes
         self._lock = threading.RLock()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._pid, self._origin_us = _repair(self._path)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
-        self._bytes = self._path.stat().st_size
+        whole_bytes, self._pid, self._origin_us = _end_of(self._path)
+        self._bytes = whole_bytes
+        self._file: FileIO | None = None
         self._lines: list[str] = []
         self._started_s, self._flushed_s = clock(), time.perf_counter()
         self._tracks: dict[str, int] = {}
@@ -91,7 +97,16 @@ class Timeline:
             self._lines.append("[\n")
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         self._metadata("process_name", 0, f"start {self._pid}, {started}")
-        self._flush()
+        if begin:
+            self.begin()
+
+    def begin(self) -> None:
+        """Drops a half-written last line; from here on, events go to the file."""
+        with self._lock:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
+            self._file.truncate(self._bytes)
+            self._flush()
 
     @contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
@@ -158,10 +173,13 @@ class Timeline:
 
     def close(self) -> None:
         with self._lock:
-            if not self._file.closed:
+            if self._file is not None:
                 self._end_step()
-                self._flush()
-                self._file.close()
+                try:
+                    self._flush()
+                finally:
+                    self._file.close()
+                    self._file = None
 
     def __enter__(self) -> Timeline:
         return self
@@ -263,11 +281,12 @@ class Timeline:
 
     def _flush(self) -> None:
         self._flushed_s = time.perf_counter()
-        if self._lines and not self._file.closed:
+        if self._lines and self._file is not None:
             data = "".join(self._lines).encode()
             self._lines.clear()
+            with reading(self._path):
+                write_all(self._file, data)
             self._bytes += len(data)
-            self._file.write(data)
 
     def _us(self, at_s: float) -> float:
         return round(self._origin_us + (at_s - self._started_s) * 1e6, 1)
@@ -276,36 +295,39 @@ class Timeline:
         return self._us(self._clock())
 
 
-# default=str: an argument that JSON does not know must not end a run
-_ENCODER = json.JSONEncoder(separators=(",", ":"), default=str)
-
-
 def _line(event: dict[str, Any]) -> str:
-    return _ENCODER.encode(event) + ",\n"
+    # default=str: an argument that JSON does not know must not end a run
+    return to_json(event, separators=(",", ":"), default=str) + ",\n"
 
 
-def _repair(path: Path) -> tuple[int, float]:
-    """Drops a half-written last line; returns this run's process number in the trace and where its clock starts."""
-    if not path.exists() or not path.stat().st_size:
-        return 1, 0.0
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        if file.read(1) != b"[":
-            raise ValueError(f"{path} is not a timeline: move it away, or choose another run directory")
-        file.seek(max(size - _TAIL_BYTES, 0))
-        tail = file.read()
+def _end_of(path: Path) -> tuple[int, int, float]:
+    """Bytes of the file up to the end of its last whole line, this run's process number in the trace, and where its
+    clock starts."""
+    with reading(path):
+        size = path.stat().st_size if os.path.lexists(path) else 0
+        if not size:
+            return 0, 1, 0.0
+        with open(path, "rb") as file:
+            if file.read(1) != b"[":
+                raise ValueError(f"{path}: not a timeline, which begins with [: move it away")
+            file.seek(max(size - _TAIL_BYTES, 0))
+            tail = file.read()
     whole, newline, half = tail.rpartition(b"\n")
     if not newline:  # not even the first line is whole
-        os.truncate(path, 0)
-        return 1, 0.0
-    if half:
-        os.truncate(path, size - len(half))
+        return 0, 1, 0.0
     events = []
     for line in whole.split(b"\n"):
         try:
             events.append(json.loads(line.rstrip(b",\r")))
         except ValueError:
             continue  # the opening bracket, or the line that the tail cuts
-    pid = max((event.get("pid", 0) for event in events if isinstance(event, dict)), default=0)
-    end = max((e.get("ts", 0.0) + e.get("dur", 0.0) for e in events if isinstance(e, dict)), default=0.0)
-    return pid + 1, end + _PAUSE_US
+    events = [event for event in events if isinstance(event, dict)]
+    pid = max((int(_number(event, "pid")) for event in events), default=0)
+    end = max((_number(event, "ts") + _number(event, "dur") for event in events), default=0.0)
+    return size - len(half), pid + 1, end + _PAUSE_US
+
+
+def _number(event: Mapping[str, Any], name: str) -> float:
+    """0 where it is missing, or damaged: a picture goes on all the same."""
+    value = event.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else 0.0

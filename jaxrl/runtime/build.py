@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
-from jaxrl.data.stops import stop_string_check
+from jaxrl.data.fit import check_length, check_vocabulary
+from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model, resolve_path
+from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import layout_sizes, plan_remat
+from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import train_shardings
 
 _log = logging.getLogger(__name__)
 
 
 def prepare_jax(config: Config) -> list[Any]:
-    """Sets what must be set before the first computation; returns the devices of the run."""
+    """Sets what must be set before the first computation; returns the devices of the run. Writes nothing."""
     wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
     if wide:
         jax.config.update("jax_enable_x64", True)
-    if config.trainer.compilation_cache_dir:
-        folder = Path(config.trainer.compilation_cache_dir).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     devices = jax.devices()
     wanted = config.trainer.num_devices or len(devices)
     if wanted > len(devices):
@@ -48,10 +49,50 @@ def prepare_jax(config: Config) -> list[Any]:
     return devices[:wanted]
 
 
+def use_compilation_cache(config: Config) -> None:
+    """From here on, compiled programs are kept in `trainer.compilation_cache_dir`. Makes that folder, so it is called
+    when nothing is refused any more; what was compiled until then (random weights, the optimizer's start) is small."""
+    if config.trainer.compilation_cache_dir:
+        folder = Path(config.trainer.compilation_cache_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        reset_cache()  # jax looks at the option once, when it compiles for the first time
+
+
 def device_bytes(devices: Sequence[Any]) -> int | None:
     """Memory of one device; None if the backend does not report it (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the part of it (a control group) that this process may use."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or no limit: `max`
+            found.append(int(Path(file).read_text()))
+    return min(found)
+
+
+def bytes_each(devices: Sequence[Any], num_devices: int) -> int:
+    """Memory of one of so many devices like these; of a CPU, its share of the host's."""
+    own = device_bytes(devices)
+    return host_bytes() // num_devices if own is None else own
+
+
+def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any], *, trains: bool = True) -> None:
+    """Raises ConfigError for sizes that need more memory than there is, before any is used.
+
+    Args:
+      devices: those without the rollout's own, which are of the same kind.
+      trains: as in `memory_problem`.
+    """
+    count = len(devices) + config.rollout.num_devices
+    plan = memory_plan(config, model, count, device_bytes(devices), devices[0].platform)
+    problem = memory_problem(config, model, plan, count, bytes_each(devices, count), trains)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
@@ -60,12 +101,42 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
     return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
 
 
-def load_tokenizer_and_model(config: Config, mesh: Mesh) -> tuple[Tokenizer, ModelConfig, Any]:
-    """The tokenizer, config and weights that `model.path` names, with training's shardings."""
+def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
+
+    Raises:
+      ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are longer than the
+        model was made for, or a stop string is none.
+    """
     path = resolve_path(config.model.path)
+    folder = str(checked_path(path))
+    model = config_of(path)
+    tokenizer = Tokenizer.from_path(folder)
+    check_vocabulary(tokenizer, model, folder)
+    data = config.data
+    asked = (
+        f"data.max_prompt_length ({data.max_prompt_length}) + data.max_response_length ({data.max_response_length}) = "
+        f"{config.max_model_length} tokens"
+    )
+    check_length(model, config.max_model_length, asked, folder)
+    check_stop_strings(config.rollout.stop, "rollout.stop")
+    return tokenizer, model
+
+
+def load_weights(config: Config, mesh: Mesh) -> Any:
+    """The weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
-    model, params = load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)
-    return Tokenizer.from_path(path.removeprefix("random:")), model, params
+    return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)[1]
+
+
+def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:
+    """Shapes, dtypes and training's shardings of a model's weights, without any."""
+    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        train_shardings(model, mesh),
+    )
 
 
 def build_executor(

@@ -76,7 +76,7 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
 
 def build_layouts(
     config: Config,
-    model: ModelConfig,
+    profile: Profile | None,
     mesh: Mesh,
     engine: Engine,
     row_sizes: Mapping[int, Sequence[int]],
@@ -84,10 +84,11 @@ def build_layouts(
     timeline: Timeline,
     log: LayoutLog,
 ) -> LayoutSession:
-    """The session of a run with an adaptive `rollout.layout`. Raises ConfigError for a profile that cannot be used."""
+    """The session of a run with an adaptive `rollout.layout`; `profile`: the checked one, where layouts switch."""
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
     predictor = None
     if options.switch:
-        predictor = LatencyPredictor(checked_profile(config, model, mesh), options, row_sizes)
+        assert profile is not None
+        predictor = LatencyPredictor(profile, options, row_sizes)
     control = LayoutControl(engine, options, degrees, config.rollout.tp, predictor)
     return LayoutSession(control, time.perf_counter, timeline, log, journal)

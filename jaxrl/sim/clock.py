@@ -57,12 +57,17 @@ def nanoseconds(seconds: float) -> int:
 
 
 class SimulatedPhases:
-    """`timing_s/<phase>` in simulated seconds, drawn into `timeline` where there is one."""
+    """`timing_s/<phase>` in simulated seconds, drawn into the timeline at `path`, if given, from `begin` on."""
 
     def __init__(self, clock: SimulatedClock, path: str | Path | None = None) -> None:
         self._clock = clock
-        self._picture = None if path is None else Timeline(path, clock=lambda: clock.now_s)
+        self._picture = None if path is None else Timeline(path, clock=lambda: clock.now_s, begin=False)
         self._sums_ns: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """From here on, the timeline's file is written."""
+        if self._picture is not None:
+            self._picture.begin()
 
     @contextmanager
     def phase(self, name: str, track: str = "loop", **args: Any) -> Iterator[None]:

@@ -9,8 +9,10 @@ Sources:
 - KL in the reward: Ouyang et al. 2022, eq. 2.
 
 Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
-after the root; whitening with ε = 1e-8 under it). Departures: statistics are taken in float64; a sample without a
-partner in its group gets advantage 0 (verl: its raw score), because there is nothing to compare it with.
+after the root; whitening with ε = 1e-8 under it, over the tokens that are learnt from: `masked_whiten`). Departures:
+statistics are taken in float64; a sample without a partner in its group gets advantage 0 (verl: its raw score), because
+there is nothing to compare it with; a token before a masked one keeps the return of what follows (verl starts again
+behind each masked token, which is meant for padding).
 
 All estimators except those in `NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are known as soon as
 its last reward is, and its gradient can be streamed.
@@ -37,9 +39,9 @@ _WHITEN_EPS = 1e-8
 def compute(
     groups: Sequence[Group],
     algorithm: AlgorithmSection,
-    *,
     logprobs: Sequence[np.ndarray] | None = None,
     ref_logprobs: Sequence[np.ndarray] | None = None,
+    loss_masks: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """Advantages of all samples, in the order of the groups and of the samples in them.
 
@@ -48,6 +50,7 @@ def compute(
       algorithm: `adv_estimator` and its options.
       logprobs: per sample float [T] under the policy; only with `use_kl_in_reward`, flat in the same order.
       ref_logprobs: the same under the reference model.
+      loss_masks: per sample [T], 1 at tokens to learn from; None: all. Statistics over tokens leave the others out.
 
     Returns:
       Per sample float32 [T], T its response tokens, those that a mask keeps from being learnt included.
@@ -58,7 +61,7 @@ def compute(
     samples = [sample for group in groups for sample in group.samples]
     penalties = _kl_penalties(samples, algorithm, logprobs, ref_logprobs)
     if algorithm.adv_estimator == "reinforce_plus_plus":
-        return reinforce_plus_plus(samples, penalties)
+        return reinforce_plus_plus(samples, penalties, loss_masks)
     out: list[np.ndarray] = []
     start = 0
     for group in groups:
@@ -113,15 +116,18 @@ def rloo(scores: np.ndarray) -> np.ndarray:
     return (scores - scores.mean()) * (n / (n - 1))
 
 
-def reinforce_plus_plus(samples: Sequence[Sample], penalties: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Undiscounted return from each token on, whitened over all tokens of the batch.
+def reinforce_plus_plus(
+    samples: Sequence[Sample], penalties: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """Undiscounted return from each token on, whitened over all tokens of the batch that are learnt from.
 
     Args:
       samples: the whole batch; a sample's reward falls on its last token.
       penalties: per sample float [T], subtracted from the reward token by token (zeros without KL in the reward).
+      loss_masks: per sample [T], 1 at tokens to learn from; None: all. The others enter neither mean nor variance.
 
     Returns:
-      Per sample float32 [T].
+      Per sample float32 [T]; 0 at tokens that are not learnt from.
     """
     returns: list[np.ndarray] = []
     for sample, penalty in zip(samples, penalties, strict=True):
@@ -129,12 +135,13 @@ def reinforce_plus_plus(samples: Sequence[Sample], penalties: Sequence[np.ndarra
         if len(sample):
             rewards[-1] += _reward(sample)
         returns.append(np.cumsum(rewards[::-1])[::-1])
-    flat = np.concatenate(returns) if returns else np.zeros(0)
-    if not flat.size:
-        return [np.zeros(0, np.float32) for _ in samples]
-    variance = flat.var(ddof=1) if flat.size > 1 else 0.0
+    masks = [np.ones(len(s), bool) for s in samples] if loss_masks is None else [np.asarray(m) > 0 for m in loss_masks]
+    learnt = np.concatenate([r[m] for r, m in zip(returns, masks, strict=True)]) if returns else np.zeros(0)
+    if not learnt.size:
+        return [np.zeros(len(sample), np.float32) for sample in samples]
+    variance = learnt.var(ddof=1) if learnt.size > 1 else 0.0
     scale = 1.0 / np.sqrt(variance + _WHITEN_EPS)
-    return [((r - flat.mean()) * scale).astype(np.float32) for r in returns]
+    return [np.where(m, (r - learnt.mean()) * scale, 0).astype(np.float32) for r, m in zip(returns, masks, strict=True)]
 
 
 def _kl_penalties(

@@ -108,7 +108,8 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.runtime.build import (
         build_engine,
         build_executor,
-        load_tokenizer_and_model,
+        load_weights,
+        read_tokenizer_and_model,
     )
     from jaxrl.runtime.rules import batch_rule
     from jaxrl.sharding.layout import Layout
@@ -120,7 +121,8 @@ def run(spec: StepSpec, ask: Ask) -> None:
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         mesh = make_mesh(prepare_devices(spec.devices))
-        tokenizer, model, params = load_tokenizer_and_model(config, mesh)
+        tokenizer, model = read_tokenizer_and_model(config)
+        params = load_weights(config, mesh)
         prompts = PromptSource(load_train(config), tokenizer, config)
         trainer = Trainer(config, model, params, mesh)
         del params

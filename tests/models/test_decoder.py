@@ -13,13 +13,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxrl.kernels import attention, packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.safetensors import export_hf
+from jaxrl.models.safetensors import export_hf, load_hf
 from jaxrl.models.weights import Weight
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
-from .conftest import FAMILIES, SCALINGS, causal, lively, positions_of, tiny_config, unstack
+from .conftest import FAMILIES, ROPE, SCALINGS, causal, lively, positions_of, rope_config, tiny_config, unstack
 
 DATA = Path(__file__).parent / "data"
 TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40))
@@ -66,6 +66,24 @@ def test_logits_equal_recorded_reference(case):
 
 def test_recorded_cases_cover_every_family_and_scaling():
     assert len(CASES) == len(FAMILIES) * len(SCALINGS)
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rope_is_read_as_transformers_reads_it(name):
+    recorded = json.loads((DATA / "rope.json").read_text(encoding="utf-8"))["cases"][name]
+    config = ModelConfig.from_hf(rope_config(name))
+    np.testing.assert_allclose(decoder.rope_frequencies(config), recorded["frequencies"], rtol=2e-6)
+    assert config.rope_scaling.attention_factor == pytest.approx(recorded["attention_factor"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["scaling beside parameters", "original at the top"])
+def test_logits_with_rope_added_to_our_own_export(name, tmp_path, torch_logits):
+    """What a user does who stretches a trained model's context."""
+    params = lively(decoder.init(tiny_config(), jax.random.key(0)))
+    export_hf(params, tiny_config(), tmp_path, dtype=jnp.float32)
+    (tmp_path / "config.json").write_text(json.dumps(rope_config(name)))
+    config, params = load_hf(tmp_path)
+    np.testing.assert_allclose(scan_logits(params, config), torch_logits(tmp_path, TOKENS), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import secrets
+import stat
+from io import FileIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from jaxrl.record.files import JsonLines, read_lines, write_whole
+from jaxrl.record.files import JsonLines, read_lines, refuse_file, refuse_folder, write_whole, writing_whole
 
 ENTRIES = [{"step": 1, "text": "é\n"}, {"step": 3, "x": 0.5}, {"note": "no step"}, {"step": 2}, {"step": 3}]
 
@@ -74,13 +79,79 @@ def test_lines_can_be_dropped_between_two_writes(path: Path):
     lines.close()
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", "7", '{"step": "1"}', '{"step": 1'])
-def test_a_damaged_line_is_named_and_the_file_left_alone(path: Path, line: str):
-    content = b'{"step": 9}\n' + line.encode() + b'\n{"step": 1}\n'
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b"nonsense", "not valid JSON, column 1"),
+        (b"[1]", "not an object"),
+        (b"7", "not an object"),
+        (b'{"step": "1"}', "step must be a whole number, found '1'"),
+        (b'{"step": true}', "step must be a whole number, found True"),
+        (b'{"step": 1', "not valid JSON, column 11"),
+        (b'{"x": "\xff"}', "not UTF-8 text, byte 7"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+@pytest.mark.parametrize("begin", [True, False])
+def test_a_damaged_line_is_named_and_the_file_left_alone(path: Path, line: bytes, what: str, begin: bool):
+    content = b'{"step": 9}\n' + line + b'\n{"step": 1}\n'
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"some\.jsonl, line 2: not a line of some \(\w+Error: "):
-        JsonLines(path, lambda step: step <= 3)
+    with pytest.raises(ValueError, match="damaged") as caught:
+        JsonLines(path, lambda step: step <= 3, begin=begin)
+    assert str(caught.value) == f"{path}, line 2: damaged ({what}): remove or mend the line, or move the file away"
     assert path.read_bytes() == content
+
+
+def test_a_file_is_read_and_not_written_before_it_is_begun(path: Path):
+    write(path, ENTRIES)
+    path.write_bytes(path.read_bytes() + b'{"st')
+    content = path.read_bytes()
+    lines = JsonLines(path, lambda step: step <= 2, begin=False)
+    lines.close()
+    assert path.read_bytes() == content
+    lines.begin()
+    assert read_lines(path) == [ENTRIES[i] for i in (0, 2, 3)]
+
+
+def test_numbers_that_are_not_finite_are_text(path: Path):
+    """NaN is no JSON: other readers stop at it."""
+    nan, inf = float("nan"), np.float64("inf")
+    write(path, [{"step": 1, "x": nan, "y": [inf, (-inf, 0.5)], "z": {"a": {"b": nan}}}])
+    line = path.read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "step": 1,
+        "x": "nan",
+        "y": ["inf", ["-inf", 0.5]],
+        "z": {"a": {"b": "nan"}},
+    }
+
+
+def test_a_line_that_the_disk_does_not_take_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The system takes half of it, and then says that there is no space; the next line stands where this one would."""
+    write(path, ENTRIES[:1])
+
+    class Half:
+        def __init__(self, file: FileIO) -> None:
+            self.file, self.calls = file, 0
+
+        def __getattr__(self, name: str):
+            return getattr(self.file, name)
+
+        def write(self, data: bytes) -> int:
+            self.calls += 1
+            if self.calls == 1:
+                return self.file.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lines = JsonLines(path, lambda step: True)
+    lines._file = Half(lines.make())  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(OSError, match="No space left") as caught:
+        lines.append({"step": 2})
+    assert caught.value.filename == str(path)
+    lines.close()
+    lines.append({"step": 3})
+    lines.close()
+    assert read_lines(path) == [ENTRIES[0], {"step": 3}]
 
 
 def test_a_file_is_not_written_again_for_nothing(path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -103,11 +174,12 @@ def test_a_file_is_replaced_and_its_folder_made(tmp_path: Path):
 
 @pytest.mark.parametrize("moment", ["open", "write", "replace"])
 def test_a_crash_while_it_is_replaced_leaves_the_old_content(path: Path, moment: str, monkeypatch: pytest.MonkeyPatch):
-    """What a crash leaves of the draft is overwritten by the next one."""
+    """An error leaves no draft; one that a killed process left is in nothing's way."""
     write(path, ENTRIES)
     old = path.read_bytes()
-    draft = path.with_name("some.jsonl.draft")
+    draft = path.with_name(".jaxrl-000000000000.draft")
     with monkeypatch.context() as patch:
+        patch.setattr(secrets, "token_hex", lambda size: "0" * 2 * size)
         if moment == "open":
             draft.mkdir()
         elif moment == "write":
@@ -117,13 +189,13 @@ def test_a_crash_while_it_is_replaced_leaves_the_old_content(path: Path, moment:
         with pytest.raises(OSError):  # noqa: PT011 - of the operating system, whichever
             write(path, [], last_step=1, sync=True)
     assert path.read_bytes() == old
+    assert [file.name for file in path.parent.iterdir() if file != draft] == [path.name]
     if moment == "open":
-        draft.rmdir()
+        assert draft.is_dir(), "it is not ours"
     else:
-        draft.write_bytes(b'{"st')
+        assert not draft.exists()
     write(path, [], last_step=1, sync=True)
     assert read_lines(path) == [ENTRIES[0], ENTRIES[2]]
-    assert not draft.exists()
 
 
 def _crash(*_: object) -> None:
@@ -146,3 +218,88 @@ def test_what_must_be_on_the_disk_is_there_before_it_counts(path: Path, sync: bo
     line = len(b'{"step": 1}\n')
     synced = [("fsync", line), ("fsync", 2 * line), ("fsync", line), ("replace", line)]
     assert calls == (synced if sync else [("replace", line)])
+
+
+# ---------------------------------------------------------------- what is not ours
+
+
+def test_a_file_that_is_called_a_draft_is_left_alone(path: Path):
+    other = path.with_name(path.name + ".draft")
+    other.write_text("mine")
+    write_whole(path, "new")
+    assert (path.read_text(), other.read_text()) == ("new", "mine")
+
+
+def test_a_link_is_followed_and_stays(path: Path, tmp_path: Path):
+    target = tmp_path / "elsewhere" / "real"
+    write_whole(target, "old")
+    path.symlink_to(target)
+    write_whole(path, "new")
+    assert path.is_symlink()
+    assert target.read_text() == "new"
+    assert [file.name for file in target.parent.iterdir()] == ["real"]
+
+
+def test_what_is_no_file_is_written_and_not_replaced(tmp_path: Path):
+    """As `--out /dev/null`: a rename would put a file in the place of the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    refuse_file(pipe, "--out")
+
+
+def test_an_error_inside_leaves_the_old_content_and_no_draft(path: Path):
+    write_whole(path, "old")
+
+    def interrupted() -> None:
+        with writing_whole(path) as file:
+            file.write(b"half")
+            assert len(list(path.parent.iterdir())) == 2
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [(path.name, "old")]
+
+
+def test_an_error_names_the_file_and_not_its_draft(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError) as caught:
+        write_whole(tmp_path / "file" / "a.json", "")
+    assert "draft" not in str(caught.value)
+    with pytest.raises(OSError, match="No space left") as caught, writing_whole(tmp_path / "a.json"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.filename == str(tmp_path / "a.json")
+
+
+def test_places_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert refuse_folder(tmp_path / "a" / "b", "x") == tmp_path / "a" / "b"
+    for given, words in {
+        tmp_path / "file": f"x: {tmp_path}/file is not a folder",
+        tmp_path / "file" / "a" / "b": f"x: {tmp_path}/file/a/b cannot be made: {tmp_path}/file is not a folder",
+        tmp_path / "link": f"x: {tmp_path}/link is a link to {tmp_path}/gone, which does not exist",
+        tmp_path / "loop": f"x: {tmp_path}/loop is a link to {tmp_path}/loop, which does not exist",
+        tmp_path / ("n" * 300): f"x: {tmp_path}/{'n' * 300}: file name too long",
+        "/dev/null": "x: /dev/null is not a folder",
+        "a\0b": "x: 'a\\x00b' holds a null character, which no path can",
+    }.items():
+        with pytest.raises(ValueError, match="x: ") as caught:
+            refuse_folder(given, "x")
+        assert str(caught.value) == words
+    refuse_file(tmp_path / "a" / "b", "--out")
+    for given, words in {
+        tmp_path: f"--out ({tmp_path}) is a folder: name a file in it",
+        tmp_path / "file" / "a": f"--out ({tmp_path}/file/a) cannot be written: {tmp_path}/file is not a folder",
+        tmp_path / ("n" * 300): f"--out ({tmp_path}/{'n' * 300}) cannot be written: file name too long",
+    }.items():
+        with pytest.raises(ValueError, match="--out ") as caught:
+            refuse_file(given, "--out")
+        assert str(caught.value) == words
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link", "loop"], "nothing was made"

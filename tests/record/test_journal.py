@@ -92,10 +92,15 @@ def test_a_header_cut_off_is_written_again(journal_of: Open, tmp_path: Path, con
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"journal": 2}\n', "journal of schema .*2.*; this version reads schema 1"),
-        (b"[1]\n", "journal of schema"),
-        (b"hello\n", "is not a journal"),
-        (b'{"journal": 1}\nhello\n', "is not a journal"),
+        (b'{"journal": 2}\n', "line 1: .*header of a journal of schema 1, found .*2"),
+        (b"[1]\n", "line 1: .*journal of schema"),
+        (b"hello\n", "line 1: damaged .not valid JSON"),
+        (b'{"journal": 1}\nhello\n', "line 2: damaged .not valid JSON"),
+        (b'{"journal": 1}\n{"step": 1, "kind": "verdict"}\n', "line 2: damaged .'key' is missing"),
+        (b'{"journal": 1}\n{"step": "1", "kind": "verdict", "key": [1]}\n', "line 2: .*step must be a whole number"),
+        (b'{"journal": 1}\n{"step": 1, "kind": "verdict", "key": ["a"]}\n', "line 2: .*key whole numbers"),
+        (b'{"journal": 1}\n{"step": 1, "kind": 7, "key": [1]}\n', "line 2: .*kind text"),
+        (b'{"journal": 1}\n[1]\n', "line 2: damaged"),
     ],
 )
 def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: bytes, words: str):

@@ -88,7 +88,7 @@ def test_a_damaged_file_is_named(tmp_path, line):
     write(tmp_path, [0])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(line + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a line of metrics"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: damaged"):
         read_metrics(tmp_path)
 
 

@@ -6,14 +6,16 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import yaml
+from refusals import contents
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.files import load
-from jaxrl.record.run_dir import RunDir, commit, versions
+from jaxrl.record.run_dir import RunDir, commit, recorded_config, recorded_start, versions
 
 HOLD = """
 import sys, time
@@ -108,9 +110,65 @@ def test_versions_and_commit():
 def test_simulated_and_real_runs_keep_apart(tmp_path: Path):
     for platform, simulated in (("simulated", True), ("cpu", False)):
         run_dir = RunDir(tmp_path / platform)
-        run_dir.refuse_other_kind(simulated=simulated, option="trainer.run_dir")
+        run_dir.refuse_other_kind(simulated=simulated)
         run_dir.record_start(make_config(), {"platform": platform, "kind": "x", "count": 1}, 0)
-        run_dir.refuse_other_kind(simulated=simulated, option="trainer.run_dir")
+        run_dir.refuse_other_kind(simulated=simulated)
         with pytest.raises(ValueError, match=r"holds a run that was .*simulated: choose another trainer\.run_dir"):
-            run_dir.refuse_other_kind(simulated=not simulated, option="trainer.run_dir")
+            run_dir.refuse_other_kind(simulated=not simulated)
         run_dir.close()
+
+
+def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path):
+    """A folder that was not there, one that was, and one in which another run may begin in between."""
+    RunDir(tmp_path / "new" / "run").close()
+    assert contents(tmp_path) == {}
+    (tmp_path / "there").mkdir()
+    RunDir(tmp_path / "there").close()
+    assert contents(tmp_path) == {"there": "folder"}
+    first = RunDir(tmp_path / "a" / "b")
+    (tmp_path / "a" / "mine").write_text("")
+    first.close()
+    assert set(contents(tmp_path)) == {"there", "a", "a/mine"}
+
+
+def test_what_a_refused_start_has_appended_is_taken_back(tmp_path: Path):
+    for name in ("new", "there"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        (tmp_path / "there" / "rewards.log").write_text("earlier\n")
+        before = contents(tmp_path)
+        with closing(RunDir(tmp_path / name)) as run_dir, open(run_dir.early_file("rewards.log"), "a") as log:
+            log.write("printed by a reward file\n")
+        assert contents(tmp_path) == before
+
+
+def test_a_start_leaves_its_lock_and_clears_drafts_of_one_that_was_killed(tmp_path: Path):
+    with closing(RunDir(tmp_path / "run")) as run_dir:
+        run_dir.file(".jaxrl-0123456789ab.draft").write_text("half")
+        run_dir.file("notes.draft").write_text("the user's")
+        run_dir.record_start(make_config(), {}, 0)
+    assert {file.name for file in run_dir.path.iterdir()} == {".lock", "config.yaml", "run.json", "notes.draft"}
+    before = contents(tmp_path)
+    RunDir(tmp_path / "run").close()
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("run.json", '{"devices": {', "not valid JSON"),
+        ("run.json", "[1]", "damaged"),
+        ("run.json", '{"devices": "cpu"}', "damaged"),
+        ("run.json", '{"devices": {}, "starts": {}}', "damaged"),
+        ("run.json", '{"devices": {}, "starts": [{"from_step": "1"}]}', "damaged .starts must be a list of objects"),
+        ("run.json", '{"devices": {}, "checkpoint": "7"}', "damaged .checkpoint must be a step or null"),
+        ("config.yaml", "trainer: {", "line 1: not valid YAML"),
+        ("config.yaml", "- 1", "not a configuration, found list"),
+        ("config.yaml", "trainer: {seed: x}", "trainer.seed"),
+    ],
+)
+def test_damaged_records_of_a_start_are_named(tmp_path: Path, name: str, content: str, words: str):
+    with closing(RunDir(tmp_path)) as run_dir:
+        run_dir.file(name).write_text(content)
+        with pytest.raises(ValueError, match=words) as caught:
+            (recorded_start if name == "run.json" else recorded_config)(tmp_path)
+        assert str(caught.value).startswith(str(tmp_path / name))

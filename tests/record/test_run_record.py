@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import contents
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.record.journal import Journal
@@ -25,7 +26,7 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey
 IDS, ZEROS = np.asarray([5, 6], np.int32), np.zeros((2,), np.float32)
 SAMPLE = Sample(SampleKey(0, 0, 0), IDS, ZEROS, ZEROS, IDS, "stop", text="4", reward=0.5)
 GROUPS = [Group(Prompt(0, 0, (1,), "2+2?", "src", "4"), [SAMPLE])]
-PARTS = (LiveView, Timeline, MetricsWriter, SampleLog, LayoutLog, Journal, Watchdog)  # as they are opened
+PARTS = (LiveView, Timeline, MetricsWriter, SampleLog, LayoutLog, Journal)  # as they are opened
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def test_an_evaluation_stands_in_the_line_of_its_step(
     run_dir: RunDir, simulated: bool, capsys: pytest.CaptureFixture[str]
 ):
     with open_record(make_config(), run_dir, -1, simulated=simulated) as record:
+        record.begin()
         record.on_eval(0, {"val/accuracy": 0.25}, GROUPS)
         for step in (1, 2):
             record.on_phase(step, "gen")
@@ -74,7 +76,9 @@ def test_the_files_of_a_real_run_and_of_a_simulated_one(tmp_path: Path):
     for simulated in (False, True):
         run_dir = RunDir(tmp_path / str(simulated))
         with open_record(make_config(logger=["console"]), run_dir, -1, simulated=simulated) as record:
-            assert (record.journal is None, record.timeline is None, record.watchdog is None) == (simulated,) * 3
+            assert [file.name for file in run_dir.path.iterdir()] == [".lock"], "nothing is written before it begins"
+            record.begin()
+            assert (record.journal is None, record.timeline is None) == (simulated,) * 2
         found[simulated] = {file.name for file in run_dir.path.iterdir()} - {".lock"}
         run_dir.close()
     assert found[True] == {"metrics.jsonl", "samples.jsonl"}, "layouts.jsonl comes with its first line"
@@ -92,11 +96,15 @@ def write(record: RunRecord, steps: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("resume_step", "kept"), [(2, [1, 2]), (0, []), (-1, [])])
 def test_a_resumed_run_drops_what_later_steps_wrote(run_dir: RunDir, resume_step: int, kept: list[int]):
     with open_record(make_config(), run_dir, -1) as record:
+        record.begin()
         write(record, (1, 2, 3))
     for name in ("metrics", "samples", "layouts", "journal"):
         with open(run_dir.file(f"{name}.jsonl"), "ab") as file:
             file.write(b'{"step": 4, "cut o')
+    before = contents(run_dir.path)
     with open_record(make_config(), run_dir, resume_step) as record:
+        assert contents(run_dir.path) == before, "a start may still be refused"
+        record.begin()
         assert record.journal is not None
         decided = [step for step in (1, 2, 3) if record.journal.find(step, "verdict", (0, step)) is not None]
         assert decided == [step for step in (1, 2, 3) if step not in kept], "of the steps that run again"
@@ -134,15 +142,15 @@ def test_all_is_closed_last_opened_first_whatever_ends_the_run(run_dir: RunDir, 
 
 def test_what_is_open_is_closed_when_the_next_cannot_be_opened(run_dir: RunDir, closed: list[str]):
     run_dir.file("layouts.jsonl").write_text("nonsense\n")
-    with pytest.raises(ValueError, match=r"layouts\.jsonl, line 1: not a line of layouts"):
+    with pytest.raises(ValueError, match=r"layouts\.jsonl, line 1: damaged"):
         interrupt(run_dir)
     assert closed == ["SampleLog", "MetricsWriter", "Timeline", "LiveView"]
 
 
 def test_the_watchdog_hears_of_progress(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch):
-    with open_record(make_config(), run_dir, -1) as record:
-        beats: list[str] = []
-        monkeypatch.setattr("jaxrl.record.watchdog.Watchdog.beat", lambda _: beats.append("beat"))
+    beats: list[str] = []
+    monkeypatch.setattr("jaxrl.record.watchdog.Watchdog.beat", lambda _: beats.append("beat"))
+    with open_record(make_config(), run_dir, -1, watchdog=Watchdog(0, beats.append)) as record:
         record.on_phase(1, "gen")
         record.on_progress(1, 2, 3, 4, 5)
         record.beat()

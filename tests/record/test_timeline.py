@@ -100,7 +100,7 @@ def test_a_file_without_a_whole_line_starts_anew(path, content):
 def test_a_foreign_file_is_refused(path):
     path.parent.mkdir()
     path.write_text("notes\n")
-    with pytest.raises(ValueError, match="is not a timeline"):
+    with pytest.raises(ValueError, match="not a timeline"):
         Timeline(path)
     assert path.read_text() == "notes\n"
 

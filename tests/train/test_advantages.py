@@ -76,6 +76,25 @@ def test_reinforce_plus_plus_discounts_nothing_and_adds_up_penalties():
     assert "reinforce_plus_plus" in advantages.NEEDS_WHOLE_BATCH
 
 
+def test_reinforce_plus_plus_whitens_over_the_tokens_that_are_learnt_from():
+    """verl's `masked_whiten`: masked tokens enter neither mean nor variance, and get no advantage."""
+    algorithm = AlgorithmSection(adv_estimator="reinforce_plus_plus")
+    masks = [np.array([0, 1, 1]), np.array([0, 0]), np.array([1])]
+    found = advantages.compute([group([4, 100, 1], [3, 2, 1])], algorithm, loss_masks=masks)
+    learnt = np.array([4.0, 4.0, 1.0])  # mean 3, unbiased variance 3
+    expected = (learnt - 3) / np.sqrt(3 + 1e-8)
+    np.testing.assert_allclose(found[0], [0, *expected[:2]], rtol=1e-6)
+    np.testing.assert_array_equal(found[1], [0, 0])
+    np.testing.assert_allclose(found[2], expected[2:], rtol=1e-6)
+
+
+def test_reinforce_plus_plus_with_one_token_or_none_to_learn_from():
+    algorithm = AlgorithmSection(adv_estimator="reinforce_plus_plus")
+    for masks in ([np.zeros(2), np.zeros(2)], [np.array([0, 1]), np.zeros(2)]):
+        found = advantages.compute([group([1, 3])], algorithm, loss_masks=masks)
+        np.testing.assert_array_equal(found, np.zeros((2, 2)))
+
+
 def test_unscored_is_an_error():
     with pytest.raises(ValueError, match="has no reward"):
         advantages.compute([group([1, None])], AlgorithmSection())

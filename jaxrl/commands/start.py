@@ -1,0 +1,64 @@
+"""`jaxrl train` up to the first import of jax: what can be refused at once is refused here, and nothing is written.
+
+The order of a start, here and in `jaxrl.commands.train`:
+
+1. the options (`jaxrl.config` and `batch_rule`);
+2. the run directory: locked, and what an earlier start left there read;
+3. everything else that needs no weights: data, loggers, folders, the reward function, then, with jax loaded, devices,
+   tokenizer, model config, prompts, latency profile, memory plan, reward workers;
+4. weights, then the checkpoint of a resumed run and its queues;
+5. the record: the first write. From here on, nothing about the start can be refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.data.prompts import load_train
+from jaxrl.record.files import refuse_folder
+from jaxrl.record.metrics import sink_package
+from jaxrl.record.run_dir import RunDir
+from jaxrl.record.run_record import RunOutcome, refuse_damaged
+from jaxrl.record.watchdog import Watchdog
+from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.scorers import build_scorer
+from jaxrl.runtime.rules import batch_rule
+from jaxrl.runtime.stop import Stop, end
+
+
+def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
+
+    Args:
+      stop: the signals of the program; without one they are the caller's.
+    """
+    began_s = time.monotonic()
+    if not config.trainer.run_dir:
+        raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
+    rule = batch_rule(config)
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(closing(RunDir(config.trainer.run_dir)))
+        watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1))
+        stack.enter_context(closing(watchdog))
+        run_dir.refuse_other_kind(simulated=False)
+        earlier = run_dir.earlier
+        refuse_damaged(run_dir)
+        if config.trainer.compilation_cache_dir:
+            refuse_folder(config.trainer.compilation_cache_dir, "trainer.compilation_cache_dir")
+        watchdog.beat("reading the data")
+        problems = list(load_train(config))
+        for name in config.trainer.logger:
+            sink_package(name)
+        watchdog.beat("reading the reward function")
+        log = run_dir.early_file("rewards.log")  # a reward file may print while it is imported
+        pool = stack.enter_context(closing(build_pool(config, build_scorer(config), log=log)))
+
+        watchdog.beat("looking for devices, reading tokenizer and model")
+        from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it
+
+        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, say, began_s)
+        return Run(begun).go()

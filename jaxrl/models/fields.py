@@ -1,0 +1,119 @@
+"""Typed values out of a model's JSON files; whatever is wrong with one, the error names file, value and rule.
+
+Every size has an upper bound, far above any published model's: a damaged number is refused where it is read, before it
+becomes a loop or an allocation.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxrl.config.inputs import reading, strict_json
+
+MAX_JSON_BYTES = 100_000_000
+"""Of config.json, of an index and of a tensor file's header: the limit that the safetensors format sets."""
+
+MAX_ID = 2**31 - 1
+"""Token ids and positions are 32-bit integers on the devices."""
+
+
+def regular_size(path: Path) -> int:
+    """A file's size; ValueError if it is a pipe, a device or a folder: reading those may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path}: must be a file, found {kind_of(status.st_mode)}")
+    return status.st_size
+
+
+def kind_of(mode: int) -> str:
+    """What stands where a file should be."""
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ValueError with one sentence otherwise."""
+    with reading(path):
+        try:
+            size = regular_size(path)
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file; a model folder needs config.json") from None
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"{path}: has {size} bytes, and at most {MAX_JSON_BYTES} are read")
+        value = strict_json(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class Fields:
+    """The values of one JSON object.
+
+    A value that is null counts as left out, as transformers has it.
+
+    Attributes:
+      raw: the object.
+      file: for messages.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], file: str) -> None:
+        self.raw = raw
+        self.file = file
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is, or the default."""
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def wrong(self, name: str, rule: str) -> NoReturn:
+        """Raises: the value of `name` breaks its rule."""
+        if name not in self.raw:
+            raise ValueError(f"{self.file}: {name} is missing; it must be {rule}")
+        raise ValueError(f"{self.file}: {name} ({shown(self.raw[name])}) must be {rule}")
+
+    def refuse(self, what: str, supported: str) -> NoReturn:
+        """Raises: something that the decoder does not compute."""
+        raise ValueError(f"{self.file}: {what} is not supported; {supported}")
+
+    def integer(self, name: str, default: int | None = None, *, high: int, low: int = 1) -> int:
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            self.wrong(name, "a positive integer" if low == 1 else f"an integer of at least {low}")
+        if value > high:
+            self.wrong(name, f"at most {high}")
+        return value
+
+    def number(self, name: str, default: float, *, high: float, above: float = 0.0) -> float:
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
+            self.wrong(name, "a positive number" if above == 0 else f"a number above {above:g}")
+        if value > high or math.isinf(value):
+            self.wrong(name, f"at most {high:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            self.wrong(name, "true or false")
+        return value
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """Of one id or a list of ids."""
+        value = self.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        for each in ids:
+            if not isinstance(each, int) or isinstance(each, bool):
+                self.wrong(name, "a token id or a list of token ids")
+            if not 0 <= each < vocab_size:
+                self.wrong(name, f"within the vocabulary: from 0 to {vocab_size - 1}")
+        return tuple(ids)

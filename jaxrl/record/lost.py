@@ -1,0 +1,57 @@
+"""Checkpoints that are gone: what a run's directory tells of them, so that no run starts from step 1 in silence.
+
+`run.json` holds the last checkpoint that was complete (`RunDir.record_checkpoint`). Runs of older versions have no such
+entry; there, a start that went on from a step tells of one, and so do metrics of more steps than lie between two saves,
+unless a draft shows that the run was killed in its first save.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jaxrl.record.files import read_lines
+from jaxrl.record.run_dir import RunDir, recorded_start
+
+_DRAFT = re.compile(r"\d+\.(draft|orbax-checkpoint-tmp).*")
+
+
+def missing_checkpoint(run_dir: RunDir, found: int | None) -> str | None:
+    """What to tell about a checkpoint that is missing although the run goes on from an older one; None: nothing.
+
+    Args:
+      found: the newest step that is there, damaged or not; None: there is none.
+
+    Raises:
+      ValueError: none is there, and to start from step 1 would drop the metrics of the steps that were saved.
+    """
+    saved = _saved_step(run_dir)
+    if saved is None or (found is not None and found >= saved):
+        return None
+    if found is not None:
+        return f"checkpoint {saved} is missing, though {run_dir.file('run.json')} tells of it"
+    metrics = run_dir.file("metrics.jsonl")
+    if not _last_step(run_dir):
+        return None  # moved away: a new start is what is wanted
+    raise ValueError(
+        f"{run_dir.file('checkpoints')} holds no checkpoint, though step {saved} was saved: bring the folder back, "
+        f"choose another trainer.run_dir, or move {metrics} away to start from step 1"
+    )
+
+
+def _saved_step(run_dir: RunDir) -> int | None:
+    """The last step that is known to have been saved."""
+    told = recorded_start(run_dir.path) or {}
+    if "checkpoint" in told:
+        return told["checkpoint"]
+    if from_step := max((start.get("from_step", 0) for start in told.get("starts", ())), default=0):
+        return from_step
+    earlier, folder = run_dir.earlier, run_dir.file("checkpoints")
+    if earlier is None or not earlier.trainer.save_freq:
+        return None
+    killed_in_first = folder.is_dir() and any(_DRAFT.fullmatch(path.name) for path in folder.iterdir())
+    every, last = earlier.trainer.save_freq, _last_step(run_dir)
+    return last - last % every if last >= every and not killed_in_first else None
+
+
+def _last_step(run_dir: RunDir) -> int:
+    return max((line.get("step", 0) for line in read_lines(run_dir.file("metrics.jsonl"))), default=0)

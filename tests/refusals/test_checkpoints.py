@@ -1,0 +1,319 @@
+"""Bad inputs of the class "run directories and checkpoints": checkpoints that are damaged, gone, or of another run.
+
+Each is refused before weights load, with one sentence, and nothing is written. What falls back on an older checkpoint
+is no refusal: tests/train/test_damage.py and tests/faults have those.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from damage import cut, first_schema, flip, saved
+from refusals import Refusal, cases, check
+
+from jaxrl.train import manifest
+
+DATA = ("data.train_files=[{tmp}/train.jsonl]", "data.max_prompt_length=64", "data.max_response_length=16")
+MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")
+TRAIN = ("train", *MODEL, *DATA, "trainer.run_dir={tmp}/run")
+EVAL = ("eval", *MODEL, *DATA, "data.val_files=[{tmp}/held_out.jsonl]", "--checkpoint={tmp}/run")
+INIT = ("train", *MODEL, *DATA, "trainer.run_dir={tmp}/new", "trainer.init_from={tmp}/run")
+CHANGED = "has changed since it was written"
+Damage = Callable[[Path], object]
+
+
+def prepared(*damages: Damage, steps: tuple[int, ...] = (4,)) -> Callable[[Path], None]:
+    """Problems, a model's configuration for `export`, checkpoints, and what is done to the last one."""
+
+    def prepare(folder: Path) -> None:
+        rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "held_out.jsonl").write_text(json.dumps({"question": "7 + 7", "answer": "14"}) + "\n")
+        (folder / "run").mkdir()
+        saved(folder / "run" / "checkpoints", *steps)
+        for damage in damages:
+            damage(folder / "run" / "checkpoints" / str(steps[-1]))
+
+    return prepare
+
+
+def file(name: str, change: Callable[[Path], object]) -> Damage:
+    return lambda step: change(step / name)
+
+
+def rewritten(name: str, text: str) -> Damage:
+    return file(name, lambda path: path.write_text(text))
+
+
+def in_manifest(change: Callable[[dict], object]) -> Damage:
+    """Changes the manifest's content and leaves its digest."""
+
+    def apply(step: Path) -> None:
+        path = step / "manifest.json"
+        found = json.loads(path.read_text())
+        change(found["content"])
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+    return apply
+
+
+def damaged(name: str, fault: str, *damages: Damage) -> Refusal:
+    """The only checkpoint is damaged."""
+    sentence = "{tmp}/run/checkpoints holds no checkpoint that is whole (4: " + fault + "): bring one back from a copy"
+    return Refusal(name, TRAIN, sentence, prepared(*damages))
+
+
+DAMAGED = (
+    damaged("a flip in the tree of arrays", f"state/_METADATA {CHANGED}", file("state/_METADATA", flip)),
+    damaged("a flip in the index of arrays", f"state/manifest.ocdbt {CHANGED}", file("state/manifest.ocdbt", flip)),
+    damaged(
+        "the last byte of the index of arrays",
+        f"state/manifest.ocdbt {CHANGED}",
+        file("state/manifest.ocdbt", lambda path: flip(path, -1)),
+    ),
+    damaged("a flip in the queues", f"arrays/manifest.ocdbt {CHANGED}", file("arrays/manifest.ocdbt", flip)),
+    damaged("a flip in the host's JSON", f"host/metadata {CHANGED}", file("host/metadata", flip)),
+    damaged("a flip in Orbax's own notes", f"_CHECKPOINT_METADATA {CHANGED}", file("_CHECKPOINT_METADATA", flip)),
+    damaged("a flip in the commit marker", f"commit_success.txt {CHANGED}", file("commit_success.txt", flip)),
+    damaged("a flip in the manifest", f"manifest.json {CHANGED}", file("manifest.json", lambda path: flip(path, 99))),
+    damaged("a manifest cut in half", f"manifest.json {CHANGED}", file("manifest.json", lambda path: cut(path, 300))),
+    damaged("an empty manifest", f"manifest.json {CHANGED}", file("manifest.json", cut)),
+    damaged("a manifest of an empty object", f"manifest.json {CHANGED}", rewritten("manifest.json", "{}")),
+    damaged("a manifest that is a list", f"manifest.json {CHANGED}", rewritten("manifest.json", "[]")),
+    damaged("a manifest nested deeply", f"manifest.json {CHANGED}", rewritten("manifest.json", "[" * 100_000)),
+    damaged(
+        "a manifest edited by hand", f"manifest.json {CHANGED}", in_manifest(lambda content: content["files"].clear())
+    ),
+    damaged(
+        "a manifest of a later schema, forged",
+        f"manifest.json {CHANGED}",
+        in_manifest(lambda c: c.update(schema_version=9)),
+    ),
+    damaged(
+        "the host's JSON cut",
+        "host/metadata has 9 bytes and must have 44",
+        file("host/metadata", lambda path: cut(path, 9)),
+    ),
+    damaged("the host's JSON empty", "host/metadata has 0 bytes and must have 44", file("host/metadata", cut)),
+    damaged(
+        "a byte too many",
+        "host/metadata has 45 bytes and must have 44",
+        file("host/metadata", lambda path: path.write_bytes(path.read_bytes() + b" ")),
+    ),
+    damaged(
+        "an index cut",
+        "state/manifest.ocdbt has 5 bytes and must have 113",
+        file("state/manifest.ocdbt", lambda path: cut(path, 5)),
+    ),
+    damaged("the manifest missing", "manifest.json is missing", file("manifest.json", Path.unlink)),
+    damaged("the commit marker missing", "commit_success.txt is missing", file("commit_success.txt", Path.unlink)),
+    damaged("the host's JSON missing", "host/metadata is missing", file("host/metadata", Path.unlink)),
+    damaged(
+        "the host's folder missing", "host/commit_success.txt is missing (and 1 more)", file("host", shutil.rmtree)
+    ),
+    damaged("Orbax's own notes missing", "_CHECKPOINT_METADATA is missing", file("_CHECKPOINT_METADATA", Path.unlink)),
+    damaged(
+        "a file renamed",
+        "host/metadata is missing",
+        file("host/metadata", lambda path: path.rename(path.with_suffix(".old"))),
+    ),
+    damaged("a file of one's own", "notes.txt does not belong to it", rewritten("notes.txt", "the best so far")),
+    damaged(
+        "two files of one's own",
+        "a.txt does not belong to it (and 1 more)",
+        rewritten("a.txt", ""),
+        rewritten("b.txt", ""),
+    ),
+    damaged(
+        "a folder in place of a file",
+        "host/metadata is missing",
+        file("host/metadata", lambda path: (path.unlink(), path.mkdir())),
+    ),
+    damaged(
+        "a pipe in place of a file",
+        "host/metadata is not a file",
+        file("host/metadata", lambda path: (path.unlink(), os.mkfifo(path))),
+    ),
+    damaged(
+        "a link to nowhere in place of a file",
+        "host/metadata cannot be read (no such file or directory)",
+        file("host/metadata", lambda path: (path.unlink(), path.symlink_to("gone"))),
+    ),
+    damaged(
+        "an empty folder in place of a checkpoint", "it is empty", lambda step: (shutil.rmtree(step), step.mkdir())
+    ),
+    damaged(
+        "a file in place of a checkpoint",
+        "it is a file, not a folder",
+        lambda step: (shutil.rmtree(step), step.write_text("4")),
+    ),
+    damaged(
+        "without a manifest, and no JSON", f"host/metadata {CHANGED}", first_schema, rewritten("host/metadata", "{")
+    ),
+    damaged(
+        "without a manifest, and a list",
+        "host/metadata names no schema_version",
+        first_schema,
+        rewritten("host/metadata", "[]"),
+    ),
+    damaged(
+        "without a manifest, and no tree",
+        "state/_METADATA is missing",
+        first_schema,
+        file("state/_METADATA", Path.unlink),
+    ),
+    damaged(
+        "without a manifest, and no UTF-8",
+        f"arrays/_METADATA {CHANGED}",
+        first_schema,
+        file("arrays/_METADATA", lambda path: path.write_bytes(b"\xff")),
+    ),
+)
+
+OTHERS = (
+    Refusal(
+        "a checkpoint renamed to another step",
+        TRAIN,
+        "{tmp}/run/checkpoints holds no checkpoint that is whole (99: its manifest.json is that of step 4): bring one "
+        "back from a copy",
+        prepared(lambda step: step.rename(step.with_name("99"))),
+    ),
+    Refusal(
+        "two checkpoints, both damaged",
+        TRAIN,
+        "{tmp}/run/checkpoints holds no checkpoint that is whole (4: it is empty; 2: host/metadata is missing): bring "
+        "one back from a copy",
+        prepared(
+            lambda step: (shutil.rmtree(step), step.mkdir()),
+            lambda step: (step.parent / "2" / "host" / "metadata").unlink(),
+            steps=(2, 4),
+        ),
+    ),
+    Refusal(
+        "a checkpoint of a later version",
+        TRAIN,
+        "checkpoint {tmp}/run/checkpoints/4 has schema version 3; this jaxrl reads up to 2: update jaxrl",
+        prepared(lambda step: manifest.write(step, 3, 4)),
+    ),
+    Refusal(
+        "a later version without a manifest",
+        TRAIN,
+        "checkpoint {tmp}/run/checkpoints/4 has schema version 12; this jaxrl reads up to 2: update jaxrl",
+        prepared(first_schema, rewritten("host/metadata", '{"schema_version": 12}')),
+    ),
+    Refusal(
+        "a file called checkpoints",
+        TRAIN,
+        "{tmp}/run/checkpoints is a file and must be a folder of checkpoints: move it away",
+        prepared(lambda step: (shutil.rmtree(step.parent), step.parent.write_text(""))),
+    ),
+    Refusal(
+        "the checkpoint of another model",
+        TRAIN,
+        "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
+        "and missing here",
+        prepared(),
+    ),
+)
+
+
+def without_checkpoints(*, emptied: bool = False, steps: int = 3, **told: object) -> Damage:
+    """A run of `steps` steps with its `run.json`, and no checkpoint any more."""
+
+    def apply(step: Path) -> None:
+        run = step.parents[1]
+        shutil.rmtree(step.parent)
+        if emptied:
+            step.parent.mkdir()
+        (run / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(1, steps + 1)))
+        if told:
+            (run / "run.json").write_text(json.dumps({"devices": {"platform": "cpu"}, "starts": []} | told))
+
+    return apply
+
+
+def recorded(save_freq: int) -> Damage:
+    return lambda step: (step.parents[1] / "config.yaml").write_text(
+        f"model:\n  path: random:a\ndata:\n  train_files: [a]\ntrainer:\n  save_freq: {save_freq}\n"
+    )
+
+
+GONE = (
+    "{tmp}/run/checkpoints holds no checkpoint, though step 2 was saved: bring the folder back, choose another "
+    "trainer.run_dir, or move {tmp}/run/metrics.jsonl away to start from step 1"
+)
+MISSING = (
+    Refusal("the folder of checkpoints gone", TRAIN, GONE, prepared(without_checkpoints(checkpoint=2))),
+    Refusal("the folder emptied", TRAIN, GONE, prepared(without_checkpoints(emptied=True, checkpoint=2))),
+    Refusal(
+        "gone from a run of an older version that was resumed",
+        TRAIN,
+        GONE,
+        prepared(without_checkpoints(starts=[{"from_step": 0}, {"from_step": 2}])),
+    ),
+    Refusal(
+        "gone from a run of an older version",
+        TRAIN,
+        GONE,
+        prepared(without_checkpoints(starts=[]), recorded(save_freq=2)),
+    ),
+    Refusal("gone, and run.json too", TRAIN, GONE, prepared(without_checkpoints(), recorded(save_freq=2))),
+)
+
+ALONE = "{tmp}/run/checkpoints holds no checkpoint that is whole (4: it is empty): bring one back from a copy"
+EMPTY = prepared(lambda step: (shutil.rmtree(step), step.mkdir()))
+PARAMETERS = (
+    Refusal("eval of a damaged run", EVAL, ALONE, EMPTY),
+    Refusal("a run that begins from a damaged one", INIT, ALONE, EMPTY),
+    Refusal(
+        "eval of one damaged checkpoint",
+        (*EVAL[:-1], "--checkpoint={tmp}/run/checkpoints/4"),
+        f"checkpoint {{tmp}}/run/checkpoints/4 is damaged: host/metadata {CHANGED}",
+        prepared(file("host/metadata", flip)),
+    ),
+    Refusal(
+        "a run that begins from one damaged checkpoint",
+        (*INIT[:-1], "trainer.init_from={tmp}/run/checkpoints/4"),
+        "checkpoint {tmp}/run/checkpoints/4 is damaged: manifest.json is missing",
+        prepared(file("manifest.json", Path.unlink)),
+    ),
+    Refusal(
+        "eval of another model",
+        EVAL,
+        "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
+        "and missing here",
+        prepared(),
+    ),
+    Refusal(
+        "eval of a folder without checkpoints",
+        (*EVAL[:-1], "--checkpoint={tmp}"),
+        "no checkpoint in {tmp}: found []",
+        prepared(),
+    ),
+    Refusal(
+        "eval of a folder that is not there",
+        (*EVAL[:-1], "--checkpoint={tmp}/nowhere"),
+        "no checkpoint in {tmp}/nowhere: found []",
+        prepared(),
+    ),
+    Refusal(
+        "a run that begins from a file",
+        (*INIT[:-1], "trainer.init_from={tmp}/train.jsonl"),
+        "{tmp}/train.jsonl is a file and must be a folder of checkpoints: move it away",
+        prepared(),
+    ),
+)
+
+
+@cases((*DAMAGED, *OTHERS, *MISSING, *PARAMETERS))
+def test_refused(
+    refusal: Refusal,
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)

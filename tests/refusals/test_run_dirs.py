@@ -1,0 +1,288 @@
+"""Bad inputs of the class "run directories and checkpoints": folders that cannot be written, and damaged files in them.
+
+tests/refusals/test_checkpoints.py has those of checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from refusals import Refusal, cases, check
+
+from jaxrl.config import from_mapping, to_mapping
+
+DATA = ("data.train_files=[{tmp}/train.jsonl]", "data.max_prompt_length=64", "data.max_response_length=16")
+MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")
+TRAIN = ("train", *MODEL, *DATA, "trainer.compilation_cache_dir={tmp}/cache")
+RUN = (*TRAIN, "trainer.run_dir={tmp}/run")
+SIMULATED = ("model.path=m", "model.random_init=true", "simulate.model=Qwen2.5-7B", "simulate.num_devices=1")
+SIMULATE = ("simulate", *SIMULATED, "data.task=leg_counting", "simulate.run_dir={tmp}/run")
+EVAL = ("eval", *MODEL, *DATA, "data.val_files=[{tmp}/train.jsonl]", "trainer.compilation_cache_dir={tmp}/cache")
+LONG = "n" * 300
+TOO_LONG = f"eval: --out ({{tmp}}/{LONG}) cannot be written: file name too long"
+DEFAULTS = to_mapping(from_mapping({"model": {"path": "random:gone"}, "data": {"task": "leg_counting"}}))
+REMEDY = "remove or mend the line, or move the file away"
+Prepare = Callable[[Path], object]
+
+
+def prepared(*steps: Prepare) -> Callable[[Path], None]:
+    """Problems to train on, and whatever the case needs."""
+
+    def prepare(folder: Path) -> None:
+        rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for step in steps:
+            step(folder)
+
+    return prepare
+
+
+def a_run(platform: str = "cpu", **files: str | bytes | None) -> Prepare:
+    """A run directory with what each start writes; a file's content by its name (`run_json`), None for a folder."""
+
+    def prepare(folder: Path) -> None:
+        run = folder / "run"
+        run.mkdir()
+        told: dict[str, Any] = {"devices": {"platform": platform, "kind": "cpu", "count": 1}, "starts": []}
+        contents = {"run_json": json.dumps(told), "config_yaml": yaml.safe_dump(DEFAULTS), "_lock": ""} | files
+        for name, content in contents.items():
+            path = run / name.replace("_", ".")
+            if content is None:
+                path.mkdir()
+            else:
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return prepare
+
+
+def without(name: str) -> Prepare:
+    return lambda folder: (folder / "run" / name).unlink()
+
+
+def file(name: str = "run") -> Prepare:
+    return lambda folder: (folder / name).write_text("mine")
+
+
+def folder(name: str) -> Prepare:
+    return lambda path: (path / name).mkdir()
+
+
+def link(name: str, to: str) -> Prepare:
+    return lambda path: (path / name).symlink_to(path / to)
+
+
+def place(name: str, run_dir: str, sentence: str, *steps: Prepare) -> Refusal:
+    """A run directory that cannot be one."""
+    return Refusal(name, (*TRAIN, f"trainer.run_dir={run_dir}"), f"trainer.run_dir: {sentence}", prepared(*steps))
+
+
+def damaged(name: str, file: str, content: str | bytes | None, sentence: str) -> Refusal:
+    """A run whose directory holds a damaged file."""
+    return Refusal(name, RUN, "{tmp}/run/" + sentence, prepared(a_run(**{file: content})))
+
+
+JOURNAL = '{"journal":1}\n'
+PLACES = (
+    place("a-file", "{tmp}/run", "{tmp}/run is not a folder", file()),
+    place("below-a-file", "{tmp}/run/a/b", "{tmp}/run/a/b cannot be made: {tmp}/run is not a folder", file()),
+    place("a-device", "/dev/null", "/dev/null is not a folder"),
+    place("below-a-device", "/dev/null/run", "/dev/null/run cannot be made: /dev/null is not a folder"),
+    place("a-pipe", "{tmp}/run", "{tmp}/run is not a folder", lambda path: os.mkfifo(path / "run")),
+    place("a-broken-link", "{tmp}/run", "{tmp}/run is a link to {tmp}/gone, which does not exist", link("run", "gone")),
+    place(
+        "a-link-to-itself", "{tmp}/run", "{tmp}/run is a link to {tmp}/run, which does not exist", link("run", "run")
+    ),
+    place("a-link-to-a-file", "{tmp}/run", "{tmp}/train.jsonl is not a folder", link("run", "train.jsonl")),
+    place("a-name-too-long", f"{{tmp}}/{LONG}", f"{{tmp}}/{LONG}: file name too long"),
+    place("a-null-character", '"{tmp}/a\\0b"', "'{tmp}/a\\x00b' holds a null character, which no path can"),
+    place("nothing-can-be-made-there", "/proc/jaxrl", "/proc/jaxrl: no such file or directory"),
+    place("its-lock-is-a-folder", "{tmp}/run", "{tmp}/run/.lock: is a directory", folder("run"), folder("run/.lock")),
+)
+DAMAGED = (
+    damaged("run-json-cut-off", "run_json", '{"devices": {',
+            "run.json: not valid JSON (Expecting property name enclosed in double quotes, column 14)"),
+    damaged("run-json-is-a-list", "run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
+    damaged("run-json-without-devices", "run_json", "{}",
+            "run.json: damaged (devices must be an object): mend it, or move it away"),
+    damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": [1]}',
+            "run.json: damaged (starts must be a list of objects, with whole numbers as from_step): mend it, or move "
+            "it away"),
+    damaged("run-json-is-a-folder", "run_json", None, "run.json: is a directory"),
+    damaged("run-json-is-not-text", "run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
+    damaged("config-cut-off", "config_yaml", "trainer: {seed: 1",
+            "config.yaml, line 1: not valid YAML (expected ',' or '}', but got '<stream end>')"),
+    damaged("config-is-a-list", "config_yaml", "- 1\n", "config.yaml: not a configuration, found list"),
+    damaged("config-is-empty", "config_yaml", "", "config.yaml: not a configuration, found NoneType"),
+    damaged("config-is-not-text", "config_yaml", b"a: \xff", "config.yaml: not UTF-8 text (byte 3)"),
+    damaged("config-nested-too-deeply", "config_yaml", "[" * 20_000, "config.yaml: nested too deeply"),
+    damaged("metrics-line", "metrics_jsonl", '{"step": 1}\n{"step": 2, "x":\n',
+            f"metrics.jsonl, line 2: damaged (not valid JSON, column 17): {REMEDY}"),
+    damaged("metrics-without-step", "metrics_jsonl", '{"x": 1}\n',
+            f"metrics.jsonl, line 1: damaged ('step' is missing): {REMEDY}"),
+    damaged("metrics-is-a-folder", "metrics_jsonl", None, "metrics.jsonl: is a directory"),
+    damaged("metrics-with-a-null-byte-block", "metrics_jsonl", b'{"step": 1}\n' + b"\0" * 64 + b"\n",
+            f"metrics.jsonl, line 2: damaged (not valid JSON, column 1): {REMEDY}"),
+    damaged("samples-line", "samples_jsonl", '{"step": 1}\n[1]\n',
+            f"samples.jsonl, line 2: damaged (not an object): {REMEDY}"),
+    damaged("samples-of-a-step-that-is-text", "samples_jsonl", '{"step": "1"}\n',
+            f"samples.jsonl, line 1: damaged (step must be a whole number, found '1'): {REMEDY}"),
+    damaged("samples-not-text", "samples_jsonl", b'{"step": 1, "prompt": "\xff"}\n',
+            f"samples.jsonl, line 1: damaged (not UTF-8 text, byte 23): {REMEDY}"),
+    damaged("layouts-line", "layouts_jsonl", "points\n",
+            f"layouts.jsonl, line 1: damaged (not valid JSON, column 1): {REMEDY}"),
+    damaged("journal-of-another-program", "journal_jsonl", "Monday\n",
+            f"journal.jsonl, line 1: damaged (not valid JSON, column 1): {REMEDY}"),
+    damaged("journal-of-a-later-version", "journal_jsonl", '{"journal":2}\n',
+            "journal.jsonl, line 1: damaged (it must be the header of a journal of schema 1, found "
+            f"""b'{{"journal":2}}'): {REMEDY}"""),
+    damaged("journal-entry-without-key", "journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict"}\n',
+            f"journal.jsonl, line 2: damaged ('key' is missing): {REMEDY}"),
+    damaged("journal-entry-with-a-key-of-text", "journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict","key":["a"]}\n',
+            f"journal.jsonl, line 2: damaged (step must be a whole number, kind text, key whole numbers): {REMEDY}"),
+    damaged("timeline-of-another-program", "timeline_json", '{"traceEvents": []}',
+            "timeline.json: not a timeline, which begins with [: move it away"),
+    damaged("timeline-is-a-folder", "timeline_json", None, "timeline.json: is a directory"),
+)  # fmt: skip
+SIMULATIONS = (
+    Refusal(
+        "train-in-a-simulated-run",
+        RUN,
+        "{tmp}/run holds a run that was simulated: choose another trainer.run_dir",
+        prepared(a_run("simulated")),
+    ),
+    Refusal(
+        "simulate-in-a-real-run",
+        SIMULATE,
+        "{tmp}/run holds a run that was not simulated: choose another simulate.run_dir",
+        a_run(),
+    ),
+    Refusal("simulate-into-a-file", SIMULATE, "simulate.run_dir: {tmp}/run is not a folder", file()),
+    Refusal(
+        "state-cut-off",
+        SIMULATE,
+        "{tmp}/run/state.json: not a simulation's state (Unterminated string starting at: line 1 column 2 (char 1)); "
+        "remove it to start again",
+        a_run("simulated", state_json='{"simu'),
+    ),
+    Refusal(
+        "state-of-another-schema",
+        SIMULATE,
+        "{tmp}/run/state.json: not a simulation's state of schema 1 or 2; remove it to start again",
+        a_run("simulated", state_json='{"simulation": 9, "state": {}}'),
+    ),
+    Refusal(
+        "state-without-a-step",
+        SIMULATE,
+        "{tmp}/run/state.json: a simulation's state without its step; remove it to start again",
+        a_run("simulated", state_json='{"simulation": 1, "state": {}}'),
+    ),
+)
+
+
+def export(name: str, sentence: str, *steps: Prepare, source: str = "{tmp}/run", out: str = "{tmp}/out") -> Refusal:
+    return Refusal(f"export-{name}", ("export", source, out), sentence, prepared(*steps))
+
+
+OTHERS = (
+    export("simulated", "{tmp}/run is a simulated run: it has no weights to export", a_run("simulated")),
+    export(
+        "without-config",
+        "{tmp}/run is a run without its config.yaml, which names its model: put it back",
+        a_run(),
+        without("config.yaml"),
+    ),
+    export(
+        "of-a-model-that-is-gone",
+        "{tmp}/run is a run of the model gone, which is not there any more: put it back, or name its new place as "
+        "model.path in {tmp}/run/config.yaml",
+        a_run(),
+    ),
+    export(
+        "damaged-run-json", "{tmp}/run/run.json: damaged (not an object): mend it, or move it away", a_run(run_json="1")
+    ),
+    export("damaged-config", "{tmp}/run/config.yaml: not a configuration, found list", a_run(config_yaml="[]")),
+    export("over-a-file", "the folder to write: {tmp}/out is not a folder", a_run(), file("out")),
+    export(
+        "over-a-folder-with-files",
+        "{tmp}/out must be empty or absent: an export never overwrites",
+        a_run(),
+        folder("out"),
+        file("out/mine"),
+    ),
+    export(
+        "below-a-file",
+        "the folder to write: {tmp}/out/a cannot be made: {tmp}/out is not a folder",
+        a_run(),
+        file("out"),
+        out="{tmp}/out/a",
+    ),
+    Refusal(
+        "eval-out-is-a-folder", (*EVAL, "--out={tmp}"), "eval: --out ({tmp}) is a folder: name a file in it", prepared()
+    ),
+    Refusal(
+        "eval-out-below-a-file",
+        (*EVAL, "--out={tmp}/train.jsonl/out"),
+        "eval: --out ({tmp}/train.jsonl/out) cannot be written: {tmp}/train.jsonl is not a folder",
+        prepared(),
+    ),
+    Refusal(
+        "eval-out-too-long",
+        (*EVAL, f"--out={{tmp}}/{LONG}"),
+        TOO_LONG,
+        prepared(),
+    ),
+    Refusal(
+        "report-of-nothing",
+        ("report", "{tmp}/run"),
+        "{tmp}/run is not a run: it has none of metrics.jsonl, samples.jsonl, run.json",
+        folder("run"),
+    ),
+    Refusal(
+        "report-into-a-folder",
+        ("report", "{tmp}/run", "--out={tmp}"),
+        "report: --out ({tmp}) is a folder: name a file in it",
+        a_run(),
+    ),
+    Refusal("tune-of-nothing", ("tune", "--run={tmp}/run"), "{tmp}/run is not a run directory: it holds no run.json"),
+    Refusal(
+        "tune-of-a-damaged-run",
+        ("tune", "--run={tmp}/run"),
+        "{tmp}/run/run.json: damaged (devices must be an object): mend it, or move it away",
+        a_run(run_json='{"devices": 1}'),
+    ),
+    Refusal(
+        "tune-into-a-folder",
+        ("tune", "--run={tmp}/run", "--out={tmp}"),
+        "tune: --out ({tmp}) is a folder: name a file in it",
+        a_run(),
+    ),
+    Refusal(
+        "profile-into-a-folder",
+        ("profile", *MODEL, *DATA, "--out={tmp}"),
+        "profile: --out ({tmp}) is a folder: name a file in it",
+        prepared(),
+    ),
+    Refusal(
+        "compilation-cache-is-a-file",
+        (*TRAIN[:-1], "trainer.run_dir={tmp}/run", "trainer.compilation_cache_dir={tmp}/train.jsonl"),
+        "trainer.compilation_cache_dir: {tmp}/train.jsonl is not a folder",
+        prepared(),
+    ),
+)
+
+
+@cases([*PLACES, *DAMAGED, *SIMULATIONS, *OTHERS])
+def test_refused(
+    refusal: Refusal,
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)

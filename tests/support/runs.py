@@ -1,0 +1,130 @@
+"""Whole runs of a tiny model in processes of their own, to be killed, stopped, resumed, and compared bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+
+from jaxrl.train.checkpoint import Checkpointer, _stored
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+PATIENCE_S = 300.0  # on a loaded machine; none of these waits takes a tenth of it
+
+REWARD = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    total = sum(solution_str.encode())
+    if total % 9 == 0:
+        os._exit(1)  # takes its process down: the journal's business
+    return total % 7 / 6
+"""
+
+
+class Runs:
+    """Starts runs that share a model, data, and a compilation cache."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        problems = [{"question": "x" * (1 + 3 * i), "answer": str(i)} for i in range(7)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+        (folder / "reward.py").write_text(REWARD)
+        self.config: dict[str, Any] = {
+            "model": {"path": str(model), "random_init": True},
+            "data": {
+                "train_files": [str(folder / "train.jsonl")],
+                "max_prompt_length": 96,
+                "max_response_length": 32,
+                "train_batch_size": 4,  # of 7: batches cross epoch ends
+            },
+            "rollout": {
+                "n": 4,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 64,
+                "decode_steps": 4,
+                "num_blocks": 30,
+                "warmup": False,
+            },
+            "actor": {"optim": {"lr": 0.01}, "ppo_max_token_len_per_gpu": 512, "ppo_mini_batch_size": 2},
+            "reward": {"kind": "custom", "path": str(folder / "reward.py")},
+            "trainer": {"total_training_steps": STEPS, "save_freq": 2, "compilation_cache_dir": ""},
+        }
+
+    def start(self, run_dir: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str]:
+        file = self.folder / "config.yaml"
+        file.write_text(yaml.safe_dump(self.config))
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxrl", "train", f"--config={file}", f"trainer.run_dir={run_dir}", *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+
+    def finish(self, run_dir: Path, *overrides: str, devices: int = 1) -> str:
+        """Runs to the end; returns what it printed."""
+        with self.start(run_dir, *overrides, devices=devices) as process:
+            return end(process)
+
+
+def end(process: subprocess.Popen[str], status: int = 0) -> str:
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == status, output
+    return output
+
+
+def num_steps(run_dir: Path) -> int:
+    """Finished steps in metrics.jsonl."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, count: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while num_steps(run_dir) < count:
+        assert process.poll() is None, end(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=PATIENCE_S)
+
+
+def state_of(run_dir: Path) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+    """Every array of the last checkpoint by path, as numpy, and the host's values."""
+    with Checkpointer(run_dir / "checkpoints") as store:
+        step = store.latest_step()
+        assert step is not None
+        tree = _stored(run_dir / "checkpoints" / str(step) / "state")
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        state, host = store.restore(abstract, step)
+    arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    return arrays | {f"host.{name}": array for name, array in host.arrays.items()}, host.values
+
+
+def assert_same_end(run_dir: Path, other: Path) -> None:
+    (arrays, values), (expected, expected_values) = state_of(run_dir), state_of(other)
+    assert values == expected_values
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        assert arrays[name].tobytes() == array.tobytes(), f"{name} differs"

@@ -1,0 +1,225 @@
+"""Damaged checkpoints are found before anything is taken from them; the newest whole one is used, the others kept."""
+
+import errno
+import os
+import random
+import re
+import shutil
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from damage import ABSTRACT, assert_restores, cut, files_of, first_schema, flip, saved, state_at
+
+from jaxrl.record.disk import is_full, system_error
+from jaxrl.train import manifest
+from jaxrl.train.checkpoint import Checkpointer, restore_params
+from jaxrl.train.steps import choose, whole_step
+from jaxrl.types import RunFailed
+
+
+def test_a_flip_or_a_cut_in_any_file_is_found_and_the_older_checkpoint_used(tmp_path):
+    """The quick one of tests/faults/test_flips.py."""
+    moments, folder = random.Random(7), saved(tmp_path / "checkpoints", 2, 4)
+    files = files_of(folder / "4")
+    assert {file.relative_to(folder / "4").parts[0] for file in files} >= {"state", "host", "arrays", "manifest.json"}
+    for i, file in enumerate(files):
+        whole, size = file.read_bytes(), file.stat().st_size
+        if i % 3:
+            flip(file, moments.randrange(size), moments.randrange(8))
+        else:
+            cut(file, moments.randrange(size))
+        assert_restores(folder, 2)
+        file.write_bytes(whole)
+    assert_restores(folder, 4)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda step: shutil.rmtree(step / "state"), r"state/.* is missing \(and \d+ more\)"),
+        (lambda step: (step / "commit_success.txt").unlink(), "commit_success.txt is missing"),
+        (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda step: (step / "notes.txt").write_text("mine"), "notes.txt does not belong to it"),
+        (lambda step: step.rename(step.with_name("9")), "its manifest.json is that of step 4"),
+        (lambda step: cut(step / "host" / "metadata", 3), r"host/metadata has 3 bytes and must have \d+"),
+        (lambda step: flip(step / "host" / "metadata"), "host/metadata has changed since it was written"),
+        (lambda step: flip(step / "manifest.json", 40), "manifest.json has changed since it was written"),
+        (lambda step: (shutil.rmtree(step), step.mkdir()), "it is empty"),
+        (lambda step: (shutil.rmtree(step), step.write_text("")), "it is a file, not a folder"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, damage, words):
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    damage(folder / "4")
+    chosen = choose(folder)
+    assert chosen is not None
+    assert chosen.step == 2
+    ((step, fault),) = chosen.faults.items()
+    assert step == (9 if "step 4" in words else 4)
+    assert re.fullmatch(words, fault)
+    assert chosen.notes() == [f"checkpoint {step} is damaged and is passed over: {fault}"]
+    assert_restores(folder, 2)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hold_the_check(tmp_path):
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    (folder / "4" / "host" / "metadata").unlink()
+    os.mkfifo(folder / "4" / "host" / "metadata")
+    chosen = choose(folder)
+    assert chosen is not None
+    assert chosen.faults == {4: "host/metadata is not a file"}
+
+
+def test_the_damaged_one_is_kept_aside_and_its_step_saved_again(tmp_path):
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    flip(folder / "4" / "host" / "metadata")
+    before = files_of(folder)
+    with Checkpointer(folder) as checkpoints:
+        assert files_of(folder) == before, "looking writes nothing"
+        assert checkpoints.all_steps() == [2]
+        checkpoints.tidy()
+        assert sorted(path.name for path in folder.iterdir()) == ["2", "4.damaged"]
+        checkpoints.save(4, *state_at(4))
+        checkpoints.save(6, *state_at(6))
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "4.damaged", "6"]
+    assert_restores(folder, 6)
+    flip(folder / "6" / "host" / "metadata")
+    flip(folder / "4" / "state" / "_METADATA")
+    with pytest.raises(ValueError, match=r"is whole \(6: host/metadata .*; 4: state/_METADATA .*\): bring"):
+        Checkpointer(folder)
+    with pytest.raises(ValueError, match="no checkpoint that is whole"):
+        restore_params(whole_step(folder), ABSTRACT["params"])
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "4.damaged", "6"]
+
+
+def test_parameters_alone_are_compared_as_well(tmp_path):
+    folder, said = saved(tmp_path / "checkpoints", 2, 4), []
+    flip(folder / "4" / "state" / "manifest.ocdbt")
+    found = restore_params(whole_step(tmp_path, say=said.append), ABSTRACT["params"])
+    assert found["a"].tobytes() == state_at(2)[0]["params"]["a"].tobytes()
+    assert said == [
+        "checkpoint 4 is damaged and is passed over: state/manifest.ocdbt has changed since it was written",
+        f"parameters of {folder / '2'}",
+    ]
+    for path, step in ((folder, 4), (folder / "4", None)):
+        with pytest.raises(ValueError, match=f"checkpoint {folder}/4 is damaged: state/manifest.ocdbt has changed"):
+            whole_step(path, step)
+
+
+def test_another_model_is_refused_by_name_and_shape(tmp_path):
+    folder = saved(tmp_path / "checkpoints", 2)
+    wide = {"a": jax.ShapeDtypeStruct((41,), np.float64)}
+    rule = r"checkpoint .*/2 does not fit this model and optimizer: params/a is of shape \(40,\) there and of shape"
+    with Checkpointer(folder) as checkpoints, pytest.raises(ValueError, match=rule):
+        checkpoints.restore(ABSTRACT | {"params": wide})
+    with pytest.raises(ValueError, match=rule):
+        restore_params(whole_step(folder), wide)
+    more = {"params": ABSTRACT["params"] | {"b": wide["a"]}}
+    with Checkpointer(folder) as checkpoints, pytest.raises(ValueError, match="params/b is missing there and of shape"):
+        checkpoints.restore(ABSTRACT | more)
+
+
+def test_checkpoints_without_checksums_still_load(tmp_path):
+    folder, said = saved(tmp_path / "checkpoints", 2, 4), []
+    first_schema(folder / "4")
+    assert_restores(folder, 4)
+    restore_params(whole_step(folder, say=said.append), ABSTRACT["params"])
+    assert said[0] == "checkpoint 4 is of an older version and carries no checksums"
+    (folder / "4" / "state" / "_METADATA").write_text("{")
+    chosen = choose(folder)
+    assert chosen is not None
+    assert chosen.faults == {4: "state/_METADATA has changed since it was written"}
+    first_schema(folder / "2")
+    shutil.rmtree(folder / "4")
+    cut(folder / "2" / "state" / "manifest.ocdbt", 20)
+    with Checkpointer(folder) as checkpoints, pytest.raises(ValueError, match=r"/2 cannot be read \(.*\): remove it"):
+        checkpoints.restore(ABSTRACT)
+
+
+def test_a_later_version_is_refused_and_not_passed_over(tmp_path):
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    manifest.write(folder / "4", schema_version=3, step=4)
+    with pytest.raises(ValueError, match=r"/4 has schema version 3; this jaxrl reads up to 2: update jaxrl"):
+        choose(folder)
+
+
+# -- saves that fail ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_made_ends_the_save_at_once(tmp_path):
+    began, folder = time.monotonic(), saved(tmp_path / "checkpoints", 2)
+    with Checkpointer(folder) as checkpoints:
+        folder.rename(tmp_path / "elsewhere")
+        folder.write_text("in the way")
+        words = rf"checkpoint 4 cannot be written to {folder}: file exists; the last good checkpoint is step 2: mend"
+        with pytest.raises(RunFailed, match=words):
+            checkpoints.save(4, *state_at(4))
+        checkpoints.wait()
+    assert time.monotonic() - began < 20
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("async", "checkpoint"))]
+
+
+def test_a_draft_that_cannot_be_made_ends_the_save_at_once(tmp_path):
+    """Orbax's own folders: its threads would wait for them for five minutes."""
+    began, folder = time.monotonic(), saved(tmp_path / "checkpoints", 2)
+    with Checkpointer(folder) as checkpoints:
+        (folder / "4.draft.orbax-checkpoint-tmp").symlink_to(tmp_path / "nowhere" / "at" / "all")
+        with pytest.raises(RunFailed, match=r"checkpoint 4 cannot be written .* the last good checkpoint is step 2"):
+            checkpoints.save(4, *state_at(4))
+    assert time.monotonic() - began < 20
+
+
+def test_an_error_in_the_background_keeps_the_last_checkpoint_and_no_draft(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "checkpoints", 2)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Checkpointer(folder) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "write", full)
+            checkpoints.save(4, *state_at(4))
+            words = "no space left on the device; the last good checkpoint is step 2: make room and run again"
+            with pytest.raises(RunFailed, match=f"checkpoint 4 cannot be written to {folder}: {words}"):
+                checkpoints.wait()
+        assert [path.name for path in folder.iterdir()] == ["2"]
+        checkpoints.save(4, *state_at(4))
+    assert_restores(folder, 4)
+
+
+def test_the_systems_error_is_found_behind_others():
+    text = """RESOURCE_EXHAUSTED: Failed writing: "/x/d/1": No space left on device [os_error_code='28']"""
+    for error in (ValueError(text), ValueError("x [OS error 28: ENOSPC No space]")):
+        outer = RuntimeError("save")
+        outer.__cause__ = error
+        found = system_error(outer)
+        assert found is not None
+        assert is_full(found)
+    assert system_error(ValueError("something else")) is None
+
+
+def test_a_commit_is_told_and_leftovers_are_removed(tmp_path):
+    folder, told = tmp_path / "checkpoints", []
+    folder.mkdir()
+    for name in ("2.draft", "3.draft.orbax-checkpoint-tmp", "1.removed", "4.orbax-checkpoint-tmp-12"):
+        (folder / name).mkdir()
+        (folder / name / "half").write_text("written")
+    with Checkpointer(folder, max_to_keep=1, on_commit=told.append) as checkpoints:
+        assert checkpoints.latest_step() is None
+        for step in (2, 4):
+            checkpoints.save(step, *state_at(step))
+    assert told == [2, 4]
+    assert [path.name for path in folder.iterdir()] == ["4"]
+
+
+def test_thirty_saves_leave_no_thread_and_no_open_file(tmp_path):
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        counts = []
+        for step in range(1, 31):
+            checkpoints.save(step, *state_at(step))
+            checkpoints.wait()
+            counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    assert counts[-1] == counts[4]
