@@ -156,11 +156,13 @@ OPTIONS = [
     Wrong(
         "no reference",
         "data.answer_key is empty: reward.kind=math compares with a reference answer",
-        reward={"kind": "math"},
+        reward={"kind": "math", "path": ""},
         data={"answer_key": ""},
     ),
     Wrong(
-        "no task", "reward.kind is task, which needs data.task: the scorer is the task's own", reward={"kind": "task"}
+        "no task",
+        "reward.kind is task, which needs data.task: the scorer is the task's own",
+        reward={"kind": "task", "path": ""},
     ),
 ]
 
@@ -178,7 +180,7 @@ def test_refused(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError) as refused:  # noqa: PT011  (the whole sentence is compared)
         _warmed(reward, wrong.data).close()
     assert str(refused.value) == wrong.sentence.format(path=path)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert _left(str(path)) == []
 
 
@@ -239,7 +241,7 @@ class Bad:
 
 
 NOT_FINITE = "ValueError: a scorer must return a finite number, found "
-TIMEOUT = "no score within reward.timeout_s (1 s)"
+TIMEOUT = "no score within reward.timeout_s (2 s)"
 ENDED = "the scorer's process ended with exit code "
 BAD = [
     Bad("raises", "raise KeyError('x')", "KeyError: 'x'"),
@@ -371,7 +373,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardPo
     patch = pytest.MonkeyPatch()
     patch.setattr("jaxrl.rewards.workers.ASK_AFTER_S", 0.3)
     patch.setattr("jaxrl.rewards.workers.ANSWER_S", 0.5)
-    reward = {"kind": "custom", "path": str(path), "num_workers": 2, "timeout_s": 1.0, "max_memory_gib": 1.0}
+    reward = {"kind": "custom", "path": str(path), "num_workers": 2, "timeout_s": 2.0, "max_memory_gib": 1.0}
     config = from_mapping({"model": {"path": "x"}, "reward": reward})
     pool = build_pool(config, build_scorer(config), log=folder / "rewards.log")
     pool.warm()
@@ -390,7 +392,7 @@ def test_a_scorer_that_misbehaves(bad: Bad, running: tuple[RewardPool, Path]):
         sample.text = "bad" if i == 3 else f"say {i}"
         pool.submit(Prompt(0, 0, (1,), "?", "test", "a", {"code": bad.code.replace("{{}}", "{}")}), sample)
     verdicts: dict[int, Verdict] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while pool.num_pending and time.monotonic() < deadline:
         for verdict in pool.wait(1.0):
             assert verdict.key.sample_index not in verdicts
