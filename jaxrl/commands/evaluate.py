@@ -29,6 +29,7 @@ from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
+    abstract_params,
     build_engine,
     build_executor,
     load_weights,
@@ -41,7 +42,7 @@ from jaxrl.runtime.degree import with_degree
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import restore_params
+from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import whole_step
 from jaxrl.types import Group, Prompt, Sample, SamplingParams
 
@@ -65,6 +66,8 @@ def evaluate(
     config = with_degree(config, mesh, said.append)
     tokenizer, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
+    if place is not None:
+        refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
     prompts = validation_prompts(config, tokenizer)
     if not prompts:
         raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")

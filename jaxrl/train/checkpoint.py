@@ -290,6 +290,12 @@ class Checkpointer:
         return step
 
 
+def refuse_other_model(place: Path, abstract_params: Tree) -> None:
+    """Raises ValueError if a step's folder holds parameters of other names or shapes, before any weights load."""
+    with _naming(place):
+        _refuse_other_arrays(place, {"params": abstract_params}, {"params": _stored(place / STATE).get("params", {})})
+
+
 def restore_params(place: Path, abstract_params: Tree) -> Tree:
     """The parameters of a step's folder that is whole (`steps.whole_step`), without optimizer and queues.
 
@@ -300,8 +306,8 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
       ValueError: it holds another model.
     """
     target = {"params": abstract_params}
+    refuse_other_model(place, abstract_params)
     with _naming(place), _one_error(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        _refuse_other_arrays(place, target, {"params": _stored(place / STATE).get("params", {})})
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
         return reader.restore(place / STATE, args=arguments)["params"]
 

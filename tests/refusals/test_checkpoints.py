@@ -213,8 +213,8 @@ OTHERS = (
     Refusal(
         "the checkpoint of another model",
         TRAIN,
-        "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: count is of shape () there and "
-        "missing here",
+        "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
+        "and missing here",
         prepared(),
     ),
 )
