@@ -16,6 +16,7 @@ from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.safetensors import export_hf
+from jaxrl.record.disk import system_error
 from jaxrl.record.files import DRAFTS, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
 from jaxrl.runtime.build import abstract_params
@@ -65,6 +66,9 @@ def export(
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ValueError(_taken(target)) from None
+        cause = system_error(error)
+        if cause is not None and not isinstance(error, OSError):  # safetensors has an error of its own
+            raise OSError(cause.errno, cause.strerror, str(target)) from error
         raise
     return sorted(target.iterdir())
 
