@@ -6,6 +6,7 @@
     samples.jsonl    a few samples per step, for people
     layouts.jsonl    the layout over each round, where it adapts
     journal.jsonl    decisions of the clock since the last checkpoint
+    rewards.log      what reward functions print
     timeline.json    Chrome trace; Perfetto opens it
     checkpoints/     Orbax; a simulated run has one file, state.json
     report.html      written at the end, or by `jaxrl report`
