@@ -221,7 +221,7 @@ def _add_explanations(command: _Command) -> None:
     devices = whole(0, MAX_DEVICES)
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
     explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
-    gib = number(0, 2**20)
+    gib = number(0, 100_000)
     explain.add_argument("--device-gib", type=gib, default=0.0, help="memory per device (0: what it says)")
 
     layout = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
@@ -271,7 +271,7 @@ def _train(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from jaxrl.commands.simulate import simulate
 
-    simulate(_config(options))
+    simulate(_config(options), stop=options.signals)
     return 0
 
 
@@ -358,7 +358,7 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from jaxrl.commands.export import export
 
-    for file in export(options.source, options.folder, options.dtype):
+    for file in export(options.source, options.folder, options.dtype, stop=options.signals):
         print(file)
     return 0
 
@@ -400,7 +400,7 @@ def _profile(options: argparse.Namespace) -> int:
     config = _config(options)
     out = options.out or config.rollout.layout.profile
     if not out:
-        raise ValueError("give the table's file with --out, or as rollout.layout.profile")
+        raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
     sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
     table = run(config, out, sizes)
     print(f"{out}: {len(table.decode)} decode points, {len(table.prefill)} prefills, {len(table.switches)} switches")

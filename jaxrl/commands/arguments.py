@@ -48,8 +48,10 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
     Raises:
       ValueError: with one sentence.
     """
-    first = arguments[0] if arguments else ""
-    if first not in commands and not first.startswith("-"):
+    first = next((text for text in arguments if not text.startswith("-")), "")
+    if first not in commands and not {"-h", "--help", "--version"} & set(arguments):
+        if first.endswith((".yaml", ".yml", ".gin")):
+            raise ValueError(f"{shown(first)} is not a command: did you mean train --config {first}?")
         near = nearest(first, commands)
         found = f"unknown command {shown(first)}{near}" if first else "no command is given"
         raise ValueError(found if near else f"{found}: give one of {', '.join(commands)}")

@@ -19,17 +19,21 @@ from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import DRAFTS, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
 from jaxrl.runtime.build import abstract_params
+from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import restore_params
 from jaxrl.train.steps import whole_step
 
 
-def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = print) -> list[Path]:
+def export(
+    source: str, folder: str, dtype: str, say: Callable[[str], None] = print, stop: Stop | None = None
+) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
     The folder is written under another name first and renamed at the end: a failed export leaves no partial folder, and
     of two into one folder the second is refused.
-    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
+    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer. `stop`: the
+    program's signals, if it has any.
     """
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
@@ -52,10 +56,11 @@ def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = pr
     draft = target.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
     draft.mkdir(parents=True)
     try:
-        export_hf(params, model, draft, dtype=jnp.dtype(dtype))
-        if tokenizer is not None:
-            tokenizer.save(draft)
-        draft.rename(target)  # also in place of an empty folder
+        with (stop or Stop()).removing(draft):
+            export_hf(params, model, draft, dtype=jnp.dtype(dtype))
+            if tokenizer is not None:
+                tokenizer.save(draft)
+            draft.rename(target)  # also in place of an empty folder
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):

@@ -30,6 +30,7 @@ from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import batch_rule, carried
 from jaxrl.runtime.simulation import build, rare_collections
+from jaxrl.runtime.stop import Stop
 from jaxrl.sim.configured import (
     cost_model,
     layout_sizes,
@@ -47,8 +48,13 @@ from jaxrl.types import Group
 STATE_FILE = "state.json"
 
 
-def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
-    """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend."""
+def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+    """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend.
+
+    Args:
+      stop: the program's signals, if it has any: one ends the process, but not in the middle of a file.
+    """
+    stop = stop or Stop()
     batch_rule(config)  # its settings may be refused, and nothing is written then
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
@@ -76,7 +82,7 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
             for line in said:
                 say(line)
 
-        return _run(config, run_dir, state, cost, workload, sizes, layouts, begin)
+        return _run(config, run_dir, state, cost, workload, sizes, layouts, begin, stop)
 
 
 def _earlier_state(run_dir: RunDir) -> dict[str, Any] | None:
@@ -122,6 +128,7 @@ def _run(
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
     begin: Callable[[], None],
+    stop: Stop,
 ) -> RunOutcome:
     """The simulation; `begin` writes what a start writes, when nothing can be refused any more."""
     # no total: the time to go would be in simulated seconds
@@ -133,9 +140,9 @@ def _run(
             ended_s.append(time.perf_counter())
 
         def save(step: int, state: Mapping[str, Any]) -> None:
-            if simulation.layouts is not None:
-                state = {**state, "layouts": simulation.layouts.state_dict()}
-            write_whole(run_dir.file(STATE_FILE), dump_state(state))
+            more = {} if simulation.layouts is None else {"layouts": simulation.layouts.state_dict()}
+            with stop.held():
+                write_whole(run_dir.file(STATE_FILE), dump_state({**state, **more}))
 
         simulation = build(
             config,
@@ -153,21 +160,22 @@ def _run(
                 if simulation.layouts is not None:
                     simulation.layouts.load_state_dict(state.get("layouts", {}))
                 loop.load_host_state(state)
-            begin()
-            record.begin()
-            simulation.phases.begin()
+            with stop.held():
+                begin()
+                record.begin()
+                simulation.phases.begin()
             ended_s = [time.perf_counter()]  # the start, then each step's end
             finished = loop.run()
     wall_s = np.diff(ended_s)
-    report = write_report(run_dir.path)
+    with stop.held():
+        report = write_report(run_dir.path)
+    median = f"{np.median(wall_s):.2f} s median, {max(wall_s):.2f} s at most" if len(wall_s) else "none run"
     summary = {
         "simulated run": str(run_dir.path),
         "steps": f"{loop.step} of {loop.total_steps}",
         **carried(loop.rule.name, loop.num_carried),
         "simulated time": f"{simulation.clock.now_s:.0f} s",
-        "wall clock per step": f"{np.median(wall_s):.2f} s median, {max(wall_s):.2f} s at most"
-        if len(wall_s)
-        else "none run",
+        "wall clock per step": median,
         "report": str(report),
     }
     record.view.final_table(summary)

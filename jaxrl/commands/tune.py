@@ -35,6 +35,7 @@ from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
+from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.sim.configured import (
     cost_model,
     layout_sizes,
@@ -280,8 +281,11 @@ def _run(jobs: Sequence[Job], processes: int, progress: Callable[[int, int], Non
         processes = min(processes, len(jobs))
         if processes > 1:
             # not by fork: the calling process may have threads
-            in_order = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
-        for found in in_order(_simulate, jobs):
+            pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent)
+            in_order = stack.enter_context(pool).map
+        with ignored_by_children():
+            trials = in_order(_simulate, jobs)  # starts the processes
+        for found in trials:
             done.append(found)
             progress(len(done), len(jobs))
     return done

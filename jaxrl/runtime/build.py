@@ -21,7 +21,7 @@ from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
+from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
@@ -109,7 +109,7 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
         model was made for, or a stop string is none.
     """
     path = resolve_path(config.model.path)
-    folder = path.removeprefix(RANDOM)
+    folder = str(checked_path(path))
     model = config_of(path)
     tokenizer = Tokenizer.from_path(folder)
     check_vocabulary(tokenizer, model, folder)
