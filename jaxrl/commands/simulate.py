@@ -166,17 +166,19 @@ def _run(
                 simulation.phases.begin()
             ended_s = [time.perf_counter()]  # the start, then each step's end
             finished = loop.run()
-    wall_s = np.diff(ended_s)
     with stop.held():
         report = write_report(run_dir.path)
-    median = f"{np.median(wall_s):.2f} s median, {max(wall_s):.2f} s at most" if len(wall_s) else "none run"
     summary = {
         "simulated run": str(run_dir.path),
         "steps": f"{loop.step} of {loop.total_steps}",
         **carried(loop.rule.name, loop.num_carried),
         "simulated time": f"{simulation.clock.now_s:.0f} s",
-        "wall clock per step": median,
+        "wall clock per step": _spread(np.diff(ended_s)),
         "report": str(report),
     }
     record.view.final_table(summary)
     return RunOutcome(loop.step, finished, summary, report)
+
+
+def _spread(seconds: np.ndarray) -> str:
+    return f"{np.median(seconds):.2f} s median, {max(seconds):.2f} s at most" if len(seconds) else "none run"

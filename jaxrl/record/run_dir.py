@@ -7,6 +7,7 @@
     rewards.log      what reward workers print, the first MiB of it
     layouts.jsonl    the layout over each round, where it adapts
     journal.jsonl    decisions of the clock since the last checkpoint
+    rewards.log      what reward functions print
     timeline.json    Chrome trace; Perfetto opens it
     checkpoints/     Orbax; a simulated run has one file, state.json
     report.html      written at the end, or by `jaxrl report`
@@ -34,7 +35,7 @@ from typing import Any
 import filelock
 import yaml
 
-from jaxrl.config import Config, differences, to_mapping
+from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
 from jaxrl.record.files import DRAFTS, refuse_folder, to_json, write_whole
@@ -160,7 +161,11 @@ def recorded_config(folder: str | Path) -> Config | None:
       ConfigError: config.yaml is damaged, or no configuration of this version.
     """
     file = Path(folder).expanduser() / CONFIG_FILE
-    return load_recorded(file) if os.path.lexists(file) else None
+    if not os.path.lexists(file):
+        return None
+    if file.is_file() and not file.stat().st_size:
+        raise ConfigError(f"{file}: empty, though it held the options of a run: bring it back, or move it away")
+    return load_recorded(file)
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,17 +49,28 @@ def join_arrays(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
 def dump_state(state: Mapping[str, Any]) -> str:
     """`Loop.host_state` as JSON, arrays included."""
 
-    def array(value: Any) -> dict[str, Any]:
-        if isinstance(value, np.ndarray):
-            return {"array": value.dtype.str, "shape": value.shape, "values": value.ravel().tolist()}
-        raise TypeError(f"host state: {type(value).__name__} is neither a JSON value nor an array")
-
-    body = json.dumps({"state": state}, default=array)
+    body = json.dumps({"state": _plain(state)}, allow_nan=False)
     return f"{_head(body)}\n{body}"
 
 
 def _head(body: str) -> str:
     return json.dumps({"simulation": _STATE_SCHEMA, "sha256": hashlib.sha256(body.encode()).hexdigest()})
+
+
+def _plain(value: Any) -> Any:
+    """JSON values only: an array as an object, and a number that is not finite, which JSON has not, as one with its
+    text."""
+    if isinstance(value, np.ndarray):
+        return {"array": value.dtype.str, "shape": value.shape, "values": _plain(value.ravel().tolist())}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": str(float(value))}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"host state: {type(value).__name__} is neither a JSON value nor an array")
 
 
 def load_state(text: str, where: str) -> dict[str, Any]:
@@ -67,6 +79,8 @@ def load_state(text: str, where: str) -> dict[str, Any]:
     def array(value: dict[str, Any]) -> Any:
         if value.keys() == {"array", "shape", "values"}:
             return np.asarray(value["values"], np.dtype(value["array"])).reshape(value["shape"])
+        if value.keys() == {"number"}:
+            return float(value["number"])
         return value
 
     head, _, body = text.partition("\n")

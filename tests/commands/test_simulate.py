@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -422,3 +423,12 @@ def test_state_of_another_kind_is_refused():
     found = load_state(dump_state(state), "state.json")
     assert found["left"].tolist() == state["left"].tolist()
     assert found["empty"].shape == (0, 2)
+
+
+def test_state_is_json_whatever_its_numbers_are():
+    state = {"a": [1.5, math.inf], "b": {"c": -math.inf}, "d": np.array([math.nan, 2.0]), "e": None, "f": True}
+    text = dump_state(state)
+    json.loads(text, parse_constant=pytest.fail)
+    found = load_state(text, "state.json")
+    assert (found["a"], found["b"], found["e"], found["f"]) == ([1.5, math.inf], {"c": -math.inf}, None, True)
+    np.testing.assert_array_equal(found["d"], state["d"])

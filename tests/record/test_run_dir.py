@@ -161,8 +161,8 @@ def test_a_start_leaves_its_lock_and_clears_drafts_of_one_that_was_killed(tmp_pa
         ("run.json", '{"devices": {}, "starts": {}}', "damaged"),
         ("run.json", '{"devices": {}, "starts": [{"from_step": "1"}]}', "damaged .starts must be a list of objects"),
         ("run.json", '{"devices": {}, "checkpoint": "7"}', "damaged .checkpoint must be a step or null"),
-        ("config.yaml", "trainer: {", "line 1: not valid YAML"),
-        ("config.yaml", "- 1", "not a configuration, found list"),
+        ("config.yaml", "trainer: {", "line 1: expected the node content"),
+        ("config.yaml", "- 1", "must hold sections with options"),
         ("config.yaml", "trainer: {seed: x}", "trainer.seed"),
     ],
 )
@@ -171,4 +171,4 @@ def test_damaged_records_of_a_start_are_named(tmp_path: Path, name: str, content
         run_dir.file(name).write_text(content)
         with pytest.raises(ValueError, match=words) as caught:
             (recorded_start if name == "run.json" else recorded_config)(tmp_path)
-        assert str(caught.value).startswith(str(tmp_path / name))
+        assert str(tmp_path / name) in str(caught.value)

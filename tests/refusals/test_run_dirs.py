@@ -100,7 +100,13 @@ PLACES = (
     ),
     place("a-link-to-a-file", "{tmp}/run", "{tmp}/train.jsonl is not a folder", link("run", "train.jsonl")),
     place("a-name-too-long", f"{{tmp}}/{LONG}", f"{{tmp}}/{LONG}: file name too long"),
-    place("a-null-character", '"{tmp}/a\\0b"', "'{tmp}/a\\x00b' holds a null character, which no path can"),
+    Refusal(
+        "a-null-character",
+        (*TRAIN, 'trainer.run_dir="{tmp}/a\\0b"'),
+        "trainer.run_dir must be a path, found a NUL character in '{tmp}/a\\x00b' (command line: "
+        'trainer.run_dir="{tmp}/a\\0b")',
+        prepared(),
+    ),
     place("nothing-can-be-made-there", "/proc/jaxrl", "/proc/jaxrl: no such file or directory"),
     place("its-lock-is-a-folder", "{tmp}/run", "{tmp}/run/.lock: is a directory", folder("run"), folder("run/.lock")),
 )
@@ -116,9 +122,10 @@ DAMAGED = (
     damaged("run-json-is-a-folder", "run_json", None, "run.json: is a directory"),
     damaged("run-json-is-not-text", "run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
     damaged("config-cut-off", "config_yaml", "trainer: {seed: 1",
-            "config.yaml, line 1: not valid YAML (expected ',' or '}', but got '<stream end>')"),
-    damaged("config-is-a-list", "config_yaml", "- 1\n", "config.yaml: not a configuration, found list"),
-    damaged("config-is-empty", "config_yaml", "", "config.yaml: not a configuration, found NoneType"),
+            "config.yaml, line 1: expected ',' or '}', but got '<stream end>'"),
+    damaged("config-is-a-list", "config_yaml", "- 1\n", "config.yaml: must hold sections with options, found [1]"),
+    damaged("config-is-empty", "config_yaml", "",
+            "config.yaml: empty, though it held the options of a run: bring it back, or move it away"),
     damaged("config-is-not-text", "config_yaml", b"a: \xff", "config.yaml: not UTF-8 text (byte 3)"),
     damaged("config-nested-too-deeply", "config_yaml", "[" * 20_000, "config.yaml: nested too deeply"),
     damaged("metrics-line", "metrics_jsonl", '{"step": 1}\n{"step": 2, "x":\n',
@@ -206,7 +213,9 @@ OTHERS = (
     export(
         "damaged-run-json", "{tmp}/run/run.json: damaged (not an object): mend it, or move it away", a_run(run_json="1")
     ),
-    export("damaged-config", "{tmp}/run/config.yaml: not a configuration, found list", a_run(config_yaml="[]")),
+    export(
+        "damaged-config", "{tmp}/run/config.yaml: must hold sections with options, found []", a_run(config_yaml="[]")
+    ),
     export("over-a-file", "the folder to write: {tmp}/out is not a folder", a_run(), file("out")),
     export(
         "over-a-folder-with-files",
