@@ -10,20 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models import decoder
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import DRAFTS, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
+from jaxrl.runtime.build import abstract_params
 from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.checkpoint import restore_params_only
+from jaxrl.train.checkpoint import restore_params
+from jaxrl.train.steps import whole_step
 
 
 def export(
@@ -40,16 +39,20 @@ def export(
     if target.exists() and any(target.iterdir()):
         raise ValueError(_taken(target))
     config = _config_of_run(source)
+    said: list[str] = []  # shown once nothing is refused any more
+    place = None if config is None else whole_step(source, say=said.append)
     mesh = make_mesh()
-    if config is not None:
+    if config is not None and place is not None:
         path = resolve_path(config.model.path)
         model = config_of(path)
-        shapes = _abstract_params(model, mesh, config.actor.param_dtype)
-        params: Any = restore_params_only(source, shapes, say=say)
+        shapes = abstract_params(model, mesh, config.actor.param_dtype)
+        params: Any = restore_params(place, shapes)
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)
-    tokenizer = _tokenizer(path, say)
+    tokenizer = _tokenizer(path, said.append)
+    for line in said:
+        say(line)
     draft = target.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
     draft.mkdir(parents=True)
     try:
@@ -95,13 +98,3 @@ def _config_of_run(source: str) -> Config | None:
                 f"place as model.path in {Path(source) / CONFIG_FILE}"
             )
     return config
-
-
-def _abstract_params(model: Any, mesh: Any, dtype: str) -> Any:
-
-    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        train_shardings(model, mesh),
-    )

@@ -39,9 +39,9 @@ class Or:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What an option's text names."""
+    """What an option's text names; a new folder is one that a run may make."""
 
-    what: Literal["file", "folder"]
+    what: Literal["file", "folder", "new folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Declared:
     doc: str = ""
     cap: Cap | None = None
     other: Or | None = None
-    names: Literal["file", "folder", ""] = ""
+    names: Literal["file", "folder", "new folder", ""] = ""
 
     @property
     def is_section(self) -> bool:
@@ -147,9 +147,11 @@ def text_problem(name: str, value: str, option: Declared) -> str | None:
     if not option.names:
         return None
     if _URL.match(value):
-        return f"{name}: {value} is a URL; download it and give the {option.names}"
+        is_new = option.names == "new folder"
+        advice = "give one on this machine" if is_new else f"download it and give the {option.names}"
+        return f"{name}: {value} is a URL; {advice}"
     if "\0" in value:
-        return f"{name} must be the path of a {option.names}, found a NUL character in {shown(value)}"
+        return f"{name} must be a path, found a NUL character in {shown(value)}"
     return None
 
 

@@ -22,6 +22,7 @@ from jaxrl.config.options import Config
 from jaxrl.config.text import Options, read_text, refuse_unprintable
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
 
+_COMMAND_LINE = "command line: "
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".gin": "gin"}
 
 
@@ -39,7 +40,10 @@ def load(
         options.places = {
             option: place for option, place in options.places.items() if not _is_under(option, overridden)
         }
-        options.places[overridden] = f"command line: {text if len(text) <= 100 else text[:100] + '...'}"
+        said = f"{_COMMAND_LINE}{text if len(text) <= 100 else text[:100] + '...'}"
+        options.places[overridden] = said
+        for end in (i for i, character in enumerate(overridden) if character == "."):
+            options.places.setdefault(overridden[:end], said)
     return _checked(from_mapping, options, say)
 
 
@@ -103,7 +107,7 @@ def apply_override(values: dict[str, Any], text: str) -> str:
         if not isinstance(child, dict):
             raise ConfigError(f"{said}: {key!r} is an option, not a section")
         node = child
-    parsed, _ = parse_yaml(value, said)
+    parsed, _ = parse_yaml(value, said, lines=False)
     _merge(node, keys[-1], parsed, path.strip())
     return path.strip()
 
@@ -137,10 +141,23 @@ def _place(message: str, places: Mapping[str, str], most: int = 3) -> str:
             first = message[: match.start()] in ("", "unknown option ")
             if ("." in option or first) and (first or not unknown):
                 found[match.start()] = max(found.get(match.start(), (0, "")), (len(option), place))
-    named = list(dict.fromkeys(place for _, (_, place) in sorted(found.items())))[:most]
+    if not found:
+        found[0] = 0, _above(message, places)
+    named = list(dict.fromkeys(place for _, (_, place) in sorted(found.items()) if place))[:most]
+    given = [place.removeprefix(_COMMAND_LINE) for place in named if place.startswith(_COMMAND_LINE)]
+    named = [place for place in named if not place.startswith(_COMMAND_LINE)]
     if unknown and named:
         named += _versions(named[0])
+    named += [_COMMAND_LINE + " ".join(given)] if given else []
     return f" ({'; '.join(named)})" if named else ""
+
+
+def _above(message: str, places: Mapping[str, str]) -> str:
+    """The place of what holds the option with which a message begins: `a.b` of `a.b.c` or `a.b[2]`; empty: none."""
+    name = message.split(" ", 1)[0].rstrip(":")
+    while name and name not in places:
+        name = name[: max(name.rfind("."), name.rfind("["), 0)]
+    return places.get(name, "")
 
 
 def _versions(place: str) -> list[str]:

@@ -20,13 +20,14 @@ and imports are refused, and so is a macro that nothing uses where its name is t
 
 from __future__ import annotations
 
+import re
 import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config.checks import ConfigError
-from jaxrl.config.declared import declared, walk
+from jaxrl.config.declared import declared, shown, walk
 from jaxrl.config.inputs import reading
 from jaxrl.config.options import Config
 from jaxrl.config.text import MAX_VALUES, Options, one_line, read_text
@@ -103,7 +104,7 @@ class GinFile:
                 self._take(statement, path, f"{path}, line {statement.location.line_num}")
         except SyntaxError as error:
             where = f", line {error.lineno}" if error.lineno else ""
-            raise ConfigError(f"{path}{where}: {one_line(error.msg or 'not valid gin')}") from None
+            raise ConfigError(f"{path}{where}: {_sentence(error.msg)}") from None
         except TypeError as error:  # a mapping with a list as a name
             raise ConfigError(f"{path}: not valid gin ({error})") from None
         except tokenize.TokenError as error:
@@ -189,3 +190,11 @@ def _located(value: Any, place: str) -> Any:
             raise ConfigError(f"{place}: the reference @{name} is not supported: options are plain values")
         case _:
             return value
+
+
+def _sentence(message: str | None) -> str:
+    """What gin's parser says, without the names of Python's own objects."""
+    token = re.search(r"malformed node or string.*Failed to parse token '(.*)'", message or "", re.DOTALL)
+    if token is not None:
+        return f"{shown(token[1])} is no value: text must be in quotation marks"
+    return one_line(message or "not valid gin")

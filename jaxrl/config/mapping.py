@@ -86,20 +86,26 @@ def build(section: type, values: Any, path: str) -> Any:
     known = declared(section)
     kwargs: dict[str, Any] = {}
     for key, value in values.items():
+        if not isinstance(key, str):
+            raise ConfigError(_no_text(path or "the config", key))
         if key not in known:
             raise ConfigError(_unknown(path, key_text(key), list(known)))
         kwargs[key] = _convert(known[key], value, f"{path}.{key}" if path else key)
     return section(**kwargs)
 
 
-def key_text(key: Any) -> str:
-    """A key of a section as it can stand in a sentence."""
-    return key if isinstance(key, str) and len(key) <= 100 and key.isprintable() else shown(key)
+def key_text(key: str) -> str:
+    """A key as it can stand in a sentence."""
+    return key if len(key) <= 100 and key.isprintable() else shown(key)
+
+
+def _no_text(path: str, key: Any) -> str:
+    return f"{path}: a name must be text, found {shown(key)} ({type(key).__name__}): put it in quotation marks"
 
 
 def _unknown(path: str, key: str, known: list[str]) -> str:
     full = f"{path}.{key}" if path else key
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
     everywhere = {option.rsplit(".", 1)[-1]: option for option, _ in walk(Config)}
     if near:
         hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
@@ -147,9 +153,7 @@ def _mapping(item: Declared, value: Any, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} must be a mapping, found {shown(value)}")
     for key in value:
         if not isinstance(key, str):
-            raise ConfigError(
-                f"{path}: a name must be text, found {shown(key)} ({type(key).__name__}): put it in quotation marks"
-            )
+            raise ConfigError(_no_text(path, key))
     return {key: _convert(item, element, f"{path}.{key_text(key)}") for key, element in value.items()}
 
 
@@ -183,7 +187,7 @@ def _scalar(option: Declared, value: Any, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if value.bit_length() < 1024 else math.copysign(math.inf, value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        advice = ": put it in quotation marks" if hint is str and not isinstance(value, list | dict) else ""
+        advice = ": put it in quotation marks" if hint is str and isinstance(value, int | float) else ""
         raise ConfigError(f"{path} must be {hint.__name__}, found {shown(value)} ({type(value).__name__}){advice}")
     problem = None
     if isinstance(value, str):

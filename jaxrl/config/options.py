@@ -300,7 +300,7 @@ class TrainerSection:
     """The run: how long it is, what it saves, and where."""
 
     run_dir: Annotated[
-        str, Names("folder"), "The folder of everything that the run writes; an existing one is resumed."
+        str, Names("new folder"), "The folder of everything that the run writes; an existing one is resumed."
     ] = ""
     total_training_steps: Annotated[
         int, Ge(0), MAX_STEPS, "Training steps of the run; 0: trainer.total_epochs decides."
@@ -321,7 +321,7 @@ class TrainerSection:
     )
     project_name: Annotated[str, "The project under which loggers file the run."] = "jaxrl"
     experiment_name: Annotated[str, "The run's name in loggers and on its page."] = ""
-    compilation_cache_dir: Annotated[str, Names("folder"), "The persistent compilation cache; empty: none."] = (
+    compilation_cache_dir: Annotated[str, Names("new folder"), "The persistent compilation cache; empty: none."] = (
         "~/.cache/jaxrl/xla"
     )
     max_bad_steps: Annotated[

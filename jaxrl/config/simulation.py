@@ -10,9 +10,9 @@ from annotated_types import Ge, Gt, Interval
 from jaxrl.config.declared import Cap, Names
 from jaxrl.config.devices import MAX_DEVICES
 
-_MAX_TOKENS = Cap(1e9, "beyond, every response has the longest length")
+_MAX_TOKENS = Cap(1_000_000_000, "beyond, every response has the longest length")
 _MAX_SIGMA = Cap(10, "one in six lengths or times would be above 22,000 times the median")
-_MAX_SECONDS = Cap(1e9, "that is longer than thirty years")
+_MAX_SECONDS = Cap(1_000_000_000, "that is longer than thirty years")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SimulateSection:
     """A simulated run: the machine, the cost model, and where lengths and rewards come from."""
 
     run_dir: Annotated[
-        str, Names("folder"), "The folder to write; empty: trainer.run_dir with -simulated behind it."
+        str, Names("new folder"), "The folder to write; empty: trainer.run_dir with -simulated behind it."
     ] = ""
     hardware: Annotated[str, "Accelerator: A40, A100, H100, H800, H200 or MI300X."] = "H100"
     num_devices: Annotated[

@@ -33,28 +33,36 @@ for _first, _found in _Loader.yaml_implicit_resolvers.items():  # the class's ow
     _Loader.yaml_implicit_resolvers[_first] = [(tag, pattern) for tag, pattern in _found if tag != _DATE]
 
 
-def parse_yaml(text: str, place: str) -> tuple[Any, yaml.Node | None]:
-    """The value of a text and its node, which has the lines. Raises ConfigError with `place` (and line) otherwise."""
-    loader = None
-    try:
-        with reading(place):  # names the place where the text is nested too deeply
+def parse_yaml(text: str, place: str, lines: bool = True) -> tuple[Any, yaml.Node | None]:
+    """The value of a text and its node, which has the lines; `lines`: errors name them as well.
+
+    Raises:
+      ConfigError: the text is not YAML, or is refused: see the module's docstring.
+      ValueError: it is nested too deeply.
+    """
+    with reading(place):
+        loader = None
+        try:
             loader = _Loader(text)
             node = loader.get_single_node()
             if node is None:
                 return None, None
             _check(node, {}, set())
             return _unshared(loader.construct_document(node)), node
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{place}{where}: {one_line(error.problem or 'not valid YAML')}") from None
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # a date that does not exist, a number that is too long
-        raise ConfigError(f"{place}: not valid YAML ({one_line(str(error))})") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = f", line {mark.line + 1}" if mark and lines else ""
+            raise ConfigError(f"{place}{where}: {one_line(_problem(error))}") from None
+        except (yaml.YAMLError, ValueError, TypeError) as error:  # such as a date that does not exist
+            raise ConfigError(f"{place}: not valid YAML ({one_line(str(error))})") from None
+        finally:
+            if loader is not None:
+                loader.dispose()
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or "not valid YAML"
+    return f"{error.context}, {problem}" if problem.startswith("but ") and error.context else problem
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:

@@ -168,6 +168,7 @@ def _read(fields: Fields, generation: Fields) -> ModelConfig:
     # a null means one key/value head per query head in all three families, the key's absence only in llama
     kv_heads = heads if family == "llama" or "num_key_value_heads" in fields.raw else 32
     bos = fields.token_ids("bos_token_id", vocab_size)
+    generated_eos, own_eos = (each.token_ids("eos_token_id", vocab_size) for each in (generation, fields))
     if len(bos) > 1:
         fields.wrong("bos_token_id", "one token id")
     try:
@@ -188,8 +189,7 @@ def _read(fields: Fields, generation: Fields) -> ModelConfig:
             qk_norm=family == "qwen3",
             max_position_embeddings=max_positions,
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=generation.token_ids("eos_token_id", vocab_size)
-            or fields.token_ids("eos_token_id", vocab_size),
+            eos_token_ids=generated_eos or own_eos,
         )
     except ValueError as error:
         if str(error).startswith((fields.file, generation.file)):

@@ -57,6 +57,7 @@ class RunDir:
     def __init__(self, path: str | Path, option: str = "trainer.run_dir") -> None:
         self.path, self._option = refuse_folder(path, option), option
         self._started = False
+        self._early: dict[Path, int | None] = {}  # sizes before this start
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         file = self.path / ".lock"
         self._lock_is_new = not file.exists()
@@ -87,14 +88,27 @@ class RunDir:
     def file(self, name: str) -> Path:
         return self.path / name
 
+    def early_file(self, name: str) -> Path:
+        """A file that something may append to before the start is recorded; a refused start takes that back."""
+        path = self.file(name)
+        self._early[path] = path.stat().st_size if path.exists() else None
+        return path
+
     def close(self) -> None:
         if not self._started and self._lock_is_new:
             self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
+        if not self._started:
+            for path, size in self._early.items():
+                if size is None:
+                    path.unlink(missing_ok=True)
+                elif path.exists():
+                    os.truncate(path, size)
         self._lock.release()
         if not self._started:
             self._take_back()
 
     def _take_back(self) -> None:
+        """Removes the folders that this start has made."""
         for folder in self._made:
             with suppress(OSError):  # it was not made, or something else is in it by now
                 folder.rmdir()

@@ -19,14 +19,16 @@ from jaxrl.config.devices import devices_problem
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
+from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import train_shardings
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
         model was made for, or a stop string is none.
     """
     path = resolve_path(config.model.path)
-    folder = path.removeprefix(RANDOM)
+    folder = str(checked_path(path))
     model = config_of(path)
     tokenizer = Tokenizer.from_path(folder)
     check_vocabulary(tokenizer, model, folder)
@@ -125,6 +127,16 @@ def load_weights(config: Config, mesh: Mesh) -> Any:
     """The weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
     return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)[1]
+
+
+def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:
+    """Shapes, dtypes and training's shardings of a model's weights, without any."""
+    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        train_shardings(model, mesh),
+    )
 
 
 def build_executor(

@@ -1,6 +1,7 @@
 """GGUF files: every supported type, the permutation of the llama family, metadata, SmolLM2, and damaged files."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,16 @@ def test_truncated_files_are_refused(share, tmp_path):
     (tmp_path / "short.gguf").write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match=r"short.gguf: truncated or not a GGUF file"):
         load_gguf(tmp_path / "short.gguf")
+
+
+def test_a_truncated_file_is_refused_by_its_sizes(smollm2, tmp_path):
+    """The gguf package takes five seconds to find that this file is cut off."""
+    with smollm2.open("rb") as stream:
+        (tmp_path / "short.gguf").write_bytes(stream.read(10_000_000))
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"tensor .* ends at byte \d+, the file at 10000000\)"):
+        load_gguf(tmp_path / "short.gguf")
+    assert time.monotonic() - start < 2
 
 
 def greedy(params, config, ids, count):

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,42 @@ def test_damaged_files_are_named(tmp_path):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
             load_hf(tmp_path)
+
+
+def test_a_head_beside_a_tied_embedding(tmp_path):
+    """Files with the same values twice are read, and those that hold the head alone, as transformers reads them."""
+    config, params = model(tie_word_embeddings=True)
+    untied = replace(config, tie_word_embeddings=False)
+
+    def write(embed, head):
+        export_hf(params | {"embed": embed, "lm_head": head.T}, untied, tmp_path, dtype=jnp.float32)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+
+    write(params["embed"], params["embed"])
+    assert_same(load_hf(tmp_path)[1], params)
+    rewrite(tmp_path, lambda header, data: ({k: v for k, v in header.items() if "embed_tokens" not in k}, data))
+    assert_same(load_hf(tmp_path)[1], params)
+    write(params["embed"], params["embed"].at[5, 7].add(1e-6))
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight, though config.json"):
+        load_hf(tmp_path)
+
+
+def test_one_file_counts_before_an_index(tmp_path):
+    """As transformers has it; a folder has both where an export was written over another."""
+    config, params = model()
+    export_hf(jax.tree.map(jnp.zeros_like, params), config, tmp_path, max_file_bytes=30_000)
+    index = (tmp_path / INDEX).read_bytes()
+    export_hf(params, config, tmp_path, dtype=jnp.float32)
+    (tmp_path / INDEX).write_bytes(index)
+    assert_same(load_hf(tmp_path)[1], params)
+
+
+def test_values_too_large_for_the_parameters_are_refused(tmp_path):
+    config, params = model()
+    export_hf(params | {"final_norm": params["final_norm"].at[3].set(1e6)}, config, tmp_path, dtype=jnp.float32)
+    assert load_hf(tmp_path)[0] == config
+    with pytest.raises(ValueError, match=r"tensor model.norm.weight has values that are NaN or infinite in float16"):
+        load_hf(tmp_path, dtype=jnp.float16)
 
 
 def test_missing_files_are_named(tmp_path):

@@ -173,7 +173,7 @@ SIMULATIONS = (
     Refusal(
         "state-of-another-schema",
         SIMULATE,
-        "{tmp}/run/state.json: not a simulation's state of schema 1; remove it to start again",
+        "{tmp}/run/state.json: not a simulation's state of schema 1 or 2; remove it to start again",
         a_run("simulated", state_json='{"simulation": 9, "state": {}}'),
     ),
     Refusal(

@@ -1,0 +1,668 @@
+"""Bad inputs of the class "models": paths, config.json, safetensors files and their index, GGUF files.
+
+Each is refused with one sentence that names the file, before anything of its size is allocated, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from refusals import Refusal, cases, check
+from tiny import CONFIG, write_tiny_model
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.safetensors import export_hf
+
+LAYOUT = ("explain-layout", "--model", "{tmp}/m")  # reads the config alone
+EXPORT = ("export", "{tmp}/m", "{tmp}/out")  # reads the weights as well
+INDEX = "model.safetensors.index.json"
+UP, EMBED = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+KINDS = "a Hugging Face folder, a .gguf file or 'random:<folder>'"
+YARN = {"rope_type": "yarn", "factor": 4.0}
+Prepare = Callable[[Path], object]
+
+
+@functools.cache
+def files(max_file_bytes: int = 10**9, tied: bool = True) -> dict[str, bytes]:
+    """A tiny model with weights, as the contents of its files."""
+    config = ModelConfig.from_hf(CONFIG | {"tie_word_embeddings": tied})
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_tiny_model(name)
+        params = decoder.init(config, jax.random.key(0))
+        export_hf(params, config, folder, dtype=jnp.float32, max_file_bytes=max_file_bytes)
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def model(folder: Path, **options: Any) -> Path:
+    (folder / "m").mkdir()
+    for name, content in files(**options).items():
+        (folder / "m" / name).write_bytes(content)
+    return folder / "m"
+
+
+def config(**changes: Any) -> Prepare:
+    """A model whose config.json has other values; `gone` takes keys away."""
+
+    def prepare(folder: Path) -> None:
+        gone = changes.get("gone", ())
+        values = {key: value for key, value in (CONFIG | changes).items() if key != "gone" and key not in gone}
+        (model(folder) / "config.json").write_text(json.dumps(values))
+
+    return prepare
+
+
+def text(name: str, content: str | bytes) -> Prepare:
+    """A model of which one file has another content."""
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (model(folder) / name).write_bytes(data)
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Prepare:
+    """A model whose safetensors header is changed, its tensors left."""
+
+    def prepare(folder: Path) -> None:
+        file = model(folder) / "model.safetensors"
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8 : 8 + length])
+        change(entries)
+        new = json.dumps(entries).encode()
+        file.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
+
+    return prepare
+
+
+def entry(name: str = UP, **changes: Any) -> Prepare:
+    """A model of which one tensor's entry in the header has other values."""
+    return header(lambda entries: entries[name].update(changes))
+
+
+def weights(change: Callable[[bytes], bytes]) -> Prepare:
+    def prepare(folder: Path) -> None:
+        file = model(folder) / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return prepare
+
+
+def value(number: float, name: str = UP) -> Prepare:
+    """A model of which one tensor has this number in it."""
+
+    def change(content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        at = 8 + length + json.loads(content[8 : 8 + length])[name]["data_offsets"][0] + 40
+        return content[:at] + struct.pack("<f", number) + content[at + 4 :]
+
+    return weights(change)
+
+
+def index(change: Callable[[dict[str, Any]], Any]) -> Prepare:
+    """A model in several files, whose index is changed; the change may return another content."""
+
+    def prepare(folder: Path) -> None:
+        file = model(folder, max_file_bytes=20_000) / INDEX
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps(change(content) or content))
+
+    return prepare
+
+
+def placed(file: Any) -> Prepare:
+    return index(lambda content: content["weight_map"].update({UP: file}))
+
+
+def untied(folder: Path) -> None:
+    """Weights with a head of their own, under a config that says there is none."""
+    target = model(folder, tied=False)
+    target.joinpath("config.json").write_text(json.dumps(CONFIG))
+
+
+def twins(folder: Path) -> None:
+    content = files()["model.safetensors"]
+    target = model(folder)
+    (target / "model.safetensors").unlink()
+    (target / "a.safetensors").write_bytes(content)
+    (target / "b.safetensors").write_bytes(content)
+
+
+def pipe(name: str) -> Prepare:
+    """A pipe that is never written to: reading it would hang."""
+
+    def prepare(folder: Path) -> None:
+        target = model(folder) / name
+        target.unlink()
+        os.mkfifo(target)
+
+    return prepare
+
+
+@functools.cache
+def gguf_bytes(**metadata: Any) -> bytes:
+    """A small GGUF file that is whole but for the metadata given; it has one tensor too few to be a model."""
+    with tempfile.TemporaryDirectory() as name:
+        writer = GGUFWriter(f"{name}/m.gguf", metadata.pop("architecture", "qwen2"))
+        numbers = {
+            "context_length": 512, "embedding_length": 32, "feed_forward_length": 48, "block_count": 2,
+            "attention.head_count": 4, "attention.head_count_kv": 2,
+        } | metadata  # fmt: skip
+        for key, each in numbers.items():
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint64}[type(each)]
+            add(key if key.startswith("tokenizer") else f"qwen2.{key}", each)
+        if "attention.layer_norm_rms_epsilon" not in metadata:
+            writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-6)
+        writer.add_tensor("token_embd.weight", np.zeros((64, 32), np.float32))
+        writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return Path(f"{name}/m.gguf").read_bytes()
+
+
+def gguf(change: Callable[[bytes], bytes] = lambda content: content, **metadata: Any) -> Prepare:
+    return lambda folder: (folder / "m.gguf").write_bytes(change(gguf_bytes(**metadata)))
+
+
+def at(offset: int, number: int, count: int = 8) -> Callable[[bytes], bytes]:
+    return lambda content: content[:offset] + number.to_bytes(count, "little") + content[offset + count :]
+
+
+def after(name: bytes, offset: int, number: int, count: int = 8) -> Callable[[bytes], bytes]:
+    """Changes the number that stands `offset` bytes behind a name."""
+    return lambda content: at(content.index(name) + len(name) + offset, number, count)(content)
+
+
+def in_config(name: str, sentence: str, **changes: Any) -> Refusal:
+    return Refusal(name, LAYOUT, f"{{tmp}}/m/config.json: {sentence}", config(**changes))
+
+
+def in_weights(name: str, sentence: str, prepare: Prepare, file: str = "model.safetensors") -> Refusal:
+    return Refusal(name, EXPORT, f"{{tmp}}/m/{file}: {sentence}", prepare)
+
+
+def in_gguf(name: str, sentence: str, prepare: Prepare, command: str = "explain-layout") -> Refusal:
+    arguments = ("export", "{tmp}/m.gguf", "{tmp}/out") if command == "export" else (command, "--model", "{tmp}/m.gguf")
+    return Refusal(name, arguments, f"{{tmp}}/m.gguf: {sentence}", prepare)
+
+
+PATHS = (
+    Refusal(
+        "a-url",
+        ("generate", "--model", "https://huggingface.co/Qwen/Qwen2.5-0.5B", "hi"),
+        "model.path: https://huggingface.co/Qwen/Qwen2.5-0.5B is a URL; download the model, and give its folder or its "
+        ".gguf file",
+    ),
+    Refusal(
+        "a-url-of-random-weights",
+        ("generate", "--model", "random:s3://bucket/model", "hi"),
+        "model.path: random:s3://bucket/model is a URL; download the model, and give its folder or its .gguf file",
+    ),
+    Refusal(
+        "a-name-of-the-hub",
+        ("generate", "--model", "Qwen/Qwen2.5-0.5B", "hi"),
+        f"Qwen/Qwen2.5-0.5B: model.path must be {KINDS}, and there is no such folder here; for a model of the Hugging "
+        "Face Hub, download it first (hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B) and give that folder",
+    ),
+    Refusal(
+        "a-name-of-the-hub-to-train",
+        ("train", "model.path=Qwen/Qwen2.5-0.5B", "data.task=leg_counting", "trainer.run_dir={tmp}/run"),
+        f"Qwen/Qwen2.5-0.5B: model.path must be {KINDS}, and there is no such folder here; for a model of the Hugging "
+        "Face Hub, download it first (hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B) and give that folder",
+    ),
+    Refusal(
+        "nothing-there",
+        LAYOUT,
+        f"{{tmp}}/m: model.path must be {KINDS}; there is no such file or folder",
+    ),
+    Refusal(
+        "another-kind-of-file",
+        ("explain-layout", "--model", "{tmp}/m.bin"),
+        f"{{tmp}}/m.bin: model.path must be {KINDS}; this is another kind of file",
+        lambda folder: (folder / "m.bin").write_bytes(b"PK\x03\x04"),
+    ),
+    Refusal(
+        "the-weights-for-the-folder",
+        ("generate", "--model", "{tmp}/m/model.safetensors", "hi"),
+        "{tmp}/m/model.safetensors: model.path must be the folder that such a file is in: {tmp}/m",
+        model,
+    ),
+    Refusal(
+        "the-config-for-the-folder",
+        ("explain-layout", "--model", "{tmp}/m/config.json"),
+        "{tmp}/m/config.json: model.path must be the folder that such a file is in: {tmp}/m",
+        model,
+    ),
+    Refusal("random-of-nothing", ("explain-layout", "--model", "random:"), f"random:: model.path must be {KINDS}"),
+    Refusal(
+        "no-such-package",
+        ("explain-layout", "--model", "no_such_package:m.gguf"),
+        "model.path: no_such_package:m.gguf names a file of the package 'no_such_package', which is not installed",
+    ),
+    Refusal(
+        "a-package-without-the-file",
+        ("explain-layout", "--model", "jaxrl:no.gguf"),
+        f"{Path(decoder.__file__).parents[1]}/no.gguf: model.path must be {KINDS}; there is no such file or folder",
+    ),
+    Refusal(
+        "an-empty-folder",
+        LAYOUT,
+        "{tmp}/m/config.json: no such file; a model folder needs config.json",
+        lambda folder: (folder / "m").mkdir(),
+    ),
+    Refusal(
+        "a-folder-without-a-tokenizer",
+        ("generate", "--model", "{tmp}/m", "hi"),
+        "{tmp}/m: holds no tokenizer.json, which is the one tokenizer format that is read",
+        lambda folder: (model(folder) / "tokenizer.json").unlink(),
+    ),
+    Refusal(
+        "a-folder-without-weights",
+        EXPORT,
+        f"{{tmp}}/m: holds no model.safetensors and no {INDEX}; weights must be in safetensors files",
+        lambda folder: (model(folder) / "model.safetensors").unlink(),
+    ),
+)
+
+CONFIGS = (
+    in_config(
+        "architectures-as-a-text",
+        """architectures ('LlamaForCausalLM') must be a list of names, as ["LlamaForCausalLM"]""",
+        architectures="LlamaForCausalLM",
+    ),
+    in_config(
+        "another-architecture",
+        "architectures ['GemmaForCausalLM'] is not supported; supported are LlamaForCausalLM, Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM",
+        architectures=["GemmaForCausalLM"],
+    ),
+    in_config(
+        "architecture-and-type-disagree",
+        "architectures ['LlamaForCausalLM'] with model_type 'mistral' is not supported; the model_type of "
+        "LlamaForCausalLM is 'llama'",
+        model_type="mistral",
+    ),
+    in_config(
+        "a-type-that-is-no-text", "model_type (['llama']) must be one of llama, qwen2, qwen3", model_type=["llama"]
+    ),
+    in_config(
+        "layers-without-end", "num_hidden_layers (1000000000000000000) must be at most 10000", num_hidden_layers=10**18
+    ),
+    in_config("no-layers", "num_hidden_layers (0) must be a positive integer", num_hidden_layers=0),
+    in_config("a-huge-vocabulary", "vocab_size (4611686018427387904) must be at most 16777216", vocab_size=2**62),
+    in_config("a-size-that-is-a-text", "hidden_size ('32') must be a positive integer", hidden_size="32"),
+    in_config(
+        "a-size-that-is-a-fraction", "intermediate_size (48.5) must be a positive integer", intermediate_size=48.5
+    ),
+    in_config("a-size-that-is-missing", "hidden_size is missing; it must be a positive integer", gone=("hidden_size",)),
+    in_config("heads-below-zero", "num_attention_heads (-4) must be a positive integer", num_attention_heads=-4),
+    in_config(
+        "heads-that-do-not-divide", "num_heads (4) must be a multiple of num_kv_heads (3)", num_key_value_heads=3
+    ),
+    in_config("an-odd-head", "head_dim (7) must be even: rope rotates pairs", head_dim=7),
+    in_config(
+        "a-width-that-heads-do-not-divide",
+        "hidden_size (34) must be a multiple of num_attention_heads (4)",
+        hidden_size=34,
+        gone=("head_dim",),
+    ),
+    in_config("tied-as-a-text", "tie_word_embeddings ('false') must be true or false", tie_word_embeddings="false"),
+    in_config(
+        "a-stop-that-is-a-text",
+        "eos_token_id ('<eos>') must be a token id or a list of token ids",
+        eos_token_id="<eos>",
+    ),
+    in_config(
+        "a-stop-outside-the-vocabulary",
+        "eos_token_id ([2, 999]) must be within the vocabulary: from 0 to 259",
+        eos_token_id=[2, 999],
+    ),
+    in_config("several-beginnings", "bos_token_id ([1, 2]) must be one token id", bos_token_id=[1, 2]),
+    in_config("an-epsilon-of-nothing", "rms_norm_eps (0) must be a positive number", rms_norm_eps=0),
+    in_config("a-theta-of-one", "rope_theta (1) must be a number above 1", rope_theta=1),
+    in_config("rope-as-a-list", "rope_scaling [2] is not supported; it must be an object", rope_scaling=[2]),
+    in_config(
+        "another-rope",
+        "rope_type 'longrope' is not supported; supported are 'default', 'linear', 'llama3' and 'yarn'",
+        rope_scaling={"rope_type": "longrope"},
+    ),
+    in_config("rope-without-a-factor", "rope scaling 'linear' needs a factor", rope_scaling={"type": "linear"}),
+    in_config(
+        "a-factor-that-is-a-text", "factor ('4x') must be a positive number", rope_scaling=YARN | {"factor": "4x"}
+    ),
+    in_config(
+        "an-original-context-that-is-a-list",
+        "original_max_position_embeddings ([64]) must be a positive integer",
+        rope_scaling=YARN,
+        original_max_position_embeddings=[64],
+    ),
+    in_config(
+        "rope-by-kind-of-layer",
+        "rope of its own for 'full_attention' is not supported; all layers must have the same rope",
+        rope_parameters={"full_attention": YARN},
+    ),
+    in_config(
+        "a-ramp-that-goes-back",
+        "high_freq_factor (4) must be above low_freq_factor (8)",
+        rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 8.0},
+    ),
+    in_config(
+        "quantised-weights",
+        "quantization_config is not supported; weights must be float32, float16 or bfloat16 (or use a GGUF file)",
+        quantization_config={"bits": 4},
+    ),
+    in_config(
+        "a-sliding-window-by-default",
+        "use_sliding_window true (sliding_window 4096) is not supported; attention must be full everywhere",
+        architectures=["Qwen2ForCausalLM"],
+        model_type="qwen2",
+        use_sliding_window=True,
+        max_window_layers=1,
+    ),
+    Refusal(
+        "a-config-that-is-a-list",
+        LAYOUT,
+        "{tmp}/m/config.json: must hold a JSON object, not list",
+        text("config.json", "[]"),
+    ),
+    Refusal(
+        "an-empty-config",
+        LAYOUT,
+        "{tmp}/m/config.json: not valid JSON (Expecting value, column 1)",
+        text("config.json", ""),
+    ),
+    Refusal(
+        "a-config-cut-off",
+        LAYOUT,
+        "{tmp}/m/config.json: not valid JSON (Expecting value, column 16)",
+        text("config.json", '{"vocab_size": '),
+    ),
+    Refusal(
+        "a-config-in-utf-16",
+        LAYOUT,
+        "{tmp}/m/config.json: not UTF-8 text (byte 0)",
+        text("config.json", json.dumps(CONFIG).encode("utf-16")),
+    ),
+    Refusal(
+        "a-key-twice",
+        LAYOUT,
+        "{tmp}/m/config.json: key 'rope_theta' stands twice in one object",
+        text("config.json", '{"rope_theta": 1e4, "rope_theta": 1e6}'),
+    ),
+    Refusal(
+        "rope-of-no-number",
+        LAYOUT,
+        "{tmp}/m/config.json: NaN is no number in JSON",
+        text("config.json", '{"rope_theta": NaN}'),
+    ),
+    Refusal("a-deep-config", LAYOUT, "{tmp}/m/config.json: nested too deeply", text("config.json", '{"a":' * 100_000)),
+    Refusal(
+        "a-config-that-is-a-folder",
+        LAYOUT,
+        "{tmp}/m/config.json: must be a file, found a folder",
+        lambda folder: (folder / "m" / "config.json").mkdir(parents=True),
+    ),
+    Refusal(
+        "a-config-that-is-a-pipe", LAYOUT, "{tmp}/m/config.json: must be a file, found a pipe", pipe("config.json")
+    ),
+    Refusal(
+        "a-stop-of-the-other-config",
+        LAYOUT,
+        "{tmp}/m/generation_config.json: eos_token_id ({'id': 2}) must be a token id or a list of token ids",
+        text("generation_config.json", '{"eos_token_id": {"id": 2}}'),
+    ),
+)
+
+TENSORS = (
+    in_weights(
+        "a-size-beyond-the-weights",
+        f"tensor {EMBED} has shape (260, 32), but the config asks for (16777216, 32)",
+        config(vocab_size=2**24),
+    ),
+    in_weights(
+        "an-empty-file",
+        "truncated or not a safetensors file (0 bytes, header of 0 bytes)",
+        text("model.safetensors", b""),
+    ),
+    in_weights(
+        "a-pointer-of-git-lfs",
+        "truncated or not a safetensors file (40 bytes, header of 2336927755350992246 bytes)",
+        text("model.safetensors", b"version https://git-lfs.github.com/spec/"),
+    ),
+    in_weights(
+        "a-header-that-is-no-json",
+        "the header is not that of a safetensors file",
+        text("model.safetensors", b"\x10" + bytes(7) + b"this is no json!"),
+    ),
+    in_weights(
+        "a-header-that-is-a-list",
+        "the header is not that of a safetensors file",
+        text("model.safetensors", b"\x02" + bytes(7) + b"[]"),
+    ),
+    in_weights(
+        "an-entry-that-is-a-text",
+        f"tensor {UP}: its entry in the header ('F32') must be an object with dtype, shape and data_offsets",
+        header(lambda entries: entries.update({UP: "F32"})),
+    ),
+    in_weights(
+        "a-shape-that-is-a-text",
+        f"tensor {UP}: shape (['48', 32]) must be a list of whole numbers",
+        entry(shape=["48", 32]),
+    ),
+    in_weights(
+        "a-shape-below-zero",
+        f"tensor {UP}: shape ([-48, -32]) must be a list of whole numbers",
+        entry(shape=[-48, -32]),
+    ),
+    in_weights(
+        "offsets-that-are-fractions",
+        f"tensor {UP}: data_offsets ([0.0, 6144.0]) must be two whole numbers",
+        entry(data_offsets=[0.0, 6144.0]),
+    ),
+    in_weights(
+        "offsets-below-zero",
+        f"tensor {UP}: data_offsets ([-6144, 0]) must be two whole numbers",
+        entry(data_offsets=[-6144, 0]),
+    ),
+    in_weights(
+        "one-offset", f"tensor {UP}: data_offsets ([6144]) must be two whole numbers", entry(data_offsets=[6144])
+    ),
+    in_weights(
+        "a-dtype-that-is-a-number", f"tensor {UP}: dtype (32) must be one of F64, F32, F16, BF16", entry(dtype=32)
+    ),
+    in_weights(
+        "an-8-bit-dtype",
+        f"tensor {UP} has dtype F8_E4M3, which is not supported; use F64, F32, F16, BF16",
+        entry(dtype="F8_E4M3"),
+    ),
+    in_weights(
+        "offsets-that-do-not-fit",
+        f"tensor {UP} of shape (48, 32) has 6140 bytes, which do not fit it",
+        entry(data_offsets=[0, 6140]),
+    ),
+    in_weights(
+        "a-shape-of-the-config-turned",
+        f"tensor {UP} has shape (32, 48), but the config asks for (48, 32)",
+        entry(shape=[32, 48]),
+    ),
+    in_weights("tensors-that-share-bytes", f"tensors {EMBED} and {UP} share bytes", entry(data_offsets=[1024, 7168])),
+    in_weights(
+        "a-surplus-tensor",
+        "tensor extra of shape (0,) has no place in a model of this config",
+        header(lambda entries: entries.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
+    ),
+    Refusal(
+        "a-missing-tensor",
+        EXPORT,
+        f"{{tmp}}/m: tensor {UP} of shape (48, 32) is missing",
+        header(lambda entries: entries.pop(UP)),
+    ),
+    in_weights("weights-of-no-number", f"tensor {UP} has values that are NaN or infinite in float32", value(np.nan)),
+    in_weights(
+        "weights-without-end", f"tensor {EMBED} has values that are NaN or infinite in float32", value(-np.inf, EMBED)
+    ),
+    in_weights(
+        "another-head-though-tied",
+        f"tensor lm_head.weight differs from {EMBED}, though config.json says "
+        "tie_word_embeddings true; set that to false to use both, or remove the tensor",
+        untied,
+    ),
+    in_weights(
+        "a-tensor-in-two-files",
+        f"tensor {EMBED} is in a.safetensors as well, and no {INDEX} says which counts",
+        twins,
+        "b.safetensors",
+    ),
+    in_weights("weights-that-are-a-pipe", "must be a file, found a pipe", pipe("model.safetensors")),
+    in_weights("an-index-without-a-map", "must have an object weight_map", index(lambda content: {"a": 1}), INDEX),
+    in_weights(
+        "a-map-that-is-a-list",
+        "must have an object weight_map",
+        index(lambda content: {"weight_map": ["model.safetensors"]}),
+        INDEX,
+    ),
+    in_weights(
+        "a-place-that-is-no-text",
+        f"weight_map places tensor {UP} in 7; it must name a file in this folder",
+        placed(7),
+        INDEX,
+    ),
+    in_weights(
+        "a-place-elsewhere",
+        f"weight_map places tensor {UP} in '../elsewhere'; it must name a file in this folder",
+        placed("../elsewhere"),
+        INDEX,
+    ),
+    in_weights(
+        "an-absolute-place",
+        f"weight_map places tensor {UP} in '/etc/passwd'; it must name a file in this folder",
+        placed("/etc/passwd"),
+        INDEX,
+    ),
+    in_weights("a-place-that-is-not-there", "no such file", placed("no.safetensors"), "no.safetensors"),
+    in_weights(
+        "a-place-without-the-tensor",
+        f"tensor {UP} is missing, though {INDEX} places it there",
+        placed("model-00001-of-00005.safetensors"),
+        "model-00001-of-00005.safetensors",
+    ),
+    Refusal(
+        "an-index-without-a-tensor",
+        EXPORT,
+        f"{{tmp}}/m: tensor {UP} of shape (48, 32) is missing",
+        index(lambda content: content["weight_map"].pop(UP) and None),
+    ),
+)
+
+GGUFS = (
+    in_gguf("an-empty-gguf", "truncated or not a GGUF file (it has 0 bytes)", gguf(lambda content: b"")),
+    in_gguf(
+        "another-file-under-that-name",
+        "truncated or not a GGUF file (it does not begin with GGUF)",
+        gguf(lambda content: b"PK\3\4" + content),
+    ),
+    in_gguf("a-version-to-come", "GGUF version 7 is not supported; supported are 2 and 3", gguf(at(4, 7, 4))),
+    in_gguf(
+        "the-other-byte-order",
+        "a big-endian GGUF file is not supported; convert the model again",
+        gguf(at(4, 3 << 24, 4)),
+    ),
+    in_gguf(
+        "tensors-without-end",
+        "truncated or not a GGUF file (9223372036854775808 tensors do not fit into 8832 bytes)",
+        gguf(at(8, 2**63)),
+    ),
+    in_gguf(
+        "metadata-without-end",
+        "truncated or not a GGUF file (9223372036854775808 pairs of metadata do not fit into 8832 bytes)",
+        gguf(at(16, 2**63)),
+    ),
+    in_gguf(
+        "a-name-without-end",
+        "truncated or not a GGUF file (a text at byte 32 has 4611686018427387904 bytes, and the file ends at 8832)",
+        gguf(at(24, 2**62)),
+    ),
+    in_gguf(
+        "metadata-of-an-unknown-type",
+        "truncated or not a GGUF file (metadata qwen2.context_length is of the unknown type 99)",
+        gguf(after(b"qwen2.context_length", 0, 99, 4)),
+    ),
+    in_gguf(
+        "a-tensor-of-an-unknown-type",
+        "tensor token_embd.weight has the unknown type 999",
+        gguf(after(b"token_embd.weight", 4 + 16, 999, 4)),
+    ),
+    in_gguf(
+        "a-gguf-cut-off",
+        "truncated or not a GGUF file (tensor token_embd.weight ends at byte 8704, the file at 8700)",
+        gguf(lambda content: content[:8700]),
+    ),
+    in_gguf(
+        "tensors-over-one-another",
+        "tensors token_embd.weight and output_norm.weight share bytes",
+        gguf(after(b"output_norm.weight", 4 + 8 + 4, 64)),
+    ),
+    in_gguf(
+        "another-gguf-architecture",
+        "general.architecture 'gemma' is not supported; use llama, qwen2, qwen3",
+        gguf(architecture="gemma"),
+    ),
+    in_gguf(
+        "a-count-that-is-a-text",
+        "metadata qwen2.block_count ('two') must be a whole number from 1 to 10000",
+        gguf(block_count="two"),
+    ),
+    in_gguf(
+        "blocks-without-end",
+        "metadata qwen2.block_count (1000000000000000000) must be a whole number from 1 to 10000",
+        gguf(block_count=10**18),
+    ),
+    in_gguf(
+        "an-epsilon-that-is-no-number",
+        "metadata qwen2.attention.layer_norm_rms_epsilon (nan) must be a number above 0, and at most 1",
+        gguf(**{"attention.layer_norm_rms_epsilon": float("nan")}),
+    ),
+    in_gguf(
+        "a-stop-beyond-the-vocabulary",
+        "metadata tokenizer.ggml.eos_token_id (64) must be a whole number from 0 to 63",
+        gguf(**{"tokenizer.ggml.eos_token_id": 64}),
+    ),
+    in_gguf("a-gguf-without-its-layers", "tensor blk.0.attn_norm.weight of shape (32,) is missing", gguf(), "export"),
+)
+
+ALL = (*PATHS, *CONFIGS, *TENSORS, *GGUFS)
+
+
+def test_the_class_has_its_number():
+    assert len(ALL) >= 67
+
+
+@cases(ALL)
+def test_refused(
+    refusal: Refusal,
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+
+
+def test_a_null_quantization_config_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from jaxrl.cli import main
+
+    config(quantization_config=None)(tmp_path)
+    assert main(["explain-layout", "--model", str(tmp_path / "m")]) == 0
+    assert capsys.readouterr().err == ""
