@@ -131,8 +131,7 @@ def _run(
     stop: Stop,
 ) -> RunOutcome:
     """The simulation; `begin` writes what a start writes, when nothing can be refused any more."""
-    # no total: the time to go would be in simulated seconds
-    opened = open_record(config, run_dir, -1 if state is None else state["step"], simulated=True)
+    opened = open_record(config, run_dir, -1 if state is None else state["step"], simulated=True)  # no time to go
     with rare_collections(), opened as record:
 
         def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
