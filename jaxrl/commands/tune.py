@@ -28,7 +28,7 @@ from annotated_types import Ge
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.config.declared import Cap, fields_problem
-from jaxrl.config.rollout import MAX_FACTOR
+from jaxrl.config.rollouts import MAX_FACTOR
 from jaxrl.loop import Hooks
 from jaxrl.record.files import refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics

@@ -1,4 +1,4 @@
-"""The whole configuration, typed. Every option is declared once, here or in `rollout`, `layout` and
+"""The whole configuration, typed. Every option is declared once, here or in `rollouts`, `layout` and
 `simulation`.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.declared import MAX_INT, Cap, Names, Or
 from jaxrl.config.devices import MAX_DEVICES
-from jaxrl.config.rollout import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
+from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
 from jaxrl.config.simulation import SimulateSection
 
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]

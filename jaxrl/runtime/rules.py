@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.functions import read_user_file, user_function
 from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollout import PartialRolloutSection
+from jaxrl.config.rollouts import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.buffer_filter import BufferFilter
 from jaxrl.scheduling.rounds.composition import composition_problem

@@ -19,7 +19,7 @@ from replay_worker import ReplayWorker
 from sim_machine import Machine
 
 from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollout import TailBatchingSection
+from jaxrl.config.rollouts import TailBatchingSection
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig

@@ -11,7 +11,7 @@ from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollout import PartialRolloutSection, TailBatchingSection
+from jaxrl.config.rollouts import PartialRolloutSection, TailBatchingSection
 from jaxrl.runtime.rules import batch_rule, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.composition import composition_problem

@@ -13,7 +13,7 @@ from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, to
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollout import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import (

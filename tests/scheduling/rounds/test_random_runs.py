@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollout import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
