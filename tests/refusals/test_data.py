@@ -132,7 +132,8 @@ NAMES = [
     ),
     files(
         "url",
-        "data.val_files: https://example.org/a.jsonl is a URL; download it and give the file",
+        "data.val_files[0]: https://example.org/a.jsonl is a URL; download it and give the file (command line: "
+        "data.val_files=[https://example.org/a.jsonl])",
         lambda folder: None,
         path="https://example.org/a.jsonl",
     ),
@@ -524,33 +525,32 @@ TOKENIZERS = [
     ),
     own(
         "eos id text",
-        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found '2'",
+        f"{MODEL}/config.json: eos_token_id ('2') must be a token id or a list of token ids",
         model(eos_token_id="2"),
     ),
     own(
         "eos id a fraction",
-        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found 2.0",
+        f"{MODEL}/config.json: eos_token_id (2.0) must be a token id or a list of token ids",
         model(eos_token_id=2.0),
     ),
     own(
         "eos id negative",
-        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found -1",
+        f"{MODEL}/config.json: eos_token_id (-1) must be within the vocabulary: from 0 to 259",
         model(eos_token_id=-1),
     ),
     own(
         "eos ids in lists",
-        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found [[2]]",
+        f"{MODEL}/config.json: eos_token_id ([[2]]) must be a token id or a list of token ids",
         model(eos_token_id=[[2]]),
     ),
     own(
         "eos id beyond the vocabulary",
-        f"{MODEL}/config.json: eos_token_id (260) must be below the size of the model's vocabulary (260 tokens)",
+        f"{MODEL}/config.json: eos_token_id ([2, 260]) must be within the vocabulary: from 0 to 259",
         model(eos_token_id=[2, 260]),
     ),
     own(
         "eos id of generation_config",
-        f"{MODEL}/generation_config.json: eos_token_id (999) must be below the size of the model's vocabulary (260 "
-        "tokens)",
+        f"{MODEL}/generation_config.json: eos_token_id (999) must be within the vocabulary: from 0 to 259",
         model(entry("generation_config.json", eos_token_id=999)),
     ),
     own(
@@ -561,7 +561,7 @@ TOKENIZERS = [
     ),
     own(
         "bos id true",
-        f"{MODEL}/config.json: bos_token_id must be a token id, a list of them or null, found True",
+        f"{MODEL}/config.json: bos_token_id (True) must be a token id or a list of token ids",
         model(bos_token_id=True),
     ),
     own(
