@@ -74,7 +74,8 @@ class Options(SphinxDirective):
             default = option.default if isinstance(option.default, str) else json.dumps(option.default)
             if option.default in ("", [], {}):
                 default = "empty"
-            allowed = f"{option.type}, {option.bounds}" if option.bounds else option.type
+            most = f"at most {option.cap}" if option.cap else ""
+            allowed = ", ".join(filter(None, (option.type, option.bounds, most)))
             body += nodes.row(
                 "",
                 nodes.entry("", nodes.paragraph("", "", nodes.literal(option.path, option.path))),

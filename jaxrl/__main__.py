@@ -7,16 +7,17 @@ import os
 import sys
 
 
-def main() -> int:
-    """Runs the command of `sys.argv`; returns the exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command of `arguments`, by default those of `sys.argv`; returns the exit status."""
     try:
         _complete_streams()
         from jaxrl.runtime.stop import Stop
 
-        with Stop() as stop:
-            from jaxrl.cli import main as run
+        stop = Stop()
+        stop.watch()
+        from jaxrl.cli import main as run
 
-            return run(stop=stop)
+        return run(arguments, stop)
     except KeyboardInterrupt:  # by Python's own handler, before ours was there
         os.write(2, b"jaxrl: interrupted\n")
         return 130

@@ -23,7 +23,7 @@ import re
 import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jaxrl import __version__
 from jaxrl.commands.arguments import (
@@ -43,6 +43,9 @@ from jaxrl.commands.arguments import (
     written,
 )
 from jaxrl.runtime.stop import Stop
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
 
 _MAX_SENTENCE = 2000  # characters; a longer one quotes what it should not
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -167,8 +170,8 @@ def _add_tune(command: _Command) -> None:
     ):
         tune.add_argument(name, type=numbers, default=(), metavar="LIST", help=text)
     tune.add_argument("--seeds", type=whole(1, 1000), default=5, help="simulated runs of each value (5)")
-    steps = whole(0, 100_000)
-    tune.add_argument("--steps", type=steps, default=0, help="of each of them (default: the longest period twice)")
+    steps = whole(1, 100_000)
+    tune.add_argument("--steps", type=steps, default=None, help="of each of them (default: the longest period twice)")
     tune.add_argument("--processes", type=whole(1, 256), default=1, help="runs at the same time (1)")
     tune.add_argument("--out", type=written, metavar="FILE", help="also write the results as JSON")
 
@@ -218,7 +221,7 @@ def _add_explanations(command: _Command) -> None:
     devices = whole(0, MAX_DEVICES)
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
     explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
-    gib = number(0, 2**20)
+    gib = number(0, 100_000)
     explain.add_argument("--device-gib", type=gib, default=0.0, help="memory per device (0: what it says)")
 
     layout = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
@@ -251,19 +254,24 @@ def _add_report(command: _Command) -> None:
     report.add_argument("--out", type=written, metavar="FILE")
 
 
+def _config(options: argparse.Namespace) -> Config:
+    """The configuration of a command; options that have no effect are said once."""
+    from jaxrl.config.files import load
+
+    return load(options.config, options.overrides, say=lambda text: print(f"note: {text}", file=sys.stderr))
+
+
 def _train(options: argparse.Namespace) -> int:
     from jaxrl.commands.start import start
-    from jaxrl.config import files as config_files
 
-    start(config_files.load(options.config, options.overrides), stop=options.signals)
+    start(_config(options), stop=options.signals)
     return 0
 
 
 def _simulate(options: argparse.Namespace) -> int:
     from jaxrl.commands.simulate import simulate
-    from jaxrl.config import files as config_files
 
-    simulate(config_files.load(options.config, options.overrides))
+    simulate(_config(options), stop=options.signals)
     return 0
 
 
@@ -339,9 +347,8 @@ def _prompts_from_input() -> list[str]:
 
 def _eval(options: argparse.Namespace) -> int:
     from jaxrl.commands.evaluate import evaluate
-    from jaxrl.config import files as config_files
 
-    result = evaluate(config_files.load(options.config, options.overrides), options.checkpoint, options.out)
+    result = evaluate(_config(options), options.checkpoint, options.out)
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
@@ -351,16 +358,15 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from jaxrl.commands.export import export
 
-    for file in export(options.source, options.folder, options.dtype):
+    for file in export(options.source, options.folder, options.dtype, stop=options.signals):
         print(file)
     return 0
 
 
 def _explain(options: argparse.Namespace) -> int:
     from jaxrl.commands.explain import explain_config
-    from jaxrl.config import files as config_files
 
-    config = config_files.load(options.config, options.overrides)
+    config = _config(options)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None))
     return 0
 
@@ -390,12 +396,11 @@ def _explain_layout(options: argparse.Namespace) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     from jaxrl.commands.profile import ProfileOptions, run
-    from jaxrl.config import files as config_files
 
-    config = config_files.load(options.config, options.overrides)
+    config = _config(options)
     out = options.out or config.rollout.layout.profile
     if not out:
-        raise ValueError("give the table's file with --out, or as rollout.layout.profile")
+        raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
     sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
     table = run(config, out, sizes)
     print(f"{out}: {len(table.decode)} decode points, {len(table.prefill)} prefills, {len(table.switches)} switches")

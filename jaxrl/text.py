@@ -25,10 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxrl.data.stops import stop_ids, stop_string_check
+from jaxrl.data.fit import check_length, check_vocabulary
+from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import checked_path, load_model, resolve_path
+from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.layouts.switching import Switched
@@ -83,12 +84,17 @@ class TextEngine:
           truncate: whether requests may use top-k, top-p or min-p.
         """
         path = resolve_path(path)
-        mesh = make_mesh()
-        tokenizer = Tokenizer.from_path(checked_path(path))
-        model, params = load_model(path, mesh, "float64" if dtype == "float64" else "float32")
+        folder = path.removeprefix(RANDOM)
+        model, tokenizer = config_of(path), Tokenizer.from_path(folder)
+        check_vocabulary(tokenizer, model, folder)
+        asked = f"max_length is {max_length} tokens"
         if not max_length:
             longest = max((len(_encode(tokenizer, prompt, chat)) for prompt in prompts), default=0)
-            max_length = longest + max_tokens if longest else min(2048, model.max_position_embeddings)
+            max_length = longest + max_tokens if longest else min(2048, model.max_positions)
+            asked = f"the longest prompt ({longest}) + --max-tokens ({max_tokens}) = {max_length} tokens"
+        check_length(model, max_length, asked, folder)
+        mesh = make_mesh()
+        model, params = load_model(path, mesh, "float64" if dtype == "float64" else "float32")
         sizes = ExecutorConfig(
             num_slots=num_slots,
             num_blocks=num_blocks,
@@ -168,6 +174,7 @@ class TextEngine:
         self, keyed: Sequence[tuple[int, int, tuple[int, ...]]], params: SamplingParams, n: int
     ) -> list[Request]:
         """`n` requests for each (epoch, prompt index, prompt's token ids)."""
+        check_stop_strings(params.stop_strings, "stop_strings")
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids)))
         params = replace(params, stop_token_ids=stops)
         return [

@@ -3,7 +3,7 @@
 
 import sys
 
-from jaxrl.cli import main
+from jaxrl.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from annotated_types import Interval
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxrl.config.devices import prime_factors
+from jaxrl.config.declared import Declared, number_problem
+from jaxrl.config.devices import MAX_DEVICES, prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size
 from jaxrl.sharding.rules import Model, Weight, padded_config, rollout_spec
@@ -111,8 +113,11 @@ def explain_layout(
       ValueError: no device, or a degree that is impossible on so many devices or does not divide `max_tp`.
     """
     max_tp = tp if max_tp is None else max_tp
-    if num_devices < 1:
-        raise ValueError(f"--devices ({num_devices}) must be at least 1")
+    problem = number_problem("--devices", num_devices, Declared(int, Interval(ge=1), cap=MAX_DEVICES))
+    if problem is not None:
+        raise ValueError(problem)
+    if tp < 1:
+        raise ValueError(f"--tp must be at least 1, found {tp}")
     layout = Layout(_mesh(num_devices), tp)
     if max_tp < 1 or max_tp % tp:
         raise ValueError(f"--max-tp ({max_tp}), which weights are padded for, must be a multiple of --tp ({tp})")

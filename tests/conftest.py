@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tiny import write_tiny_model
 
+pytest.register_assert_rewrite("refusals")
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     flags = os.environ.get("XLA_FLAGS", "")

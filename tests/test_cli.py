@@ -12,7 +12,13 @@ from tiny import write_tiny_model
 
 from jaxrl.cli import main
 
-TASK = ["data.task=leg_counting", "data.task_size=8", "data.val_size=2", "data.max_prompt_length=400"]
+TASK = [
+    "data.task=leg_counting",
+    "data.task_size=8",
+    "data.val_size=2",
+    "data.max_prompt_length=400",
+    "data.max_response_length=64",
+]
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_DEVICES = 16_384  # more than any machine has, and few enough to list
@@ -50,8 +48,10 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
     Raises:
       ValueError: with one sentence.
     """
-    first = arguments[0] if arguments else ""
-    if first not in commands and not first.startswith("-"):
+    first = next((text for text in arguments if not text.startswith("-")), "")
+    if first not in commands and not {"-h", "--help", "--version"} & set(arguments):
+        if first.endswith((".yaml", ".yml", ".gin")):
+            raise ValueError(f"{shown(first)} is not a command: did you mean train --config {first}?")
         near = nearest(first, commands)
         found = f"unknown command {shown(first)}{near}" if first else "no command is given"
         raise ValueError(found if near else f"{found}: give one of {', '.join(commands)}")
@@ -154,14 +154,10 @@ def utf8(text: str) -> str:
 
 def written(text: str) -> str:
     """An argument's type: a file to write. That it cannot be is found before the work whose result it is for."""
-    path = Path(filled(text)).expanduser().absolute()
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"({text}) is a folder: name a file in it")
-    above = next(folder for folder in path.parents if os.path.lexists(folder))
-    if not above.is_dir():
-        raise argparse.ArgumentTypeError(f"({text}) cannot be written: {above} is not a folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"({text}) cannot be written: no permission to write in {above}")
+    from jaxrl.record.files import file_problem
+
+    if (problem := file_problem(filled(text))) is not None:
+        raise argparse.ArgumentTypeError(problem)
     return text
 
 

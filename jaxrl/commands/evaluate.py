@@ -29,18 +29,21 @@ from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
+    abstract_params,
     build_engine,
     build_executor,
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
+    refuse_too_large,
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import restore_params_only
+from jaxrl.train.checkpoint import refuse_other_model, restore_params
+from jaxrl.train.steps import whole_step
 from jaxrl.types import Group, Prompt, Sample, SamplingParams
 
 RIGHT = 1.0
@@ -57,10 +60,14 @@ def evaluate(
     if out:
         refuse_file(out, "--out")
     said: list[str] = []  # shown once nothing is refused any more
+    place = whole_step(checkpoint, say=said.append) if checkpoint else None
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
     tokenizer, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
+    if place is not None:
+        refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
     prompts = validation_prompts(config, tokenizer)
     if not prompts:
         raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
@@ -68,8 +75,8 @@ def evaluate(
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
         pool.warm()
         params = load_weights(config, mesh)
-        if checkpoint:
-            params = restore_params_only(checkpoint, abstract(params), say=said.append)
+        if place is not None:
+            params = restore_params(place, abstract(params))
         # open from here on: that it cannot be written is known before the evaluation, not after it
         file = stack.enter_context(writing_whole(out)) if out else None
         use_compilation_cache(config)

@@ -10,15 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from annotated_types import Interval
+
 from jaxrl.config import Config
-from jaxrl.config.devices import devices_problem
+from jaxrl.config.declared import Declared, number_problem
+from jaxrl.config.devices import MAX_DEVICES, devices_problem
 from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.runtime.build import device_bytes, prepare_jax
+from jaxrl.models.shapes import SHAPES
+from jaxrl.runtime.build import bytes_each, device_bytes, prepare_jax
 from jaxrl.runtime.degree import planned_degree
-from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, row_tokens
+from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, memory_problem, row_tokens
 from jaxrl.runtime.rules import batch_rule
+
+MAX_MEMORY_BYTES = 1 << 50  # a million GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +70,24 @@ class Explanation:
 
 def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -> Explanation:
     """Derived sizes and the memory of both phases, without loading weights or data."""
+    problem = number_problem("--devices", num_devices, Declared(int, Interval(ge=0), cap=MAX_DEVICES))
+    if problem is not None:
+        raise ValueError(problem)
+    if memory_bytes is not None and not 1 <= memory_bytes <= MAX_MEMORY_BYTES:
+        raise ValueError(f"--device-gib must be from 1 to {MAX_MEMORY_BYTES} bytes, found {memory_bytes}")
     batch_rule(config)  # its settings may be refused
     devices = [] if num_devices else prepare_jax(config)
-    model = config_of(resolve_path(config.model.path))
+    model = SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = devices[0].platform if devices else "gpu"
     num_devices = num_devices or len(devices)
     config, said = planned_degree(config, model, config.rollout.num_devices or num_devices, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
-    return replace(explained, warnings=(said, *explained.warnings)) if said else explained
+    # of devices that are not here, what a CPU's share of a host would be is not known
+    each = memory or (bytes_each(devices, num_devices) if devices else None)
+    too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
+    notes = (said, f"a run is refused: {too_large}" if too_large else "")
+    return replace(explained, warnings=(*filter(None, notes), *explained.warnings))
 
 
 def explain(

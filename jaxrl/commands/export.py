@@ -10,53 +10,65 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models import decoder
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.safetensors import export_hf
+from jaxrl.record.disk import system_error
 from jaxrl.record.files import DRAFTS, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
+from jaxrl.runtime.build import abstract_params
+from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.checkpoint import restore_params_only
+from jaxrl.train.checkpoint import restore_params
+from jaxrl.train.steps import whole_step
 
 
-def export(source: str, folder: str, dtype: str, say: Callable[[str], None] = print) -> list[Path]:
+def export(
+    source: str, folder: str, dtype: str, say: Callable[[str], None] = print, stop: Stop | None = None
+) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files.
 
     The folder is written under another name first and renamed at the end: a failed export leaves no partial folder, and
     of two into one folder the second is refused.
-    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
+    `say` gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer. `stop`: the
+    program's signals, if it has any.
     """
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
         raise ValueError(_taken(target))
     config = _config_of_run(source)
+    said: list[str] = []  # shown once nothing is refused any more
+    place = None if config is None else whole_step(source, say=said.append)
     mesh = make_mesh()
-    if config is not None:
+    if config is not None and place is not None:
         path = resolve_path(config.model.path)
         model = config_of(path)
-        shapes = _abstract_params(model, mesh, config.actor.param_dtype)
-        params: Any = restore_params_only(source, shapes, say=say)
+        shapes = abstract_params(model, mesh, config.actor.param_dtype)
+        params: Any = restore_params(place, shapes)
     else:
         path = resolve_path(source)
         model, params = load_model(path, mesh)
-    tokenizer = _tokenizer(path, say)
+    tokenizer = _tokenizer(path, said.append)
+    for line in said:
+        say(line)
     draft = target.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
     draft.mkdir(parents=True)
     try:
-        export_hf(params, model, draft, dtype=jnp.dtype(dtype))
-        if tokenizer is not None:
-            tokenizer.save(draft)
-        draft.rename(target)  # also in place of an empty folder
+        with (stop or Stop()).removing(draft):
+            export_hf(params, model, draft, dtype=jnp.dtype(dtype))
+            if tokenizer is not None:
+                tokenizer.save(draft)
+            draft.rename(target)  # also in place of an empty folder
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ValueError(_taken(target)) from None
+        cause = system_error(error)
+        if cause is not None and not isinstance(error, OSError):  # safetensors has an error of its own
+            raise OSError(cause.errno, cause.strerror, str(target)) from error
         raise
     return sorted(target.iterdir())
 
@@ -90,13 +102,3 @@ def _config_of_run(source: str) -> Config | None:
                 f"place as model.path in {Path(source) / CONFIG_FILE}"
             )
     return config
-
-
-def _abstract_params(model: Any, mesh: Any, dtype: str) -> Any:
-
-    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        train_shardings(model, mesh),
-    )

@@ -11,8 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.declared import Cap, fields_problem
 from jaxrl.record.files import refuse_file, write_whole
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
@@ -21,6 +25,7 @@ from jaxrl.runtime.build import (
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
+    refuse_too_large,
     use_compilation_cache,
 )
 from jaxrl.runtime.memory import layout_degrees
@@ -42,19 +47,26 @@ OnProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What to measure.
+    """What to measure. Raises ValueError for a number beyond its bounds."""
 
-    Attributes:
-      max_batch: the most live rows of all dp groups together; 0: as many as the layouts have rows.
-      token_budget: the most live tokens of all dp groups together; 0: as many as the smallest pools hold.
-      max_context: tokens of a row; 0: the longest sequence of the configuration.
-      repeats: how often a fast point is measured; the median counts.
-    """
+    max_batch: Annotated[
+        int, Ge(0), "The most live rows of all dp groups together; 0: as many as the layouts have rows."
+    ] = 0
+    token_budget: Annotated[
+        int, Ge(0), "The most live tokens of all dp groups together; 0: as many as the smallest pools hold."
+    ] = 0
+    max_context: Annotated[int, Ge(0), "Tokens of a row; 0: the longest sequence of the configuration."] = 0
+    repeats: Annotated[
+        int,
+        Ge(1),
+        Cap(1000, "every point takes that many times as long"),
+        "How often a fast point is measured; the median counts.",
+    ] = 3
 
-    max_batch: int = 0
-    token_budget: int = 0
-    max_context: int = 0
-    repeats: int = 3
+    def __post_init__(self) -> None:
+        problem = fields_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
@@ -66,6 +78,7 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
     mesh = make_mesh(devices)
     degrees = layout_degrees(config, mesh.size)
     _, model = read_tokenizer_and_model(config)
+    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
     path = Path(out).expanduser()
     table = _continued(path, Profile(identity_of(config, model, mesh)))
     params = load_weights(config, mesh)

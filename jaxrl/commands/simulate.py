@@ -30,6 +30,7 @@ from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import batch_rule, carried
 from jaxrl.runtime.simulation import build, rare_collections
+from jaxrl.runtime.stop import Stop
 from jaxrl.sim.configured import (
     cost_model,
     layout_sizes,
@@ -47,26 +48,27 @@ from jaxrl.types import Group
 STATE_FILE = "state.json"
 
 
-def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
-    """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend."""
+def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+    """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend.
+
+    Args:
+      stop: the program's signals, if it has any: one ends the process, but not in the middle of a file.
+    """
+    stop = stop or Stop()
     batch_rule(config)  # its settings may be refused, and nothing is written then
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
         raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")
-    config, of_degree = _with_degree(config, folder)
-    cost, cost_source = cost_model(config)
-    workload, workload_source = workload_of(config)
-    sizes = machine_sizes(config, cost, model_sizes(config))
-    layouts = layout_sizes(config, cost, model_sizes(config))
-    sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
     with closing(RunDir(folder, "simulate.run_dir")) as run_dir:
         run_dir.refuse_other_kind(simulated=True)
-        file = run_dir.file(STATE_FILE)
-        with reading(file):
-            state = load_state(file.read_text(encoding="utf-8"), str(file)) if file.exists() else None
-        if state is not None and not isinstance(state.get("step"), int):
-            raise ValueError(f"{file}: a simulation's state without its step; remove it to start again")
+        state = _earlier_state(run_dir)
         refuse_damaged(run_dir)
+        config, of_degree = _with_degree(config, folder)
+        cost, cost_source = cost_model(config)
+        workload, workload_source = workload_of(config)
+        sizes = machine_sizes(config, cost, model_sizes(config))
+        layouts = layout_sizes(config, cost, model_sizes(config))
+        sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
         step = 0 if state is None else state["step"]
         said = [
             f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones",
@@ -80,7 +82,19 @@ def simulate(config: Config, say: Callable[[str], None] = print) -> RunOutcome:
             for line in said:
                 say(line)
 
-        return _run(config, run_dir, state, cost, workload, sizes, layouts, begin)
+        return _run(config, run_dir, state, cost, workload, sizes, layouts, begin, stop)
+
+
+def _earlier_state(run_dir: RunDir) -> dict[str, Any] | None:
+    """Where an earlier start in the directory has come to; None: there was none."""
+    file = run_dir.file(STATE_FILE)
+    if not file.exists():
+        return None
+    with reading(file):
+        state = load_state(file.read_text(encoding="utf-8"), str(file))
+    if not isinstance(state.get("step"), int):
+        raise ValueError(f"{file}: a simulation's state without its step; remove it to start again")
+    return state
 
 
 def _with_degree(config: Config, folder: str) -> tuple[Config, str]:
@@ -114,6 +128,7 @@ def _run(
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
     begin: Callable[[], None],
+    stop: Stop,
 ) -> RunOutcome:
     """The simulation; `begin` writes what a start writes, when nothing can be refused any more."""
     # no total: the time to go would be in simulated seconds
@@ -125,9 +140,9 @@ def _run(
             ended_s.append(time.perf_counter())
 
         def save(step: int, state: Mapping[str, Any]) -> None:
-            if simulation.layouts is not None:
-                state = {**state, "layouts": simulation.layouts.state_dict()}
-            write_whole(run_dir.file(STATE_FILE), dump_state(state))
+            more = {} if simulation.layouts is None else {"layouts": simulation.layouts.state_dict()}
+            with stop.held():
+                write_whole(run_dir.file(STATE_FILE), dump_state({**state, **more}))
 
         simulation = build(
             config,
@@ -145,21 +160,22 @@ def _run(
                 if simulation.layouts is not None:
                     simulation.layouts.load_state_dict(state.get("layouts", {}))
                 loop.load_host_state(state)
-            begin()
-            record.begin()
-            simulation.phases.begin()
+            with stop.held():
+                begin()
+                record.begin()
+                simulation.phases.begin()
             ended_s = [time.perf_counter()]  # the start, then each step's end
             finished = loop.run()
     wall_s = np.diff(ended_s)
-    report = write_report(run_dir.path)
+    with stop.held():
+        report = write_report(run_dir.path)
+    median = f"{np.median(wall_s):.2f} s median, {max(wall_s):.2f} s at most" if len(wall_s) else "none run"
     summary = {
         "simulated run": str(run_dir.path),
         "steps": f"{loop.step} of {loop.total_steps}",
         **carried(loop.rule.name, loop.num_carried),
         "simulated time": f"{simulation.clock.now_s:.0f} s",
-        "wall clock per step": f"{np.median(wall_s):.2f} s median, {max(wall_s):.2f} s at most"
-        if len(wall_s)
-        else "none run",
+        "wall clock per step": median,
         "report": str(report),
     }
     record.view.final_table(summary)

@@ -54,7 +54,8 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")
-        pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
+        log = run_dir.early_file("rewards.log")  # a reward file may print while it is imported
+        pool = stack.enter_context(closing(build_pool(config, build_scorer(config), log=log)))
 
         watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it

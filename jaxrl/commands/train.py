@@ -27,12 +27,14 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
+    abstract_params,
     build_engine,
     build_executor,
     device_bytes,
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
+    refuse_too_large,
     use_compilation_cache,
     with_planned_remat,
 )
@@ -46,8 +48,9 @@ from jaxrl.runtime.stop import Stop
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
+from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
 from jaxrl.train.step import Trainer
+from jaxrl.train.steps import whole_step
 from jaxrl.types import RunFailed
 
 
@@ -76,12 +79,18 @@ class Run:
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         self.store = self._find_checkpoint()
+        first = self.config.trainer.init_from
+        self.init_from = whole_step(first, say=self.said.append) if first else None
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
         self.watchdog.saved_step = latest
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
+        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
+        for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
+            if place is not None:
+                refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
         self._data(start.problems)
         mesh = self.layout.mesh
         adapts = config.rollout.layout.adapts
@@ -121,8 +130,8 @@ class Run:
             self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
         )
         params = load_weights(config, self.mesh)
-        if config.trainer.init_from:
-            params = restore_params_only(config.trainer.init_from, abstract(params), say=self.said.append)
+        if self.init_from is not None:
+            params = restore_params(self.init_from, abstract(params))
         self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
 
     def _find_checkpoint(self) -> Checkpointer:

@@ -12,7 +12,6 @@ profile if it names one (`rollout.layout.profile`), else modelled.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,16 +21,21 @@ from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
+from jaxrl.config.declared import Cap, fields_problem
+from jaxrl.config.rollout import MAX_FACTOR
 from jaxrl.loop import Hooks
 from jaxrl.record.files import refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
+from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.sim.configured import (
     cost_model,
     layout_sizes,
@@ -59,33 +63,28 @@ class TuneOptions:
       rule: a name in `SEARCHES`.
       values: of all options of the rule together; empty: the default grid.
       prompt_factors, response_factors: each option's own grid, of which all pairs are tried; the one left out is 1.
-      seeds: simulated runs of each value. steps: of each run; 0: as many as show the longest period twice.
+      seeds: simulated runs of each value. steps: of each run; None: as many as show the longest period twice.
       processes: runs at the same time.
       out: a file for the results as JSON; empty: none.
     """
 
     rule: RuleName = "tail_batching"
-    values: tuple[float, ...] = ()
-    prompt_factors: tuple[float, ...] = ()
-    response_factors: tuple[float, ...] = ()
-    seeds: int = 5
-    steps: int = 0
-    processes: int = 1
+    values: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of all options of the rule together."] = ()
+    prompt_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of prompts."] = ()
+    response_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of samples per prompt."] = ()
+    seeds: Annotated[int, Ge(1), Cap(1000, "each is a run of its own"), "Runs of each value."] = 5
+    steps: Annotated[int | None, Ge(1), Cap(100_000, "every run makes that many"), "Steps of each run."] = None
+    processes: Annotated[int, Ge(1), Cap(256, "each has a Python of its own"), "Runs at the same time."] = 1
     out: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("values", "prompt_factors", "response_factors"):
-            for value in getattr(self, name):
-                if not 1 <= value < math.inf:
-                    option = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"{option}: {value:g} must be at least 1: a round launches no less than it needs")
-        for name, least in (("seeds", 1), ("steps", 0), ("processes", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} ({getattr(self, name)}) must be >= {least}")
+        problem = fields_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
         if self.out:
             refuse_file(self.out, "--out")
         warm_up = SEARCHES[self.rule].warm_up
-        if 0 < self.steps <= warm_up:
+        if self.steps is not None and self.steps <= warm_up:
             raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")
         split = self.prompt_factors or self.response_factors
         if split and self.rule != "tail_batching":
@@ -279,10 +278,14 @@ def _run(jobs: Sequence[Job], processes: int, progress: Callable[[int, int], Non
     done: list[Trial] = []
     with ExitStack() as stack:
         in_order: Callable[..., Iterable[Trial]] = map
+        processes = min(processes, len(jobs))
         if processes > 1:
             # not by fork: the calling process may have threads
-            in_order = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
-        for found in in_order(_simulate, jobs):
+            pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent)
+            in_order = stack.enter_context(pool).map
+        with ignored_by_children():
+            trials = in_order(_simulate, jobs)  # starts the processes
+        for found in trials:
             done.append(found)
             progress(len(done), len(jobs))
     return done

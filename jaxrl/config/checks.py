@@ -5,10 +5,15 @@ Each check raises `ConfigError` with one sentence: which options, what was found
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
+from jaxrl.config.declared import MAX_INT, declared, shown
 from jaxrl.config.devices import devices_problem
 from jaxrl.config.options import AdvantageEstimator, Config
+
+_MAX_STEP_SAMPLES = 1 << 20
 
 GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators that compare the samples of a prompt with each other, and so need two of them."""
@@ -27,6 +32,8 @@ def check(c: Config) -> None:
     _check_filtering(c)
     _check_overlong(c)
     _check_batch(c)
+    _check_greedy(c)
+    _check_sizes(c)
     _check_old_logprobs(c)
     _check_tokens(c)
     _check_devices(c)
@@ -39,20 +46,30 @@ def _check_data(c: Config) -> None:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
     if c.reward.kind == "custom" and not c.reward.path:
         raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
+    if c.reward.path and c.reward.kind != "custom":
+        raise ConfigError(f"reward.path ({c.reward.path}) needs reward.kind=custom, found {c.reward.kind}")
     if c.reward.kind == "task" and not c.data.task:
         raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
+    _check_held_out(c)
+
+
+def _check_held_out(c: Config) -> None:
+    data, trainer = c.data, c.trainer
+    if data.val_files or (data.task and data.val_size) or not (data.task or data.train_files):
+        return  # without any data a run is refused otherwise, and a simulation makes its own
+    for option, wanted in (("test_freq", trainer.test_freq), ("val_before_train", trainer.val_before_train)):
+        if wanted:
+            raise ConfigError(
+                f"trainer.{option} ({str(wanted).lower()}) needs held-out prompts: give data.val_files"
+                + (", or data.val_size above 0" if data.task else "")
+            )
 
 
 def _check_quotas(c: Config) -> None:
     quotas, batch = c.data.source_quotas, c.data.train_batch_size
     for source, quota in quotas.items():
-        if not isinstance(source, str):
-            raise ConfigError(
-                f"data.source_quotas: a source's name must be text, found {source!r} ({type(source).__name__}): put it "
-                "in quotation marks"
-            )
-        if isinstance(quota, bool) or not isinstance(quota, int) or quota < 0:
-            raise ConfigError(f"data.source_quotas.{source} must be a whole number of prompts >= 0, found {quota!r}")
+        if quota < 0:
+            raise ConfigError(f"data.source_quotas.{source} must be at least 0, found {quota}")
     if quotas and sum(quotas.values()) != batch:
         raise ConfigError(
             f"data.source_quotas must add up to data.train_batch_size ({batch} prompts), found {sum(quotas.values())}"
@@ -89,11 +106,6 @@ def _check_overlong(c: Config) -> None:
             f"reward.overlong_buffer.len ({overlong.len} tokens) must be at least 1 and at most "
             f"data.max_response_length ({longest} tokens) where reward.overlong_buffer.enable is on"
         )
-    if overlong.enable and not math.isfinite(overlong.penalty_factor):
-        raise ConfigError(
-            f"reward.overlong_buffer.penalty_factor ({overlong.penalty_factor}) must be a finite number: rewards and "
-            "advantages would not be"
-        )
 
 
 def _check_batch(c: Config) -> None:
@@ -109,10 +121,56 @@ def _check_batch(c: Config) -> None:
         )
     if c.algorithm.use_kl_in_reward and c.actor.use_kl_loss:
         raise ConfigError("algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once")
-    if c.actor.clip_ratio_c and c.actor.clip_ratio_c <= 1:
-        raise ConfigError(f"actor.clip_ratio_c must be above 1, or 0 for off, found {c.actor.clip_ratio_c!r}")
     if c.actor.param_dtype == "float64" and c.actor.dtype != "float64":
         raise ConfigError(f"actor.dtype must be float64 where actor.param_dtype is, found {c.actor.dtype}")
+
+
+def _check_greedy(c: Config) -> None:
+    """Without chance the samples of a prompt are equal, and there is nothing to compare."""
+    rollout = c.rollout
+    if rollout.temperature > 0 and rollout.top_k != 1:
+        return
+    greedy = "rollout.top_k (1)" if rollout.temperature > 0 else "rollout.temperature (0)"
+    if c.algorithm.adv_estimator in GROUP_RELATIVE:
+        raise ConfigError(
+            f"{greedy} makes all samples of a prompt equal, and algorithm.adv_estimator={c.algorithm.adv_estimator} "
+            "compares them with each other: every advantage would be 0"
+        )
+    if c.algorithm.filter_groups.enable and not c.algorithm.filter_groups.path:
+        raise ConfigError(
+            f"{greedy} makes all samples of a prompt equal, and algorithm.filter_groups.enable leaves such prompts "
+            "out: no prompt would be left"
+        )
+
+
+def _check_sizes(c: Config) -> None:
+    """Products of sizes, each of which may be large alone."""
+    data, rollout, actor = c.data, c.rollout, c.actor
+    for first, second, count in (
+        ("data.train_batch_size", "rollout.n", data.train_batch_size * rollout.n),
+        ("data.val_size", "rollout.val_kwargs.n", data.val_size * rollout.val_kwargs.n),
+    ):
+        if count > _MAX_STEP_SAMPLES:
+            raise ConfigError(
+                f"{first} × {second} must be at most {_MAX_STEP_SAMPLES} samples, which are in memory at once, found "
+                f"{count}"
+            )
+    if rollout.num_blocks * rollout.block_size > MAX_INT:
+        raise ConfigError(
+            f"rollout.num_blocks ({rollout.num_blocks}) × rollout.block_size ({rollout.block_size} tokens) must be at "
+            f"most {MAX_INT}: a token's place in the pool has 32 bits"
+        )
+    updates = c.trainer.total_training_steps * c.updates_per_step
+    if updates > MAX_INT:
+        raise ConfigError(
+            f"trainer.total_training_steps ({c.trainer.total_training_steps}) with {c.updates_per_step} updates each "
+            f"makes {updates} updates, of which at most {MAX_INT} can be counted: lower it, or actor.ppo_epochs"
+        )
+    if actor.optim.lr * actor.optim.weight_decay > 1:
+        raise ConfigError(
+            f"actor.optim.lr ({actor.optim.lr:g}) × actor.optim.weight_decay ({actor.optim.weight_decay:g}) must be "
+            "at most 1: it is the share that every update takes off each weight"
+        )
 
 
 def _check_old_logprobs(c: Config) -> None:
@@ -162,3 +220,70 @@ def _check_devices(c: Config) -> None:
     problem = c.rollout.layout.problem(tp, own or devices)
     if problem is not None:
         raise ConfigError(problem)
+
+
+# ---------------------------------------------------------------- options that change nothing
+
+
+def without_effect(c: Config) -> list[str]:
+    """A sentence for each option that differs from its default and is not read, because another one is off."""
+    defaults = Config(model=c.model)
+    return [
+        f"{path}={_short(value)} has no effect: {why}"
+        for prefix, names, why in _unread(c)
+        for path, value in _changed(_section(c, prefix), _section(defaults, prefix), prefix)
+        if names is None or path.rpartition(".")[2] in names
+    ]
+
+
+def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+    """Sections, the options in them that are not read (None: all), and why."""
+    for prefix in (
+        "rollout.tail_batching",
+        "rollout.partial_rollout",
+        "rollout.over_provisioning",
+        "algorithm.filter_groups",
+        "reward.overlong_buffer",
+    ):
+        if not _section(c, prefix).enable:
+            yield prefix, None, f"{prefix}.enable is off"
+    layout, names = c.rollout.layout, frozenset(declared(type(c.rollout.layout)))
+    if not layout.planner:
+        planner = frozenset(name for name in names if name.startswith("planner_"))
+        yield "rollout.layout", planner, "rollout.layout.planner is off"
+    if not layout.switch:
+        switching = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound", "headroom_tokens"})
+        yield "rollout.layout", switching, "rollout.layout.switch is off"
+    if not c.actor.use_kl_loss:
+        yield "actor", frozenset({"kl_loss_coef", "kl_loss_type"}), "actor.use_kl_loss is off"
+    if not c.algorithm.use_kl_in_reward:
+        yield "algorithm", frozenset({"kl_coef", "kl_penalty"}), "algorithm.use_kl_in_reward is off"
+    if c.algorithm.rollout_correction.rollout_is == "none":
+        yield "algorithm.rollout_correction", None, "algorithm.rollout_correction.rollout_is is none"
+    if c.actor.optim.lr_scheduler_type == "constant":
+        yield "actor.optim", frozenset({"min_lr_ratio"}), "actor.optim.lr_scheduler_type is constant"
+    if c.algorithm.adv_estimator != "grpo":
+        why = f"algorithm.adv_estimator is {c.algorithm.adv_estimator}"
+        yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), why
+    if not c.data.task:
+        yield "data", frozenset({"task_config"}), "data.task is empty"
+    if c.reward.kind != "custom":
+        yield "reward", frozenset({"name"}), f"reward.kind is {c.reward.kind}"
+
+
+def _section(c: Config, path: str) -> Any:
+    found: Any = c
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for each in dataclasses.fields(section):
+        value = getattr(section, each.name)
+        if not dataclasses.is_dataclass(value) and value != getattr(default, each.name):
+            yield f"{prefix}.{each.name}", value
+
+
+def _short(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, str) else shown(value)

@@ -6,13 +6,42 @@ Purpose: `declared(section)` and `walk(section)`; no other module reads the anno
 from __future__ import annotations
 
 import dataclasses
+import re
+import reprlib
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
+
+MAX_INT = 2**31 - 1  # counts, seeds and token ids become 32-bit integers on the devices
+MAX_FLOAT = 3.4028234663852886e38  # the largest float32
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """The most that a size may be, and why: what goes wrong beyond, for the sentence that refuses it."""
+
+    most: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Or:
+    """A value outside the bounds that an option may have as well, and what it stands for: `Or(0, "off")`."""
+
+    value: float
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What an option's text names; a new folder is one that a run may make."""
+
+    what: Literal["file", "folder", "new folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +52,17 @@ class Declared:
       type: the field's type, without bounds and text: an option's type, or the class of a nested section.
       bounds: of an option's value; None: any value of the type.
       doc: an option's text; a section has a docstring instead.
+      cap: the most that a size may be, with the reason.
+      other: a value beside the bounds.
+      names: what the text is the path of; empty: it is no path.
     """
 
     type: Any
     bounds: Interval | None = None
     doc: str = ""
+    cap: Cap | None = None
+    other: Or | None = None
+    names: Literal["file", "folder", "new folder", ""] = ""
 
     @property
     def is_section(self) -> bool:
@@ -77,6 +112,81 @@ def bounds_text(bounds: Interval) -> str:
     return f"in {'(' if bounds.ge is None else '['}{low}, {high}{')' if bounds.le is None else ']'}"
 
 
+def allowed_text(option: Declared) -> str:
+    """What the value of an option must be, its cap aside: `in [0.001, 100], or 0 for greedy`; empty: anything."""
+    if option.bounds is None:
+        return ""
+    other = f", or {option.other.value:g} for {option.other.meaning}" if option.other else ""
+    return bounds_text(option.bounds) + other
+
+
+def number_problem(name: str, value: int | float, option: Declared) -> str | None:
+    """Why a number cannot be an option's value, as a sentence that begins with `name`; None if it can.
+
+    Whatever a declaration says, a float is finite as a float32, and an integer has 32 bits, but for `Or` values.
+    """
+    if option.other is not None and value == option.other.value:
+        return None
+    if option.bounds is not None and not is_within(value, option.bounds):
+        return f"{name} must be {allowed_text(option)}, found {shown(value)}"
+    if option.cap is not None and value > option.cap.most:
+        return f"{name} must be at most {option.cap.most} ({option.cap.why}), found {shown(value)}"
+    if isinstance(value, float) and not abs(value) <= MAX_FLOAT:
+        return f"{name} must be a finite number (at most {MAX_FLOAT:.3g}, the largest float32), found {shown(value)}"
+    if isinstance(value, int) and not -MAX_INT <= value <= MAX_INT:
+        return f"{name} must be at most {MAX_INT} (the largest 32-bit integer), found {shown(value)}"
+    return None
+
+
+def text_problem(name: str, value: str, option: Declared) -> str | None:
+    """Why a text cannot be an option's value, as a sentence that begins with `name`; None if it can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f"{name} holds {value[error.start]!a}, which is no character, so that it cannot be written as UTF-8"
+    if not option.names:
+        return None
+    if _URL.match(value):
+        is_new = option.names == "new folder"
+        advice = "give one on this machine" if is_new else f"download it and give the {option.names}"
+        return f"{name}: {value} is a URL; {advice}"
+    if "\0" in value:
+        return f"{name} must be a path, found a NUL character in {shown(value)}"
+    return None
+
+
+def fields_problem(section: Any, prefix: str = "--") -> str | None:
+    """The first number among the fields of a declared dataclass that breaks its declaration, as a sentence; names are
+    those of options on the command line (`--max-batch`)."""
+    for name, option in declared(type(section)).items():
+        values = getattr(section, name)
+        for value in values if isinstance(values, tuple | list) else (values,):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                problem = number_problem(prefix + name.replace("_", "-"), value, option)
+                if problem is not None:
+                    return problem
+    return None
+
+
+class _Short(reprlib.Repr):
+    """`repr`, cut where a value is long, wide or deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 100
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 8, 8, 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 256:  # Python refuses to print thousands of digits
+            return f"a number of {x.bit_length()} bits"
+        return repr(x)
+
+
+def shown(value: Any) -> str:
+    """A value for a sentence: its `repr`, of bounded length."""
+    return _Short().repr(value)
+
+
 def _declared(hint: Any) -> Declared:
     if typing.get_origin(hint) is not Annotated:
         return Declared(hint)
@@ -84,7 +194,17 @@ def _declared(hint: Any) -> Declared:
     texts = [mark for mark in marks if isinstance(mark, str)]
     assert len(texts) == 1, f"{hint} must have one text"
     limits: dict[str, Any] = {}
+    cap, other, names = None, None, ""
     for mark in marks:
-        if isinstance(mark, Ge | Gt | Le | Lt | Interval):
-            limits |= {key: value for key, value in dataclasses.asdict(mark).items() if value is not None}
-    return Declared(base, Interval(**limits) if limits else None, texts[0])
+        match mark:
+            case Ge() | Gt() | Le() | Lt() | Interval():
+                limits |= {key: value for key, value in dataclasses.asdict(mark).items() if value is not None}
+            case Cap():
+                cap = mark
+            case Or():
+                other = mark
+            case Names(what):
+                names = what
+            case _:
+                assert isinstance(mark, str), f"{mark!r} says nothing about an option"
+    return Declared(base, Interval(**limits) if limits else None, texts[0], cap, other, names)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from jaxrl.config.declared import Cap
+
+MAX_DEVICES = Cap(16384, "no machine has more, and each is listed")
+
 
 def prime_factors(count: int) -> tuple[int, ...]:
     """The prime factors of `count`, ascending."""

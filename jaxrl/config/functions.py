@@ -1,4 +1,9 @@
-"""Functions of the user's: a Python file and a name in options, imported and checked."""
+"""Functions of the user's: a Python file and a name in options, read, run and checked.
+
+Reading and running are apart: a run reads the file once (`read_user_file`), and whichever process needs the function
+runs that text (`user_function`). So a file that is changed or deleted later changes nothing, and a reward file never
+runs in the trainer.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,56 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import linecache
 import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from jaxrl.config.inputs import reading
+
+_MAX_ERROR_CHARS = 500
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A Python file as it was when the run began."""
+
+    path: str
+    text: str
+
+
+def read_user_file(option: str, path: str) -> UserFile:
+    """Reads the file that `option` names. Raises ValueError, or OSError with its name, if it is none that can run."""
+    file = Path(path).expanduser().resolve()
+    if not file.exists():
+        raise ValueError(f"{option}: no such file: {file}")
+    if not file.is_file():
+        raise ValueError(
+            f"{option} must name a Python file (.py), found a {'folder' if file.is_dir() else 'device'}: {file}"
+        )
+    if file.suffix != ".py":
+        raise ValueError(f"{option} must name a Python file (.py), found {file}")
+    try:
+        with reading(file):
+            text = importlib.util.decode_source(file.read_bytes())
+    except SyntaxError as error:  # in its first lines, which may name an encoding
+        raise ValueError(f"{option}: {file} cannot be read as text: {error.msg}") from None
+    if "\0" in text:
+        raise ValueError(f"{option}: {file} is no Python file: there is a null byte in it")
+    return UserFile(str(file), text)
 
 
 @functools.cache
-def user_function(option: tuple[str, str], path: str, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-    """Imports the user's file and checks the function in it.
+def user_function(option: tuple[str, str], file: UserFile, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """Runs the user's file and checks the function in it.
 
     Args:
-      option: the names of the options that give `path` and `name`.
-      path: the Python file. It runs once per process for each option that names it.
+      option: the names of the options that give the file and `name`.
+      file: the Python file. It runs once per process for each option that names it.
       name: the function in it.
       arguments: the names that it is called with.
 
@@ -26,34 +68,52 @@ def user_function(option: tuple[str, str], path: str, name: str, arguments: tupl
       ValueError: the file or the function is wrong.
     """
     of_path, of_name = option
-    function = getattr(_module(of_path, path), name, None)
+    function = getattr(_module(of_path, file), name, None)
     if not callable(function):
         found = "nothing" if function is None else type(function).__name__
-        raise ValueError(f"{of_name}: {path} must define a function {name!r}, found {found}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{path}: {name} must be an ordinary function, found an async one")
-    signature = inspect.signature(function)
+        raise ValueError(f"{of_name}: {file.path} must define a function {name!r}, found {found}")
+    for kind, is_kind in (("an async one", inspect.iscoroutinefunction), ("a generator", inspect.isgeneratorfunction)):
+        if is_kind(function) or inspect.isasyncgenfunction(function):
+            raise ValueError(f"{of_name}: {file.path}: {name} must be an ordinary function, found {kind}")
+    wanted = f"{of_name}: {file.path}: {name} must take ({', '.join(arguments)}), by these names"
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        raise ValueError(f"{wanted}; found a function without a signature that can be read") from None
     try:
         signature.bind(**dict.fromkeys(arguments))
     except TypeError as error:
-        wanted = ", ".join(arguments)
-        raise ValueError(f"{path}: {name} must take ({wanted}), by these names; found {signature}: {error}") from error
+        raise ValueError(f"{wanted}; found {signature}: {error}") from error
     return function
 
 
-def _module(option: str, path: str) -> Any:
-    if not Path(path).is_file():
-        raise ValueError(f"{option}: no such file: {path}")
+def _module(option: str, file: UserFile) -> ModuleType:
     # by a name of its own: the file may be called math.py, and two runs' files may be called the same
-    module_name = f"jaxrl_user_{hashlib.sha256(f'{option} {path}'.encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{option} must name a Python file (.py), found {path}")
-    module = importlib.util.module_from_spec(spec)
+    module_name = f"jaxrl_user_{hashlib.sha256(f'{option} {file.path}'.encode()).hexdigest()[:12]}"
+    module = ModuleType(module_name)
+    module.__file__ = file.path
     sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+    # the lines that tracebacks show; without a time of change, so that the file on the disk is not asked again
+    linecache.cache[file.path] = (len(file.text), None, file.text.splitlines(keepends=True), file.path)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(file.text, file.path, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ValueError(f"{option}: importing {path} failed with {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{option}: importing {file.path} failed{_line(error, file.path)} with {_text(error)}"
+        ) from error
     return module
+
+
+def _line(error: BaseException, path: str) -> str:
+    """Where in the user's file: the deepest of its lines that was running, or the one that cannot be read."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f" in line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f" in line {lines[-1]}" if lines else ""
+
+
+def _text(error: BaseException) -> str:
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    message = " ".join(message.split())[:_MAX_ERROR_CHARS]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

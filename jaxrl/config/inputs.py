@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,12 @@ from typing import Any, NoReturn
 import yaml
 
 MAX_DIGITS = 400
-"""Of a whole number in JSON: as many as the largest float has, and some. Python's own limit is 4300."""
+"""Of a whole number in JSON: as many as the largest float has, and some. Python itself refuses 4301 of them."""
+MAX_DEPTH = 100
+"""Of lists and objects in each other: what takes a value on (copies, pickles, writes it) is recursive."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class NotStrict(ValueError):
@@ -63,10 +69,21 @@ def strict_json(text: str) -> Any:
     """A JSON value; inside `reading`, which names the file in whatever is wrong with it.
 
     Raises:
-      NotStrict: NaN or Infinity, a key that stands twice in one object, a whole number of over `MAX_DIGITS` digits.
+      NotStrict: NaN or Infinity, a key that stands twice in one object, a whole number of over `MAX_DIGITS` digits,
+        half of a surrogate pair, nesting of over `MAX_DEPTH` levels.
       json.JSONDecodeError: no JSON at all.
     """
-    return json.loads(text, object_pairs_hook=_each_key_once, parse_constant=_no_number, parse_int=_whole_number)
+    value = json.loads(
+        text,
+        object_pairs_hook=_each_key_once,
+        parse_constant=_no_number,
+        parse_int=_whole_number,
+    )
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_depth(value)
+    if _ESCAPED_HALF.search(text):
+        _check_text(value)
+    return value
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -86,3 +103,25 @@ def _whole_number(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise NotStrict(f"a whole number has {len(text)} digits, and at most {MAX_DIGITS} are read")
     return int(text)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise NotStrict(f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _check_text(value: Any) -> None:
+    for name, part in value.items() if isinstance(value, dict) else [("", value)]:
+        half = _HALF.search(json.dumps([name, part], ensure_ascii=False))
+        if half is not None:
+            holder = f"{name[:80]!a} holds " if name else "it holds "
+            raise NotStrict(f"{holder}half a character (\\u{ord(half.group()):04x} without its other half)")

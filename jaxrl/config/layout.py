@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 
-from jaxrl.config.devices import prime_factors
+from jaxrl.config.declared import Names
+from jaxrl.config.devices import MAX_DEVICES, prime_factors
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,17 @@ class LayoutSection:
     switch: Annotated[bool, "Change tp while a batch drains, where the profile says that it saves time."] = False
     planner: Annotated[bool, "Choose the tp that a step begins with from the preemptions of the steps before."] = False
     degrees: Annotated[list[int], "The tp degrees to use; empty: all inside a host."] = field(default_factory=list)
-    devices_per_host: Annotated[int, Ge(0), "Devices of a host, inside which tp stays; 0: all are in one host."] = 0
+    devices_per_host: Annotated[
+        int, Ge(0), MAX_DEVICES, "Devices of a host, inside which tp stays; 0: all are in one host."
+    ] = 0
     scale_rows: Annotated[
         bool,
         "Let rollout.max_num_seqs and rollout.num_blocks of a dp group grow with tp, so that the totals over all dp "
         "groups stay.",
     ] = True
-    profile: Annotated[str, "The file that `jaxrl profile` wrote, which rollout.layout.switch needs."] = ""
+    profile: Annotated[
+        str, Names("file"), "The file that `jaxrl profile` wrote, which rollout.layout.switch needs."
+    ] = ""
     allow_synthetic: Annotated[bool, "Accept a profile that was made up to try switches out."] = False
     bound: Annotated[
         Literal["max_length", "expected"],
@@ -36,7 +41,7 @@ class LayoutSection:
     ] = "up"
     min_gain: Annotated[float, Interval(ge=0, lt=1), "Share of the predicted time left that a switch must save."] = 0.05
     cooldown: Annotated[int, Ge(1), "The fewest plans from one switch to the next."] = 4
-    reversal_factor: Annotated[float, "Factor, above 1, by which live rows must change before a switch back."] = 2.0
+    reversal_factor: Annotated[float, Gt(1), "Factor by which live rows must change before a switch back."] = 2.0
     state: Annotated[
         Literal["cheaper", "migrate", "recompute"],
         "How KV is carried over a switch; cheaper: moved or computed again, whichever is predicted to be faster.",
@@ -116,6 +121,4 @@ class LayoutSection:
         for degree in degrees if num_devices else ():
             if num_devices % degree:
                 return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices})"
-        if self.reversal_factor <= 1:
-            return f"rollout.layout.reversal_factor must be above 1, found {self.reversal_factor}"
         return None

@@ -10,18 +10,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxrl.config.checks import ConfigError, check
-from jaxrl.config.declared import bounds_text, declared, is_within, number_or_name, walk
+from jaxrl.config.declared import Declared, declared, number_or_name, number_problem, shown, text_problem, walk
 from jaxrl.config.options import Config
 
 _GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False}
 """Options of earlier versions, with their defaults. Every config.yaml of such a version has them."""
 _MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin(option.type) is dict)
+
+_SECTIONS = frozenset(path[:end] for path, _ in walk(Config) for end in range(len(path)) if path[end] == ".")
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
@@ -37,6 +40,11 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
 def from_recorded(values: Mapping[str, Any]) -> Config:
     """The `Config` of a run's config.yaml, which an earlier version may have written with options that are gone."""
     return from_mapping(_without(values, "", lambda path, value: True))
+
+
+def is_section(path: str) -> bool:
+    """Whether a path is that of a section, as `rollout.val_kwargs` is."""
+    return path in _SECTIONS
 
 
 def _without(values: Mapping[str, Any], prefix: str, left_out: Callable[[str, Any], bool]) -> dict[str, Any]:
@@ -74,23 +82,30 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def build(section: type, values: Any, path: str) -> Any:
     """A section from nested mappings, each value of its type and within its bounds; `path` is where it stands."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path or 'the config'} must be a section with options, found {values!r}")
+        raise ConfigError(f"{path or 'the config'} must be a section with options, found {shown(values)}")
     known = declared(section)
     kwargs: dict[str, Any] = {}
     for key, value in values.items():
+        if not isinstance(key, str):
+            raise ConfigError(_no_text(path or "the config", key))
         if key not in known:
-            raise ConfigError(_unknown(path, str(key), list(known)))
-        option, full = known[key], f"{path}.{key}" if path else key
-        kwargs[key] = converted = _convert(option.type, value, full)
-        named = isinstance(converted, str)  # `auto` of an option that is a number otherwise
-        if option.bounds is not None and not named and not is_within(converted, option.bounds):
-            raise ConfigError(f"{full} must be {bounds_text(option.bounds)}, found {converted!r}")
+            raise ConfigError(_unknown(path, key_text(key), list(known)))
+        kwargs[key] = _convert(known[key], value, f"{path}.{key}" if path else key)
     return section(**kwargs)
+
+
+def key_text(key: str) -> str:
+    """A key as it can stand in a sentence."""
+    return key if len(key) <= 100 and key.isprintable() else shown(key)
+
+
+def _no_text(path: str, key: Any) -> str:
+    return f"{path}: a name must be text, found {shown(key)} ({type(key).__name__}): put it in quotation marks"
 
 
 def _unknown(path: str, key: str, known: list[str]) -> str:
     full = f"{path}.{key}" if path else key
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
     everywhere = {option.rsplit(".", 1)[-1]: option for option, _ in walk(Config)}
     if near:
         hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
@@ -101,33 +116,68 @@ def _unknown(path: str, key: str, known: list[str]) -> str:
     return f"unknown option {full}: {hint}"
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    origin = typing.get_origin(hint)
-    if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), {} if value is None else value, path)
+def _convert(option: Declared, value: Any, path: str) -> Any:
+    """A value as its declaration wants it; raises ConfigError where it cannot be that."""
+    hint, origin = option.type, typing.get_origin(option.type)
+    if option.is_section:
+        return build(hint, {} if value is None else value, path)
     if origin is Literal:
-        allowed = typing.get_args(hint)
-        if value not in allowed:
-            near = difflib.get_close_matches(str(value), allowed, n=1)
-            hint_text = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{path} must be one of {', '.join(map(str, allowed))}, found {value!r}{hint_text}")
-        return value
+        return _name(typing.get_args(hint), value, path)
     if origin in (typing.Union, types.UnionType):
         number, names = number_or_name(hint)
-        if value in names:
-            return value
         if isinstance(value, str):
-            raise ConfigError(f"{path} must be {number.__name__} or {' or '.join(names)}, found {value!r}")
-        return _convert(number, value, path)
+            if value in names:
+                return value
+            raise ConfigError(f"{path} must be {number.__name__} or {' or '.join(names)}, found {shown(value)}")
+        return _convert(dataclasses.replace(option, type=number), value, path)
     if origin in (list, types.GenericAlias):
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{path} must be a list, found {value!r}")
-        (item,) = typing.get_args(hint)
+            raise ConfigError(f"{path} must be a list, found {shown(value)}")
+        item = Declared(typing.get_args(hint)[0], names=option.names)
         return [_convert(item, element, f"{path}[{i}]") for i, element in enumerate(value)]
     if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} must be a mapping, found {value!r}")
-        return dict(value)
+        return _mapping(Declared(typing.get_args(hint)[1]), value, path)
+    return _plain(value, path) if hint is Any else _scalar(option, value, path)
+
+
+def _name(allowed: tuple[str, ...], value: Any, path: str) -> str:
+    if isinstance(value, str) and value in allowed:
+        return value
+    near = difflib.get_close_matches(str(value)[:100], allowed, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"{path} must be one of {', '.join(allowed)}, found {shown(value)}{hint}")
+
+
+def _mapping(item: Declared, value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path} must be a mapping, found {shown(value)}")
+    for key in value:
+        if not isinstance(key, str):
+            raise ConfigError(_no_text(path, key))
+    return {key: _convert(item, element, f"{path}.{key_text(key)}") for key, element in value.items()}
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Any value that config.yaml and run.json can hold: text, numbers, lists, mappings."""
+    match value:
+        case float() if not math.isfinite(value):
+            raise ConfigError(f"{path} must be a finite number, found {shown(value)}")
+        case bool() | int() | float() | None:
+            return value
+        case str():
+            return _scalar(Declared(str), value, path)
+        case list() | tuple():
+            return [_plain(element, f"{path}[{i}]") for i, element in enumerate(value)]
+        case Mapping():
+            return _mapping(Declared(Any), value, path)
+        case _:
+            raise ConfigError(
+                f"{path} must be text, a number, a list or a mapping, found {shown(value)} ({type(value).__name__})"
+            )
+
+
+def _scalar(option: Declared, value: Any, path: str) -> Any:
+    hint = option.type
     if hint is str and value is None:
         value = ""  # `option=` on the command line, or `option:` in YAML
     if hint is float and isinstance(value, str):
@@ -135,7 +185,15 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         with contextlib.suppress(ValueError):
             value = float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if value.bit_length() < 1024 else math.copysign(math.inf, value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{path} must be {hint.__name__}, found {value!r} ({type(value).__name__})")
+        advice = ": put it in quotation marks" if hint is str and isinstance(value, int | float) else ""
+        raise ConfigError(f"{path} must be {hint.__name__}, found {shown(value)} ({type(value).__name__}){advice}")
+    problem = None
+    if isinstance(value, str):
+        problem = text_problem(path, value, option)
+    elif not isinstance(value, bool):
+        problem = number_problem(path, value, option)
+    if problem is not None:
+        raise ConfigError(problem)
     return value

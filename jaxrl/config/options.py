@@ -1,4 +1,5 @@
-"""The whole configuration, typed. Every option is declared once, here or in `layout` and `simulation`.
+"""The whole configuration, typed. Every option is declared once, here or in `rollout`, `layout` and
+`simulation`.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
 the errors made from them in `mapping`; the texts are what `reference` lists. What must hold between options stands in
@@ -8,19 +9,24 @@ or tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, overload
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.config.layout import LayoutSection
+from jaxrl.config.declared import MAX_INT, Cap, Names, Or
+from jaxrl.config.devices import MAX_DEVICES
+from jaxrl.config.rollout import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
 from jaxrl.config.simulation import SimulateSection
 
-FloatType = Literal["float32", "bfloat16", "float64"]
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
-AtEnd = Literal["flush", "leave"]
 ScoreWhen = Literal["sample", "group", "rollout"]
 AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"]
+
+MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
+MAX_WAIT = Cap(10_000_000, "the system's clocks wait no longer, which is four months")
+_BELOW_ONE = Cap(0.999999, "a larger one is 1 as a float32, and the update a division by 0")
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,9 @@ class ModelSection:
     """The model to train."""
 
     path: Annotated[
-        str, "A folder in Hugging Face form, a .gguf file, or `package:file.gguf` inside an installed package."
+        str,
+        Names("folder"),
+        "A folder in Hugging Face form, a .gguf file, or `package:file.gguf` inside an installed package.",
     ] = ""
     random_init: Annotated[
         bool, "Start from random weights; model.path then needs only config.json and the tokenizer's files."
@@ -39,14 +47,24 @@ class ModelSection:
 class DataSection:
     """The problems, and how each becomes a prompt."""
 
-    train_files: Annotated[list[str], "Training problems: .jsonl, .jsonl.gz or .parquet."] = field(default_factory=list)
-    val_files: Annotated[list[str], "Evaluation problems: .jsonl, .jsonl.gz or .parquet."] = field(default_factory=list)
+    train_files: Annotated[list[str], Names("file"), "Training problems: .jsonl, .jsonl.gz or .parquet."] = field(
+        default_factory=list
+    )
+    val_files: Annotated[list[str], Names("file"), "Evaluation problems: .jsonl, .jsonl.gz or .parquet."] = field(
+        default_factory=list
+    )
     task: Annotated[str, "A reasoning-gym task that makes the problems, instead of files."] = ""
     task_config: Annotated[dict[str, Any], "Options of the task that data.task names."] = field(default_factory=dict)
-    task_size: Annotated[int, Ge(1), "Prompts in the training set of a procedural task."] = 10_000
+    task_size: Annotated[
+        int,
+        Ge(1),
+        Cap(10_000_000, "they are made one by one at the start, and kept"),
+        "Prompts in the training set of a procedural task.",
+    ] = 10_000
     val_size: Annotated[
         int,
         Ge(0),
+        MAX_PROMPTS,
         "Evaluation prompts: so many of a procedural task, or the first ones of data.val_files; 0: all of the files.",
     ] = 100
     prompt_key: Annotated[str, "Column of the problem's text."] = "question"
@@ -58,15 +76,16 @@ class DataSection:
     system_prompt: Annotated[str, "System message of the chat template; empty: none."] = ""
     prompt_template: Annotated[str, "What is asked, with `{question}` where the problem's text goes."] = "{question}"
     apply_chat_template: Annotated[bool, "Write the prompt in the tokenizer's chat template."] = True
-    max_prompt_length: Annotated[int, Ge(1), "The longest prompt, in tokens."] = 256
-    max_response_length: Annotated[int, Ge(1), "The longest response, in tokens."] = 128
+    max_prompt_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest prompt, in tokens."] = 256
+    max_response_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest response, in tokens."] = 128
     filter_overlong_prompts: Annotated[
         bool, "Drop prompts above data.max_prompt_length at loading and count them; false: they are an error."
     ] = True
-    train_batch_size: Annotated[int, Ge(1), "Prompts per training step."] = 8
+    train_batch_size: Annotated[int, Ge(1), MAX_PROMPTS, "Prompts per training step."] = 8
     gen_batch_size: Annotated[
         int,
         Ge(0),
+        MAX_PROMPTS,
         "Prompts launched at a time with algorithm.filter_groups, in place of as many as are expected to be needed; 0: "
         "that many.",
     ] = 0
@@ -80,61 +99,6 @@ class DataSection:
 
 
 @dataclass(frozen=True)
-class ValSamplingSection:
-    """How the samples of an evaluation are drawn."""
-
-    n: Annotated[int, Ge(1), "Samples per evaluation prompt."] = 1
-    temperature: Annotated[float, Ge(0), "Sampling temperature of the evaluation; 0: the likeliest token."] = 0.0
-    top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
-    top_p: Annotated[
-        float, Interval(gt=0, le=1), "Draw from the likeliest tokens that together have this probability; 1: from all."
-    ] = 1.0
-
-
-@dataclass(frozen=True)
-class TailBatchingSection:
-    """Short rounds with speculation, and long rounds of the prompts that came last in them."""
-
-    enable: Annotated[bool, "Switch tail batching on."] = False
-    prompt_factor: Annotated[float, Ge(1), "Prompts of a short round, as a multiple of data.train_batch_size."] = 1.25
-    response_factor: Annotated[float, Ge(1), "Samples per prompt of a short round, as a multiple of rollout.n."] = 1.25
-    max_age_steps: Annotated[int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."] = 0
-    at_end: Annotated[
-        AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
-    ] = "flush"
-
-
-@dataclass(frozen=True)
-class PartialRolloutSection:
-    """A round stops at enough complete prompts, and the next round goes on with the others."""
-
-    enable: Annotated[bool, "Switch active partial rollout on."] = False
-    over_provision: Annotated[float, Ge(1), "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
-    max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
-    max_restarts: Annotated[
-        int, Ge(0), "The most times that a sample may lose its tokens and start again; rounds wait for it in time."
-    ] = 1
-    at_end: Annotated[
-        AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."
-    ] = "flush"
-    buffer_filter_path: Annotated[
-        str, "A Python file with a function that says what becomes of buffered prompts in a round; empty: none."
-    ] = ""
-    buffer_filter_name: Annotated[str, "The function in buffer_filter_path, called with groups and policy_version."] = (
-        "buffer_filter"
-    )
-
-
-@dataclass(frozen=True)
-class OverProvisioningSection:
-    """A baseline: launch more than is needed, keep what ends first, discard the rest for good."""
-
-    enable: Annotated[bool, "Switch over-provisioning on."] = False
-    prompt_factor: Annotated[float, Ge(1), "Prompts of a round, as a multiple of data.train_batch_size."] = 1.25
-    response_factor: Annotated[float, Ge(1), "Samples per prompt of a round, as a multiple of rollout.n."] = 1.25
-
-
-@dataclass(frozen=True)
 class FilterGroupsSection:
     """DAPO's dynamic sampling: prompts that teach nothing (all rewards equal) are left out and replaced by others."""
 
@@ -144,7 +108,7 @@ class FilterGroupsSection:
         "What is compared within a prompt; reward: the reward itself, as are score and seq_reward; any other name: the "
         "value of that name in what the scorer returned, such as acc.",
     ] = "reward"
-    path: Annotated[str, "The Python file of a filter of your own, instead of metric; empty: none."] = ""
+    path: Annotated[str, Names("file"), "The Python file of a filter of your own, instead of metric; empty: none."] = ""
     name: Annotated[
         str,
         "The function in algorithm.filter_groups.path, called with data_source, rewards, infos, responses and "
@@ -165,89 +129,25 @@ class FilterGroupsSection:
 
 
 @dataclass(frozen=True)
-class RolloutSection:
-    """How samples are drawn, and on what."""
-
-    n: Annotated[int, Ge(1), "Samples per prompt: the group size."] = 8
-    num_devices: Annotated[
-        int,
-        Ge(0),
-        "Devices of the rollout's own, the last ones (needs trainer.one_step_off); 0: rollout and training take turns "
-        "on the same devices.",
-    ] = 0
-    temperature: Annotated[float, Ge(0), "Sampling temperature; 0: the likeliest token."] = 1.0
-    top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
-    top_p: Annotated[
-        float, Interval(gt=0, le=1), "Draw from the likeliest tokens that together have this probability; 1: from all."
-    ] = 1.0
-    min_p: Annotated[
-        float,
-        Interval(ge=0, lt=1),
-        "Draw from tokens with at least this share of the likeliest token's probability; 0: from all.",
-    ] = 0.0
-    stop: Annotated[list[str], "Strings that end a response."] = field(default_factory=list)
-    tensor_model_parallel_size: Annotated[
-        int | Literal["auto"],
-        Ge(1),
-        "Devices that share one copy of the weights (tp); the devices of the rollout divided by it are dp; auto: the "
-        "tp with which rollout.layout.profile predicts the fastest rollout of a batch.",
-    ] = 1
-    dtype: Annotated[FloatType, "Type of the rollout's weights, activations and KV cache."] = "float32"
-    block_size: Annotated[int, Ge(1), "Tokens per KV block."] = 16
-    max_num_seqs: Annotated[int, Ge(1), "Samples that decode at once, per dp group."] = 32
-    max_num_batched_tokens: Annotated[int, Ge(1), "Prefill tokens per plan, per dp group."] = 512
-    decode_steps: Annotated[int, Ge(1), "Decode steps per plan."] = 16
-    sample_placement: Annotated[
-        Literal["together", "spread"],
-        "The dp group of a prompt's samples; together: the one that has the prompt's KV, while it has room, spread: "
-        "each sample goes where most room is.",
-    ] = "together"
-    attention: Annotated[
-        Literal["auto", "reference", "pallas"],
-        "What reads the KV cache; auto: the Pallas kernels on GPU, the reference elsewhere.",
-    ] = "auto"
-    num_blocks: Annotated[
-        int, Ge(0), "KV blocks per dp group; 0: what the memory leaves, at most what rollout.max_num_seqs can use."
-    ] = 0
-    memory_fraction: Annotated[
-        float, Interval(gt=0, le=1), "Share of a device's memory for weights and KV pool together."
-    ] = 0.85
-    warmup: Annotated[bool, "Compile every shape before the first step."] = True
-    max_active_requests: Annotated[int, Ge(0), "The most samples under way at once, with any rule; 0: no limit."] = 0
-    stale_tokens: Annotated[
-        Literal["recorded", "recompute", "mask"],
-        "Tokens that earlier versions wrote; recorded: their ratio is taken to the log-probability recorded at "
-        "sampling, recompute: to that of the policy before the update, as for all others, mask: they are not learnt "
-        "from.",
-    ] = "recorded"
-    tail_batching: TailBatchingSection = field(default_factory=TailBatchingSection)
-    partial_rollout: PartialRolloutSection = field(default_factory=PartialRolloutSection)
-    over_provisioning: OverProvisioningSection = field(default_factory=OverProvisioningSection)
-    layout: LayoutSection = field(default_factory=LayoutSection)
-    val_kwargs: ValSamplingSection = field(default_factory=ValSamplingSection)
-
-    @property
-    def tp(self) -> int:
-        """`tensor_model_parallel_size`. Raises ValueError while that is auto: whoever starts a run chooses first."""
-        if self.tensor_model_parallel_size == "auto":
-            raise ValueError("rollout.tensor_model_parallel_size is auto, and must be a number here: nothing chose one")
-        return self.tensor_model_parallel_size
-
-
-@dataclass(frozen=True)
 class OptimSection:
     """AdamW and its learning rate."""
 
-    lr: Annotated[float, Ge(0), "Learning rate, at its highest."] = 1e-6
+    lr: Annotated[
+        float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
+    ] = 1e-6
     lr_warmup_steps: Annotated[int, Ge(0), "Optimizer updates over which the learning rate rises from 0."] = 0
     lr_scheduler_type: Annotated[
         Literal["constant", "cosine", "linear"], "How the learning rate goes on after its warm-up."
     ] = "constant"
-    min_lr_ratio: Annotated[float, Ge(0), "Where cosine and linear end, as a share of actor.optim.lr."] = 0.0
+    min_lr_ratio: Annotated[
+        float, Interval(ge=0, le=1), "Where cosine and linear end, as a share of actor.optim.lr."
+    ] = 0.0
     weight_decay: Annotated[float, Ge(0), "AdamW's weight decay."] = 0.0
-    beta1: Annotated[float, Interval(ge=0, lt=1), "Decay of the gradient's running mean, per update."] = 0.9
-    beta2: Annotated[float, Interval(ge=0, lt=1), "Decay of the squared gradient's running mean, per update."] = 0.999
-    eps: Annotated[float, Ge(0), "What Adam adds to the denominator of an update."] = 1e-8
+    beta1: Annotated[float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the gradient's running mean, per update."] = 0.9
+    beta2: Annotated[
+        float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the squared gradient's running mean, per update."
+    ] = 0.999
+    eps: Annotated[float, Interval(ge=1e-30, le=1), "What Adam adds to the denominator of an update."] = 1e-8
 
 
 @dataclass(frozen=True)
@@ -260,12 +160,16 @@ class ActorSection:
         "float32"
     )
     ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0
-    ppo_epochs: Annotated[int, Ge(1), "Passes over a batch."] = 1
+    ppo_epochs: Annotated[
+        int, Ge(1), Cap(1000, "a step trains on its batch that many times"), "Passes over a batch."
+    ] = 1
     ppo_max_token_len_per_gpu: Annotated[int, Ge(1), "Tokens per microbatch and device, padding included."] = 2048
     share_prompts: Annotated[bool, "Compute a prompt once per row for all its samples there; false: per sample."] = True
-    clip_ratio_low: Annotated[float, Ge(0), "The ratio is clipped below at 1 minus this."] = 0.2
+    clip_ratio_low: Annotated[float, Interval(ge=0, le=1), "The ratio is clipped below at 1 minus this."] = 0.2
     clip_ratio_high: Annotated[float, Ge(0), "The ratio is clipped above at 1 plus this."] = 0.2
-    clip_ratio_c: Annotated[float, "Dual clip: bounds the loss of negative advantages at this ratio; 0: off."] = 0.0
+    clip_ratio_c: Annotated[
+        float, Gt(1), Or(0, "off"), "Dual clip: bounds the loss of negative advantages at this ratio; 0: off."
+    ] = 0.0
     grad_clip: Annotated[float, Ge(0), "The most that the gradient's global norm may be; 0: off."] = 1.0
     use_kl_loss: Annotated[bool, "Add the KL to the reference model to the loss."] = False
     kl_loss_coef: Annotated[float, Ge(0), "Weight of the KL in the loss."] = 0.001
@@ -299,9 +203,12 @@ class RolloutCorrectionSection:
         "What has a weight; none: nothing, token: each token its own, sequence: each sample, the product over its "
         "tokens.",
     ] = "none"
-    rollout_is_threshold: Annotated[float, Gt(0), "The most that a weight may be; .inf: weights are not truncated."] = (
-        2.0
-    )
+    rollout_is_threshold: Annotated[
+        float,
+        Gt(0),
+        Or(math.inf, "no truncation"),
+        "The most that a weight may be; .inf: weights are not truncated.",
+    ] = 2.0
 
 
 @dataclass(frozen=True)
@@ -345,7 +252,7 @@ class RewardSection:
         Literal["auto", "math", "task", "custom"],
         "The scorer; auto: the task's own for data.task, math for files, custom: the function at reward.path.",
     ] = "auto"
-    path: Annotated[str, "The Python file of a custom scorer."] = ""
+    path: Annotated[str, Names("file"), "The Python file of a custom scorer."] = ""
     name: Annotated[
         str,
         "The function in reward.path, called with data_source, solution_str, ground_truth and extra_info.",
@@ -355,8 +262,28 @@ class RewardSection:
         "Which part of a response is the answer; none: all of it, last_number: its last number, boxed: what stands in "
         "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
     ] = "auto"
-    timeout_s: Annotated[float, Ge(0), "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
-    num_workers: Annotated[int, Ge(1), "Processes that score."] = 1
+    timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
+    start_timeout_s: Annotated[
+        float,
+        Gt(0),
+        MAX_WAIT,
+        "Seconds that a scoring process may take to load the scorer: to import the file at reward.path.",
+    ] = 120.0
+    num_workers: Annotated[int, Ge(1), Cap(1024, "each is a process with its own Python"), "Processes that score."] = 1
+    max_memory_gib: Annotated[
+        float,
+        Ge(0),
+        Cap(2**20, "no machine has more"),
+        "GiB that one scoring process may take, beyond which its sample has reward 0; 0: no limit.",
+    ] = 8.0
+    fresh_process: Annotated[
+        bool, "Score each sample in a new process, so that none changes the interpreter of another; costs milliseconds."
+    ] = False
+    env: Annotated[
+        list[str],
+        "Environment variables that scorers see besides PATH, HOME, locale, Python's and thread counts; a key or token "
+        "only if it is named here.",
+    ] = field(default_factory=list)
     pool: Annotated[
         Literal["process", "ray"], "Where samples are scored; process: on this machine, ray: on a Ray cluster."
     ] = "process"
@@ -372,23 +299,31 @@ class RewardSection:
 class TrainerSection:
     """The run: how long it is, what it saves, and where."""
 
-    run_dir: Annotated[str, "The folder of everything that the run writes; an existing one is resumed."] = ""
-    total_training_steps: Annotated[int, Ge(0), "Training steps of the run; 0: trainer.total_epochs decides."] = 0
-    total_epochs: Annotated[int, Ge(1), "Passes over the training prompts."] = 1
+    run_dir: Annotated[
+        str, Names("new folder"), "The folder of everything that the run writes; an existing one is resumed."
+    ] = ""
+    total_training_steps: Annotated[
+        int, Ge(0), MAX_STEPS, "Training steps of the run; 0: trainer.total_epochs decides."
+    ] = 0
+    total_epochs: Annotated[int, Ge(1), MAX_STEPS, "Passes over the training prompts."] = 1
     save_freq: Annotated[int, Ge(0), "Steps between checkpoints; 0: only at the end."] = 10
     max_ckpt_to_keep: Annotated[int, Ge(1), "Checkpoints that are kept, the newest ones."] = 2
     test_freq: Annotated[int, Ge(0), "Steps between evaluations; 0: none."] = 0
     val_before_train: Annotated[bool, "Evaluate before the first step."] = False
     seed: Annotated[int, Ge(0), "Seed of random weights and of sampling."] = 0
-    num_devices: Annotated[int, Ge(0), "Devices of the run; 0: all that there are."] = 0
+    num_devices: Annotated[int, Ge(0), MAX_DEVICES, "Devices of the run; 0: all that there are."] = 0
     one_step_off: Annotated[bool, "Roll out for step t + 1 with the weights before update t."] = False
-    init_from: Annotated[str, "A run directory or checkpoint folder to take only the parameters from."] = ""
+    init_from: Annotated[
+        str, Names("folder"), "A run directory or checkpoint folder to take only the parameters from."
+    ] = ""
     logger: Annotated[list[Literal["console", "wandb", "tensorboard"]], "Where metrics go besides the run's files."] = (
         field(default_factory=lambda: ["console"])
     )
     project_name: Annotated[str, "The project under which loggers file the run."] = "jaxrl"
     experiment_name: Annotated[str, "The run's name in loggers and on its page."] = ""
-    compilation_cache_dir: Annotated[str, "The persistent compilation cache; empty: none."] = "~/.cache/jaxrl/xla"
+    compilation_cache_dir: Annotated[str, Names("new folder"), "The persistent compilation cache; empty: none."] = (
+        "~/.cache/jaxrl/xla"
+    )
     max_bad_steps: Annotated[
         int,
         Ge(0),
@@ -398,6 +333,7 @@ class TrainerSection:
     hang_timeout_s: Annotated[
         float,
         Ge(0),
+        MAX_WAIT,
         "Seconds without progress (a phase, a decode call or a compiled program has ended) after which the run is "
         "ended, with every thread's stack; after half of them it is only reported. 0: off.",
     ] = 3600.0
@@ -420,6 +356,11 @@ class Config:
     def mini_batch_prompts(self) -> int:
         """Prompts per optimizer update."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a training step."""
+        return self.actor.ppo_epochs * (self.data.train_batch_size // self.mini_batch_prompts)
 
     @property
     def needs_ref(self) -> bool:
@@ -461,4 +402,10 @@ def total_steps(config: Config, num_prompts: int | None) -> int | None:
         return config.trainer.total_training_steps
     if num_prompts is None:
         return None
-    return max(config.trainer.total_epochs * num_prompts // config.data.train_batch_size, 1)
+    steps = max(config.trainer.total_epochs * num_prompts // config.data.train_batch_size, 1)
+    if steps * config.updates_per_step > MAX_INT:
+        raise ValueError(
+            f"trainer.total_epochs ({config.trainer.total_epochs}) of {num_prompts} prompts makes {steps} steps with "
+            f"{config.updates_per_step} updates each, and at most {MAX_INT} updates can be counted: lower it"
+        )
+    return steps

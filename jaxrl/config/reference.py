@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config.declared import bounds_text, declared, number_or_name, walk
+from jaxrl.config.declared import allowed_text, declared, number_or_name, walk
 from jaxrl.config.mapping import flatten, to_mapping
 from jaxrl.config.options import Config
 
@@ -22,6 +22,7 @@ class OptionDoc:
       type: `int`, `one of up, both`, `list of str`.
       default: its value.
       bounds: `at least 1`; empty where there are none.
+      cap: of a size, the most that it may be, with the reason: `65536 (...)`; empty where there is none.
       doc: what it is, with its unit.
     """
 
@@ -30,6 +31,7 @@ class OptionDoc:
     default: Any
     bounds: str
     doc: str
+    cap: str = ""
 
 
 def options() -> list[OptionDoc]:
@@ -40,8 +42,9 @@ def options() -> list[OptionDoc]:
             path,
             _type_text(option.type),
             defaults[path],
-            "" if option.bounds is None else bounds_text(option.bounds),
+            allowed_text(option),
             option.doc,
+            f"{option.cap.most} ({option.cap.why})" if option.cap else "",
         )
         for path, option in walk(Config)
     ]

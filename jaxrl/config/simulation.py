@@ -7,13 +7,22 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
 
+from jaxrl.config.declared import Cap, Names
+from jaxrl.config.devices import MAX_DEVICES
+
+_MAX_TOKENS = Cap(1_000_000_000, "beyond, every response has the longest length")
+_MAX_SIGMA = Cap(10, "one in six lengths or times would be above 22,000 times the median")
+_MAX_SECONDS = Cap(1_000_000_000, "that is longer than thirty years")
+
 
 @dataclass(frozen=True)
 class SimulatedLengths:
     """How long responses are: a lognormal body, and a power law above one of its quantiles."""
 
-    median: Annotated[float, Gt(0), "Response tokens at the median of the lognormal body, at the first step."] = 500.0
-    sigma: Annotated[float, Ge(0), "Standard deviation of the logarithm of the body's lengths."] = 1.0
+    median: Annotated[
+        float, Gt(0), _MAX_TOKENS, "Response tokens at the median of the lognormal body, at the first step."
+    ] = 500.0
+    sigma: Annotated[float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of the body's lengths."] = 1.0
     tail_from: Annotated[
         float, Interval(gt=0, le=1), "Quantile of the body from which a power law takes over; 1: none does."
     ] = 1.0
@@ -29,14 +38,21 @@ class SimulatedLengths:
 class SimulatedScoring:
     """How long scoring takes."""
 
-    median_s: Annotated[float, Ge(0), "Seconds of scoring a response, at the median of a lognormal distribution."] = 0.0
-    sigma: Annotated[float, Ge(0), "Standard deviation of the logarithm of those seconds."] = 0.0
-    per_token_s: Annotated[float, Ge(0), "Seconds of scoring per response token, besides the drawn ones."] = 0.0
+    median_s: Annotated[
+        float, Ge(0), _MAX_SECONDS, "Seconds of scoring a response, at the median of a lognormal distribution."
+    ] = 0.0
+    sigma: Annotated[float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of those seconds."] = 0.0
+    per_token_s: Annotated[
+        float, Ge(0), _MAX_SECONDS, "Seconds of scoring per response token, besides the drawn ones."
+    ] = 0.0
     hang_share: Annotated[
         float, Interval(ge=0, le=1), "Share of the responses with scoring that only reward.timeout_s ends."
     ] = 0.0
     workers: Annotated[
-        int, Ge(0), "Processes that score this task alone; 0: it shares the reward.num_workers of all others."
+        int,
+        Ge(0),
+        Cap(65536, "each is followed one by one"),
+        "Processes that score this task alone; 0: it shares the reward.num_workers of all others.",
     ] = 0
 
 
@@ -50,10 +66,12 @@ class SimulatedTask:
     correlation: Annotated[
         float, Interval(ge=0, le=1), "How much of a response's length its prompt decides: 0 nothing, 1 all."
     ] = 0.5
-    prompt_median: Annotated[float, Gt(0), "Prompt tokens at the median; data.max_prompt_length caps the longest."] = (
-        200.0
-    )
-    prompt_sigma: Annotated[float, Ge(0), "Standard deviation of the logarithm of the prompts' lengths."] = 0.5
+    prompt_median: Annotated[
+        float, Gt(0), _MAX_TOKENS, "Prompt tokens at the median; data.max_prompt_length caps the longest."
+    ] = 200.0
+    prompt_sigma: Annotated[
+        float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of the prompts' lengths."
+    ] = 0.5
     scoring: SimulatedScoring = field(default_factory=SimulatedScoring)
     pass_rate: Annotated[
         float, Interval(gt=0, lt=1), "Probability that a response to the median prompt has reward 1."
@@ -65,27 +83,40 @@ class SimulatedTask:
 class SimulateSection:
     """A simulated run: the machine, the cost model, and where lengths and rewards come from."""
 
-    run_dir: Annotated[str, "The folder to write; empty: trainer.run_dir with -simulated behind it."] = ""
+    run_dir: Annotated[
+        str, Names("new folder"), "The folder to write; empty: trainer.run_dir with -simulated behind it."
+    ] = ""
     hardware: Annotated[str, "Accelerator: A40, A100, H100, H800, H200 or MI300X."] = "H100"
-    num_devices: Annotated[int, Ge(0), "Simulated devices; 0: trainer.num_devices, or 8 where that is 0 as well."] = 0
-    model: Annotated[str, "A named shape, or a folder with a config.json; empty: model.path."] = ""
-    num_prompts: Annotated[int, Ge(0), "Prompts of an epoch; 0: data.task_size."] = 0
+    num_devices: Annotated[
+        int, Ge(0), MAX_DEVICES, "Simulated devices; 0: trainer.num_devices, or 8 where that is 0 as well."
+    ] = 0
+    model: Annotated[str, Names("folder"), "A named shape, or a folder with a config.json; empty: model.path."] = ""
+    num_prompts: Annotated[
+        int, Ge(0), Cap(10_000_000, "their order is drawn at once"), "Prompts of an epoch; 0: data.task_size."
+    ] = 0
     cost: Annotated[Literal["roofline", "table"], "What says how long things take."] = "roofline"
     profile: Annotated[
         str,
+        Names("file"),
         "With simulate.cost=table, the file that `jaxrl profile` wrote; what it does not hold comes from the roofline.",
     ] = ""
-    calibration: Annotated[str, "A calibration file with efficiency factors of the roofline; empty: none."] = ""
+    calibration: Annotated[
+        str, Names("file"), "A calibration file with efficiency factors of the roofline; empty: none."
+    ] = ""
     calibration_of: Annotated[str, "The name in simulate.calibration of the efficiency factors to take."] = ""
     efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over all others."] = field(
         default_factory=dict
     )
-    host_s: Annotated[float, Ge(0), "Seconds of the host per plan, while the devices run the plan before."] = 0.0
+    host_s: Annotated[
+        float, Ge(0), _MAX_SECONDS, "Seconds of the host per plan, while the devices run the plan before."
+    ] = 0.0
     workload: Annotated[
         Literal["modelled", "recorded"],
         "Where lengths and rewards come from; modelled: simulate.task or simulate.tasks, recorded: an earlier run.",
     ] = "modelled"
-    recorded_run: Annotated[str, "With workload=recorded, the run directory with the samples.jsonl to draw from."] = ""
+    recorded_run: Annotated[
+        str, Names("folder"), "With workload=recorded, the run directory with the samples.jsonl to draw from."
+    ] = ""
     recorded_rule: Annotated[
         Literal["by_prompt", "pooled", "by_rank"],
         "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together, "

@@ -3,15 +3,8 @@
 Three steps, each usable alone: read (`load_train`, `load_validation`: a list of `Problem`, nothing tokenised), render
 and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one integer).
 
-Files are JSONL, gzipped JSONL, or Parquet; columns are named by `data.*_key`, and a dotted name reaches into nested
-columns (`reward_model.ground_truth`, as verl's Parquet files have it). Procedural tasks come from reasoning-gym.
-
-Held-out problems. For files, a validation question that also stands in the training files is dropped (counted). For
-tasks, a different seed is no separation: reasoning-gym draws problem i from `Random(seed + i)`, so neighbouring seeds
-share nearly all problems, and a small task (one-digit sums) has few problems under any seed. So the hash of a
-question's text decides: one question in ten is held out, for every seed and every size, and training never sees it.
-Both sets hold distinct questions. Where the task has fewer questions than were asked for, the sets are smaller, and a
-warning says so. Two wordings of the same sum are two questions.
+Held-out problems. For files, a validation question that also stands in the training files is dropped (counted); for
+tasks, see `jaxrl.data.tasks`.
 
 Order: grain's deterministic shuffle, a new one per epoch from `data.seed`. grain imports jax (without initialising a
 device), so it is imported only where the order is built.
@@ -19,27 +12,25 @@ device), so it is imported only where the order is built.
 
 from __future__ import annotations
 
-import difflib
-import gzip
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.config import Config, ConfigError, DataSection
+from jaxrl.data.chat_template import RefusedMessages
+from jaxrl.data.problems import Problem, read_problems
 from jaxrl.data.quotas import SourceQuotas
+from jaxrl.data.tasks import draw_task
 from jaxrl.types import Prompt
 
 _log = logging.getLogger(__name__)
 
-_HELD_OUT_SHARE = 0.1  # of a task's questions
-_TASK_CHUNK = 1000  # problems per reasoning-gym data set: some refuse, or prepare, large ones
 _STATE_VERSION = 1
+_LONG_TOKEN = 256  # characters: longer than the tokens of any text are on average
 
 
 class PromptTokenizer(Protocol):
@@ -50,32 +41,6 @@ class PromptTokenizer(Protocol):
     def apply_chat_template(self, messages: list[Any], /, add_generation_prompt: bool = True) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem as it stands in the file or comes from the task, before templates.
-
-    Attributes:
-      index: its position in the data set.
-      where: file and line (or row), or task and number; for messages to people.
-      messages: the conversation so far, as {"role", "content"}; a plain question is one user message.
-      answer: the reference answer, None where `data.answer_key` is empty.
-      source: the data set's or task's name.
-      extra: all columns not used otherwise; a task's problem has its reasoning-gym entry under "entry".
-    """
-
-    index: int
-    where: str
-    messages: tuple[Mapping[str, str], ...]
-    answer: str | None
-    source: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def identity(self) -> str:
-        """What tells problems apart: the user's text, white space aside."""
-        return " ".join(" ".join(m["content"] for m in self.messages if m["role"] != "system").split())
-
-
 Problems = Sequence[Problem]
 
 
@@ -83,10 +48,10 @@ def load_train(config: Config) -> Problems:
     """The training problems of `data.train_files` or `data.task`."""
     data = config.data
     if data.task:
-        return _draw_task(data, held_out=False, count=data.task_size)
+        return draw_task(data, held_out=False, count=data.task_size)
     if not data.train_files:
         raise ConfigError("data.train_files is missing: give files, or name a reasoning-gym task in data.task")
-    return _read_files(data.train_files, data)
+    return read_problems(data.train_files, "data.train_files", data)
 
 
 def load_validation(config: Config, train: Problems | None = None) -> Problems:
@@ -98,8 +63,8 @@ def load_validation(config: Config, train: Problems | None = None) -> Problems:
     """
     data = config.data
     if not data.val_files:
-        return _draw_task(data, held_out=True, count=data.val_size) if data.task and data.val_size else []
-    problems = _read_files(data.val_files, data)
+        return draw_task(data, held_out=True, count=data.val_size) if data.task and data.val_size else []
+    problems = read_problems(data.val_files, "data.val_files", data)
     if train is None:
         train = load_train(config) if data.task or data.train_files else []
     seen = {problem.identity for problem in train}
@@ -117,6 +82,11 @@ def validation_prompts(config: Config, tokenizer: PromptTokenizer, train: Proble
     """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training."""
     problems = load_validation(config, train)
     rendered = _Rendered(problems, tokenizer, config.data)
+    if problems and not len(rendered):
+        limit = config.data.max_prompt_length
+        raise ValueError(
+            f"no held-out prompts: all {len(problems)} are longer than data.max_prompt_length ({limit} tokens)"
+        )
     return [rendered.prompt(row, epoch=0) for row in range(len(rendered))]
 
 
@@ -233,8 +203,7 @@ class _Rendered:
         kept: list[Problem] = []
         pieces: list[np.ndarray] = []
         for problem in problems:
-            # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
-            ids = tokenizer.encode(_render(problem, tokenizer, data), add_special_tokens=not data.apply_chat_template)
+            ids, count = self._encoded(problem)
             if not ids:
                 raise ValueError(f"{problem.where}: the rendered prompt has no tokens")
             if len(ids) <= data.max_prompt_length:
@@ -242,7 +211,7 @@ class _Rendered:
                 pieces.append(np.asarray(ids, np.int32))
             elif not data.filter_overlong_prompts:
                 raise ValueError(
-                    f"{problem.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length "
+                    f"{problem.where}: the prompt has {count} tokens, more than data.max_prompt_length "
                     f"({data.max_prompt_length}), and data.filter_overlong_prompts is false"
                 )
         self._problems = kept
@@ -256,6 +225,20 @@ class _Rendered:
 
     def __len__(self) -> int:
         return len(self._problems)
+
+    def _encoded(self, problem: Problem) -> tuple[list[int], str]:
+        """The prompt's ids, and how many it has. Of a text much longer than what is kept, only the beginning."""
+        data = self._data
+        text = _render(problem, self._tokenizer, data)
+        # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
+        special = not data.apply_chat_template
+        head = text[: (data.max_prompt_length + 1) * _LONG_TOKEN]
+        if len(head) < len(text):
+            ids = self._tokenizer.encode(head, add_special_tokens=special)
+            if len(ids) > data.max_prompt_length + _LONG_TOKEN:  # well beyond what the cut can have changed
+                return ids, f"more than {len(ids)}"
+        ids = self._tokenizer.encode(text, add_special_tokens=special)
+        return ids, str(len(ids))
 
     def _ids(self, row: int) -> np.ndarray:
         return self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
@@ -301,175 +284,8 @@ def _render(problem: Problem, tokenizer: PromptTokenizer, data: DataSection) -> 
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     if data.apply_chat_template:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        try:
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        except RefusedMessages as error:
+            raise ValueError(f"{problem.where}: {error}") from None
     return "\n\n".join(message["content"] for message in messages)
-
-
-# ---------------------------------------------------------------- files
-
-
-def _read_files(paths: Sequence[str], data: DataSection) -> list[Problem]:
-    problems: list[Problem] = []
-    for path in paths:
-        for where, row in _rows(Path(path).expanduser()):
-            problems.append(_problem(len(problems), where, row, path, data))
-    return problems
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(where, row) for each row of a file."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; data.train_files and data.val_files must name existing files")
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.name.endswith((".jsonl", ".jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path}, line {number}", _json_row(line, f"{path}, line {number}")
-    else:
-        raise ValueError(f"{path}: a data file must end in .jsonl, .jsonl.gz or .parquet")
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file ({error})") from error
-    with file:
-        batches = file.iter_batches(batch_size=1024)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield f"{path}, row {number}", row
-
-
-def _json_row(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line.strip())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be a JSON object, found {type(row).__name__}")
-    return row
-
-
-def _problem(index: int, where: str, row: Mapping[str, Any], path: str, data: DataSection) -> Problem:
-    used = [data.messages_key or data.prompt_key, data.answer_key, data.source_key]
-    if data.messages_key:
-        messages = _messages(_column(row, data.messages_key, "data.messages_key", where), data.messages_key, where)
-    else:
-        question = _column(row, data.prompt_key, "data.prompt_key", where)
-        if not isinstance(question, str) or not question.strip():
-            raise ValueError(f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {question!r}")
-        messages = ({"role": "user", "content": question},)
-    answer = _answer(_column(row, data.answer_key, "data.answer_key", where), where, data) if data.answer_key else None
-    name = Path(path).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
-    source = str(_column(row, data.source_key, "data.source_key", where)) if data.source_key else name
-    extra = {key: value for key, value in row.items() if key not in used}
-    nested = extra.pop("extra_info", None)  # verl's column of that name: its fields are what a reward function expects
-    if isinstance(nested, Mapping):
-        extra |= nested
-    elif nested is not None:
-        extra["extra_info"] = nested
-    return Problem(index, where, messages, answer, source, extra)
-
-
-def _column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            near = difflib.get_close_matches(key, list(row), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"found {', '.join(map(repr, row))}"
-            raise ValueError(f"{where}: no column {key!r} ({option}): {hint}")
-        value = value[part]
-    return value
-
-
-def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]:
-    rule = f"{where}: {key!r} (data.messages_key) must be a list of messages with text in 'role' and 'content'"
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{rule}, or that as JSON; found text that is not JSON ({error.msg})") from error
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{rule}, found {value!r}")
-    for message in value:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{rule}, found {message!r}")
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
-
-
-def _answer(value: Any, where: str, data: DataSection) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{where}: {data.answer_key!r} (data.answer_key) must be text or a number, found {value!r}")
-    answer = str(value).rpartition("####")[2].strip()
-    if not answer:
-        raise ValueError(f"{where}: {data.answer_key!r} (data.answer_key) must hold an answer, found {value!r}")
-    return answer
-
-
-# ---------------------------------------------------------------- procedural tasks
-
-
-def _draw_task(data: DataSection, held_out: bool, count: int) -> list[Problem]:
-    """The first `count` distinct problems of the wanted kind in the task's stream, or all that can be found."""
-    found: dict[str, Problem] = {}
-    misses = 0
-    for number, entry in _task_entries(data):
-        question, answer = entry["question"], entry["answer"]
-        problem = Problem(
-            index=len(found),
-            where=f"{data.task}, problem {number}",
-            messages=({"role": "user", "content": question},),
-            answer=None if answer is None else str(answer),  # some tasks have many right answers and name none
-            source=data.task,
-            extra={"entry": entry},
-        )
-        misses += 1
-        if _is_held_out(problem.identity) == held_out and problem.identity not in found:
-            found[problem.identity] = problem
-            misses = 0
-        if len(found) == count:
-            return list(found.values())
-        if misses > 2000 + 2 * len(found):  # by then few problems are still unseen
-            break
-    kind, option = ("held-out", "data.val_size") if held_out else ("training", "data.task_size")
-    _log.warning("%s: only %d distinct %s problems (%s is %d)", data.task, len(found), kind, option, count)
-    return list(found.values())
-
-
-def _is_held_out(identity: str) -> bool:
-    number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
-    return number < _HELD_OUT_SHARE * 2**64
-
-
-def _task_entries(data: DataSection) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The task's endless stream of (number, entry): one data set after another, each seeded where the last ended."""
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if data.task not in DATASETS:
-        near = difflib.get_close_matches(data.task, list(DATASETS), n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"data.task: reasoning-gym has no task {data.task!r}{hint}")
-    if "size" in data.task_config:
-        raise ConfigError("data.task_config.size: the number of problems is data.task_size (and data.val_size)")
-    options = dict(data.task_config)
-    seed = options.pop("seed", data.seed * 1_000_003)  # far apart, so that runs with other seeds see other problems
-    start = 0
-    while True:
-        try:
-            dataset = create_dataset(data.task, **options, seed=seed + start, size=_TASK_CHUNK)
-        except (TypeError, ValueError, AssertionError, AttributeError) as error:
-            raise ConfigError(f"data.task_config: {data.task} refuses {options!r} ({error})") from error
-        for i in range(_TASK_CHUNK):
-            try:
-                entry = dataset[i]
-            except IndexError:  # word_ladder: this seed has no more
-                break
-            yield start + i, entry
-        start += _TASK_CHUNK

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from jaxrl.types import SamplingParams
+
+MAX_STOP_CHARACTERS = 1000
+"""The longest stop string: it is looked for in every response, each time that tokens come."""
 
 
 class TextDecoder(Protocol):
@@ -26,6 +29,21 @@ class Asked(Protocol):
 
     @property
     def params(self) -> SamplingParams: ...
+
+
+def check_stop_strings(stops: Iterable[Any], option: str) -> None:
+    """Raises ValueError for a stop string that every text holds, or that none can."""
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise ValueError(f"{option}: a stop string must be text and not empty, found {stop!r:.80}")
+        if len(stop) > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"{option}: a stop string must have at most {MAX_STOP_CHARACTERS} characters, found {len(stop)}"
+            )
+        try:
+            stop.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{option}: {stop!r:.80} holds half a character, which no response does") from None
 
 
 def stop_ids(tokenizer: TokenizerStops, eos_token_ids: Collection[int]) -> tuple[int, ...]:

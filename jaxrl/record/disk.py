@@ -1,7 +1,7 @@
 """What the operating system said when a file could not be written, however many layers reported it.
 
-TensorStore, under Orbax, raises a ValueError with the system's number in its text. An error of a background thread, or
-one that came while another was being handled, hangs behind the error that arrives.
+TensorStore, under Orbax, and safetensors raise errors of their own with the system's number in the text. An error of a
+background thread, or one that came while another was being handled, hangs behind the error that arrives.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import os
 import re
 
-_NUMBER = re.compile(r"os_error_code='(\d+)'|\bOS error (\d+)\b")
+_NUMBER = re.compile(r"os_error_code='(\d+)'|\bOS error (\d+)\b", re.IGNORECASE)
 
 
 def system_error(error: BaseException) -> OSError | None:

@@ -260,15 +260,23 @@ def _exists(path: Path) -> bool:
 
 def refuse_file(path: str | Path, option: str) -> None:
     """Raises ValueError if no file can be written at `path`, named with the option that asks for it."""
+    problem = file_problem(path)
+    if problem is not None:
+        raise ValueError(f"{option} {problem}")
+
+
+def file_problem(path: str | Path) -> str | None:
+    """Why no file can be written at `path`, to stand after the name of an option; None: nothing is in the way."""
     target = Path(os.path.realpath(os.path.expanduser(path)))
     try:
-        there = _exists(target)
+        there = next(each for each in (target, *target.parents) if _exists(each))
     except OSError as error:
-        raise ValueError(f"{option}: {path}: {(error.strerror or str(error)).lower()}") from None
+        return f"({path}) cannot be written: {(error.strerror or str(error)).lower()}"
     if target.is_dir():
-        raise ValueError(f"{option}: {path} is a folder: name a file in it")
-    if there and not target.is_file():
-        return
-    refuse_folder(target.parent, option)
-    if there and not os.access(target, os.W_OK):
-        raise ValueError(f"{option}: {path} cannot be written: this user may not change it")
+        return f"({path}) is a folder: name a file in it"
+    if there != target and not there.is_dir():
+        return f"({path}) cannot be written: {there} is not a folder"
+    above = target.parent if there == target else there  # a file is replaced as a whole
+    if not (target.exists() and not target.is_file()) and not os.access(above, os.W_OK | os.X_OK):
+        return f"({path}) cannot be written: no permission to write in {above}"
+    return None

@@ -4,6 +4,7 @@
     run.json         config, versions, commit, devices, seeds, command; one entry per start
     metrics.jsonl    one line per step
     samples.jsonl    a few samples per step, for people
+    rewards.log      what reward workers print, the first MiB of it
     layouts.jsonl    the layout over each round, where it adapts
     journal.jsonl    decisions of the clock since the last checkpoint
     timeline.json    Chrome trace; Perfetto opens it
@@ -33,7 +34,8 @@ from typing import Any
 import filelock
 import yaml
 
-from jaxrl.config import Config, ConfigError, differences, from_recorded, to_mapping
+from jaxrl.config import Config, differences, to_mapping
+from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
 from jaxrl.record.files import DRAFTS, refuse_folder, to_json, write_whole
 
@@ -56,6 +58,7 @@ class RunDir:
     def __init__(self, path: str | Path, option: str = "trainer.run_dir") -> None:
         self.path, self._option = refuse_folder(path, option), option
         self._started = False
+        self._early: dict[Path, int | None] = {}  # sizes before this start
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         file = self.path / ".lock"
         self._lock_is_new = not file.exists()
@@ -86,14 +89,27 @@ class RunDir:
     def file(self, name: str) -> Path:
         return self.path / name
 
+    def early_file(self, name: str) -> Path:
+        """A file that something may append to before the start is recorded; a refused start takes that back."""
+        path = self.file(name)
+        self._early[path] = path.stat().st_size if path.exists() else None
+        return path
+
     def close(self) -> None:
         if not self._started and self._lock_is_new:
             self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
+        if not self._started:
+            for path, size in self._early.items():
+                if size is None:
+                    path.unlink(missing_ok=True)
+                elif path.exists():
+                    os.truncate(path, size)
         self._lock.release()
         if not self._started:
             self._take_back()
 
     def _take_back(self) -> None:
+        """Removes the folders that this start has made."""
         for folder in self._made:
             with suppress(OSError):  # it was not made, or something else is in it by now
                 folder.rmdir()
@@ -144,16 +160,7 @@ def recorded_config(folder: str | Path) -> Config | None:
       ConfigError: config.yaml is damaged, or no configuration of this version.
     """
     file = Path(folder).expanduser() / CONFIG_FILE
-    if not os.path.lexists(file):
-        return None
-    with reading(file):
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    try:
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"not a configuration, found {type(values).__name__}")
-        return from_recorded(values)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    return load_recorded(file) if os.path.lexists(file) else None
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:

@@ -1,19 +1,21 @@
 """A run's host state (nested JSON values with numpy arrays among them) as text and as arrays.
 
-A checkpoint of a real run keeps the two apart (`split_arrays`); a simulated run keeps all in one JSON file
-(`dump_state`).
+A checkpoint of a real run keeps the two apart (`split_arrays`); a simulated run keeps all in one
+file (`dump_state`), with the digest of its content.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-_STATE_SCHEMA = 1
+_STATE_SCHEMA = 2
+"""Of a simulated run's file: a line that names it and the digest of the rest. Schema 1 had no digest."""
 
 
 def split_arrays(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -51,22 +53,32 @@ def dump_state(state: Mapping[str, Any]) -> str:
             return {"array": value.dtype.str, "shape": value.shape, "values": value.ravel().tolist()}
         raise TypeError(f"host state: {type(value).__name__} is neither a JSON value nor an array")
 
-    return json.dumps({"simulation": _STATE_SCHEMA, "state": state}, default=array)
+    body = json.dumps({"state": state}, default=array)
+    return f"{_head(body)}\n{body}"
+
+
+def _head(body: str) -> str:
+    return json.dumps({"simulation": _STATE_SCHEMA, "sha256": hashlib.sha256(body.encode()).hexdigest()})
 
 
 def load_state(text: str, where: str) -> dict[str, Any]:
-    """What `dump_state` wrote. Raises ValueError for anything else."""
+    """What `dump_state` wrote. Raises ValueError for anything else, and for what has changed since."""
 
     def array(value: dict[str, Any]) -> Any:
         if value.keys() == {"array", "shape", "values"}:
             return np.asarray(value["values"], np.dtype(value["array"])).reshape(value["shape"])
         return value
 
+    head, _, body = text.partition("\n")
+    if head.startswith(f'{{"simulation": {_STATE_SCHEMA},'):
+        if head != _head(body):
+            raise ValueError(f"{where}: changed since it was written; bring it back, or remove it to start again")
+        return json.loads(body, object_hook=array)["state"]
     try:
         found = json.loads(text, object_hook=array)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where}: not a simulation's state ({error}); remove it to start again") from None
     whole = isinstance(found, dict) and isinstance(found.get("state"), dict)
-    if not whole or found.get("simulation") != _STATE_SCHEMA:
-        raise ValueError(f"{where}: not a simulation's state of schema {_STATE_SCHEMA}; remove it to start again")
+    if not whole or found.get("simulation") != 1:
+        raise ValueError(f"{where}: not a simulation's state of schema 1 or {_STATE_SCHEMA}; remove it to start again")
     return found["state"]

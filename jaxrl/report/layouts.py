@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
-
-from jaxrl.record.layouts import read_layouts
 
 _WIDTH, _LEFT, _RIGHT = 360, 46, 12
 _LIVE_TOP, _LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM, _HEIGHT = 10, 128, 146, 186, 210
@@ -30,9 +27,8 @@ COLUMNS = (
 )
 
 
-def layouts_section(folder: str | Path) -> str:
-    """HTML for a run's folder; empty if the run's layout does not adapt."""
-    rounds = read_layouts(folder)
+def layouts_section(rounds: Sequence[Mapping[str, Any]]) -> str:
+    """HTML of a run's rounds (`jaxrl.record.layouts.read_layouts`); empty if the run's layout does not adapt."""
     if not rounds:
         return ""
     switched = [each for each in rounds if each["switches"]]

@@ -14,6 +14,7 @@ Each input may be missing, and the page then says so:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from html import escape
@@ -22,7 +23,9 @@ from statistics import fmean, median
 from typing import Any
 
 from jaxrl.config import Config, flatten, to_mapping
-from jaxrl.record.files import read_lines, write_whole
+from jaxrl.record.files import read_lines, refuse_file, write_whole
+from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
+from jaxrl.record.layouts import read_layouts
 from jaxrl.record.live import duration
 from jaxrl.record.metrics import FILE_NAME, ROUND_PHASES, read_metrics, seconds_of, step_phases
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
@@ -52,6 +55,7 @@ class Run:
     folder: Path
     metrics: list[dict[str, float]]
     samples: list[dict[str, Any]]
+    layouts: list[dict[str, Any]]
     info: Mapping[str, Any]
     problems: list[str]
 
@@ -70,6 +74,8 @@ class Run:
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page (default: `report.html` in the run's folder) and returns where it is."""
+    if out is not None:
+        refuse_file(out, "--out")
     run = read_run(run_dir)
     target = Path(out) if out is not None else run.folder / "report.html"
     write_whole(target, page(run))
@@ -92,7 +98,7 @@ def read_run(run_dir: str | Path) -> Run:
             if type(value) is not type(otherwise):
                 raise ValueError("must hold an object")
             return value
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{name} could not be read: {error}")
             return otherwise
 
@@ -100,7 +106,10 @@ def read_run(run_dir: str | Path) -> Run:
     if not metrics and not problems:
         problems.append("no step has been finished yet")
     info = attempt(lambda path: json.loads(path.read_text(encoding="utf-8")), RUN_FILE, {})
-    return Run(folder, metrics, attempt(_read_samples, SAMPLES_FILE, []), info, problems)
+    samples = attempt(_read_samples, SAMPLES_FILE, [])
+    adapts = os.path.lexists(folder / LAYOUTS_FILE)
+    layouts = attempt(lambda _: read_layouts(folder), LAYOUTS_FILE, []) if adapts else []
+    return Run(folder, metrics, samples, layouts, info, problems)
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
@@ -120,7 +129,7 @@ def page(run: Run) -> str:
     return document(
         name,
         _subtitle(run),
-        f"{problems}{_headlines(run)}<section class=charts>{charts}</section>{layouts_section(run.folder)}"
+        f"{problems}{_headlines(run)}<section class=charts>{charts}</section>{layouts_section(run.layouts)}"
         f"<h2>Samples</h2>{_samples(run)}<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
 

@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, WORKER_START_S, Task, VerdictCounts, crashed, timed_out
-from jaxrl.rewards.worker import look_around, score
+from jaxrl.rewards.frames import BadFrame, message_of, read_message, read_scored, to_bytes
+from jaxrl.rewards.scorers import Scored, ScoreRequest
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, crashed
+from jaxrl.rewards.worker import WorkerSettings
+from jaxrl.rewards.workers import Workers
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, Sample, SampleKey
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
+
+SLACK_S = 60.0
+"""Beyond a scorer's own limits, for ray to start an actor, or to carry a request and a verdict."""
+GET_S = 30.0
+"""For a value that ray says is there."""
 
 
-class _RayWorker:
-    """What one ray actor does."""
+class RayHost:
+    """What one ray actor does: it has one worker process, and runs nothing of the user's itself."""
 
-    def __init__(self, pickled: bytes):
-        self._pickled = pickled
+    def __init__(self, settings: bytes, env: dict[str, str]):
+        self._workers = Workers(pickle.loads(settings), num_workers=1, env=env, clock=time.monotonic)
 
-    def start(self) -> tuple[str, bool]:
-        return look_around(self._pickled)
+    def start(self) -> bytes:
+        try:
+            self._workers.wait_ready()
+        except (ValueError, RunFailed) as error:
+            return to_bytes({"error": str(error), "users": isinstance(error, ValueError)})
+        return to_bytes({"error": ""})
 
-    def score(self, request: bytes) -> Scored:
-        return score(self._pickled, request)
+    def score(self, request: bytes) -> bytes:
+        self._workers.submit(0, request)
+        _, scored, _ = self._workers.ended.get()
+        return to_bytes(message_of(scored, ""))
+
+
+@dataclass(slots=True)
+class _Task:
+    key: SampleKey
+    request: bytes
+    attempts: int = 0
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Running:
+    task: _Task
+    actor: Any
+    since_s: float
 
 
 class RayRewardPool:
     """Worker processes anywhere in a ray cluster (`pip install jaxrl[ray]`), one CPU each.
 
-    An actor has one sample at a time, so the clock never counts time in a queue. The clock starts at hand-over and so
-    includes the transfer. Samples are handed over, and timeouts noticed, inside `submit`, `completed` and `wait`, which
-    a round calls all the time.
+    An actor has a worker process of its own below it (`jaxrl.rewards.workers`), which keeps the scorer's limits there,
+    and what it returns is the JSON text of a verdict. So an actor that dies, or does not answer in time, was not ended
+    by a scorer: its sample is tried again elsewhere, at most `MAX_ATTEMPTS` times. When the cluster has lost every
+    actor and gives no other, the run ends with `RunFailed`: nothing here waits without a limit.
+
+    Samples are handed over inside `submit`, `completed` and `wait`, which a round calls all the time.
     """
 
     def __init__(
         self,
-        scorer: Scorer,
+        settings: WorkerSettings,
         *,
         num_workers: int,
-        timeout_s: float,
+        env: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ):
         try:
@@ -52,40 +86,39 @@ class RayRewardPool:
         self._ray = ray
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            ray.init(include_dashboard=False, log_to_driver=False)
-        self._actor_class = ray.remote(num_cpus=1, max_restarts=0)(_RayWorker)
-        self._scorer = pickle.dumps(scorer)
-        self._timeout_s = timeout_s or math.inf
+            with _our_signals():
+                ray.init(include_dashboard=False, log_to_driver=False)
+        actor_class = ray.remote(num_cpus=1, max_restarts=0)(RayHost)
+        there = replace(settings, log="")  # a path of this machine
+        self._new_actor = lambda: actor_class.remote(pickle.dumps(there), dict(env))
+        self._start_limit_s = settings.start_timeout_s + SLACK_S
+        # a worker may be replaced, and so load the scorer, before it can score
+        self._score_limit_s = (settings.timeout_s or math.inf) + settings.start_timeout_s + SLACK_S
         self._clock = clock
         self._counts = VerdictCounts()
-        self._waiting: deque[Task] = deque()
-        self._starting: dict[Any, Any] = {}  # ref of start() -> actor
+        self._waiting: deque[_Task] = deque()
+        self._starting: dict[Any, tuple[Any, float]] = {}  # ref of start() -> actor, since when
         self._idle: list[Any] = []
-        self._running: dict[Any, tuple[Task, Any, float]] = {}  # ref of score() -> task, actor, start time
-        self._failed_starts = 0
+        self._running: dict[Any, _Running] = {}  # by ref of score()
+        self._lost_in_a_row = 0
+        self._is_lost = False
         self._num_workers = num_workers
+        self._num_cpus = ray.cluster_resources().get("CPU", 0)
         for _ in range(num_workers):
             self._start_actor()
 
     def warm(self) -> None:
-        deadline = time.monotonic() + WORKER_START_S
         while self._starting:
-            if time.monotonic() > deadline:
-                cpus = self._ray.cluster_resources().get("CPU", 0)
-                raise RuntimeError(
-                    f"reward.num_workers ({self._num_workers}) actors of one CPU each were not ready after "
-                    f"{WORKER_START_S:.0f} s: the ray cluster has {cpus:g} CPUs"
-                )
             self._take_started(0.2)
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
-        self._waiting.append(Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample))))
+        self._waiting.append(_Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample))))
         self._hand_over()
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
         self._waiting = deque(task for task in self._waiting if task.key not in keys)
-        for task, _, _ in self._running.values():
-            task.cancelled |= task.key in keys
+        for running in self._running.values():
+            running.task.cancelled |= running.task.key in keys
 
     def completed(self) -> list[Verdict]:
         return self._poll(0.0)
@@ -99,65 +132,103 @@ class RayRewardPool:
 
     @property
     def num_pending(self) -> int:
-        return len(self._waiting) + sum(not task.cancelled for task, _, _ in self._running.values())
+        return len(self._waiting) + sum(not running.task.cancelled for running in self._running.values())
 
     def take_metrics(self) -> dict[str, float]:
         return self._counts.take()
 
     def close(self) -> None:
-        for actor in [*self._idle, *self._starting.values(), *(actor for _, actor, _ in self._running.values())]:
-            self._ray.kill(actor)
+        actors = [*self._idle, *(actor for actor, _ in self._starting.values())]
+        if not self._is_lost:  # a call to a cluster that is gone blocks
+            for actor in actors + [running.actor for running in self._running.values()]:
+                self._kill(actor)
         self._idle, self._starting, self._running = [], {}, {}
         self._waiting.clear()
         if self._owns_ray:
             self._ray.shutdown()
 
     def _start_actor(self) -> None:
-        actor = self._actor_class.remote(self._scorer)
-        self._starting[actor.start.remote()] = actor
+        actor = self._new_actor()
+        self._starting[actor.start.remote()] = actor, time.monotonic()
 
     def _take_started(self, timeout_s: float) -> None:
         for ref in self._finished(list(self._starting), timeout_s):
-            actor = self._starting.pop(ref)
+            actor, _ = self._starting.pop(ref)
             try:
-                error, _ = self._ray.get(ref)
-            except self._ray.exceptions.RayActorError as died:
-                self._failed_starts += 1
-                if self._failed_starts >= MAX_ATTEMPTS:
-                    raise RuntimeError("reward: ray actors die while they start") from died
-                self._start_actor()
+                report = read_message(self._ray.get(ref, timeout=GET_S))
+            except (*self._failures, BadFrame) as error:
+                self._lost(actor, f"a ray actor failed while it started: {type(error).__name__}")
                 continue
-            if error:
-                raise RuntimeError(f"reward: the scorer cannot be loaded in a ray actor: {error}")
-            self._failed_starts = 0
+            if report.get("error"):
+                raise (ValueError if report.get("users") else RunFailed)(f"{report['error']} (in a ray actor)")
             self._idle.append(actor)
+        for ref, (actor, since_s) in list(self._starting.items()):
+            if time.monotonic() - since_s > self._start_limit_s:
+                del self._starting[ref]
+                why = f"a ray actor was not ready after {self._start_limit_s:.0f} s"
+                if not self._idle and not self._running:
+                    raise self._given_up(
+                        f"gives no worker: {why}; it began with {self._num_cpus:g} CPUs, of which reward.num_workers "
+                        f"asks for {self._num_workers}"
+                    )
+                self._lost(actor, why)
 
     def _hand_over(self) -> None:
         while self._waiting and self._idle:
             task, actor = self._waiting.popleft(), self._idle.pop()
-            self._running[actor.score.remote(task.request)] = (task, actor, time.monotonic())
+            task.attempts += 1
+            self._running[actor.score.remote(task.request)] = _Running(task, actor, time.monotonic())
 
     def _poll(self, timeout_s: float) -> list[Verdict]:
         self._take_started(0.0)
         self._hand_over()
         verdicts: list[Verdict] = []
         for ref in self._finished(list(self._running), timeout_s):
-            task, actor, _ = self._running.pop(ref)
+            running = self._running.pop(ref)
             try:
-                scored = self._ray.get(ref)
-                self._idle.append(actor)
-            except self._ray.exceptions.RayActorError:
-                scored = crashed("the scorer's ray actor died")
-                self._start_actor()
-            verdicts += self._verdict(task, scored)
-        for ref, (task, actor, start) in list(self._running.items()):
-            if time.monotonic() - start > self._timeout_s:
+                scored = read_scored(read_message(self._ray.get(ref, timeout=GET_S)))
+            except (*self._failures, BadFrame) as error:
+                verdicts += self._try_again(running, f"a ray actor failed: {type(error).__name__}")
+                continue
+            self._lost_in_a_row = 0
+            self._idle.append(running.actor)
+            verdicts += self._verdict(running.task, scored)
+        for ref, running in list(self._running.items()):
+            if time.monotonic() - running.since_s > self._score_limit_s:
                 del self._running[ref]
-                self._ray.kill(actor)
-                self._start_actor()
-                verdicts += self._verdict(task, timed_out(self._timeout_s))
+                verdicts += self._try_again(running, f"a ray actor was silent for {self._score_limit_s:.0f} s")
         self._hand_over()
         return verdicts
+
+    @property
+    def _failures(self) -> tuple[type[Exception], ...]:
+        return self._ray.exceptions.RayError, self._ray.exceptions.GetTimeoutError
+
+    def _try_again(self, running: _Running, why: str) -> list[Verdict]:
+        self._lost(running.actor, why)
+        task = running.task
+        if task.attempts >= MAX_ATTEMPTS:
+            return self._verdict(task, crashed(f"{MAX_ATTEMPTS} ray actors in a row were lost with this sample"))
+        if not task.cancelled:
+            self._waiting.appendleft(task)
+        return []
+
+    def _lost(self, actor: Any, why: str) -> None:
+        """Another actor for one that is gone; the run ends when none has come to anything for too long."""
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= MAX_ATTEMPTS * self._num_workers:
+            raise self._given_up(f"is lost: {self._lost_in_a_row} actors in a row failed, the last one because {why}")
+        self._counts.restarted(f"{why}; started again")
+        self._kill(actor)
+        self._start_actor()
+
+    def _kill(self, actor: Any) -> None:
+        with contextlib.suppress(*self._failures):  # of one that is gone
+            self._ray.kill(actor)
+
+    def _given_up(self, why: str) -> RunFailed:
+        self._is_lost = True
+        return RunFailed(f"reward: the ray cluster {why}")
 
     def _finished(self, refs: list[Any], timeout_s: float) -> list[Any]:
         if not refs:
@@ -166,9 +237,19 @@ class RayRewardPool:
         self._ray.wait(refs, num_returns=1, timeout=timeout_s)
         return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
 
-    def _verdict(self, task: Task, scored: Scored) -> list[Verdict]:
+    def _verdict(self, task: _Task, scored: Scored) -> list[Verdict]:
         """The verdict of a task; none if it was cancelled."""
         status, reward, info, duration_s = scored
         if task.cancelled:
             return []
         return [self._counts.add(Verdict(self._clock(), task.key, reward, status, info, duration_s))]
+
+
+@contextlib.contextmanager
+def _our_signals() -> Iterator[None]:
+    """Puts the handlers of SIGINT and SIGTERM back that ray replaces: with them a run saves, and ends."""
+    earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in earlier.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

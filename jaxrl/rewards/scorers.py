@@ -1,7 +1,8 @@
 """From the configuration to a scorer: a small picklable object that names what to import, and imports it where it runs.
 
-The training process builds the scorer and refuses everything that the user can get wrong. The scorer travels to the
-reward pool's worker processes as a few strings, and imports there what it needs (`load`). Nothing here imports jax.
+The training process builds the scorer, and refuses what it can see without running anything of the user's. The scorer
+travels to the reward pool's worker processes as a few strings, the text of the user's file among them, and imports
+there what it needs (`load`); the pool's `warm` reports what that finds wrong. Nothing here imports jax.
 
 Kinds (`reward.kind`):
 
@@ -18,15 +19,15 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl.config import Config
-from jaxrl.config.functions import user_function
+from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
 from jaxrl.scheduling.rounds.events import VerdictStatus
 from jaxrl.types import Prompt, Sample
@@ -34,6 +35,10 @@ from jaxrl.types import Prompt, Sample
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """What scoring one request came to: status, reward, info, duration_s."""
 
+OUT_OF_MEMORY = "MemoryError"
+"""How the error of a sample begins whose scorer ran out of memory."""
+
+_MAX_DEPTH = 64  # of nested values: a reader of JSON takes some hundreds
 _CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -70,12 +75,18 @@ class Scorer(Protocol):
     """Maps a request to (reward, values to record with it). Must survive pickling; may raise."""
 
     @property
+    def loads(self) -> str:
+        """What `load` does, as errors begin that say it failed: `reward.path: importing /home/me/reward.py`."""
+        ...
+
+    @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing once, before worker processes are forked off."""
         ...
 
     def load(self) -> None:
-        """Imports whatever scoring needs, so that the first score is not charged for imports."""
+        """Imports whatever scoring needs, so that the first score is not charged for imports. A ValueError's sentence
+        is for the user as it stands."""
         ...
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]: ...
@@ -85,6 +96,7 @@ class Scorer(Protocol):
 class MathScorer:
     extract: math.Extract = "auto"
     preload: tuple[str, ...] = ("math_verify",)
+    loads: str = "reward.kind: importing math_verify"
 
     def load(self) -> None:
         math.load()
@@ -103,6 +115,7 @@ class TaskScorer:
     task_config: str = "{}"
     extract: math.Extract = "auto"
     preload: tuple[str, ...] = ("reasoning_gym",)
+    loads: str = "reward.kind: importing reasoning_gym"
 
     def load(self) -> None:
         _task_dataset(self.task, self.task_config)
@@ -142,6 +155,10 @@ class AutoScorer:
     def preload(self) -> tuple[str, ...]:
         return self.task.preload + self.math.preload
 
+    @property
+    def loads(self) -> str:
+        return "reward.kind: importing reasoning_gym and math_verify"
+
     def load(self) -> None:
         self.task.load()
         self.math.load()
@@ -157,9 +174,13 @@ class CustomScorer:
     It returns a number, or a mapping with the number under "score" and whatever else should be recorded.
     """
 
-    path: str
+    file: UserFile
     name: str = "compute_score"
     preload: tuple[str, ...] = ()
+
+    @property
+    def loads(self) -> str:
+        return f"reward.path: importing {self.file.path}"
 
     def load(self) -> None:
         self._function()
@@ -171,21 +192,19 @@ class CustomScorer:
             return result, {}
         if "score" not in result:
             raise ValueError(
-                f"{self.path}: {self.name} returned a mapping without 'score': {', '.join(map(str, result))}"
+                f"{self.file.path}: {self.name} returned a mapping without 'score': {', '.join(map(str, result))}"
             )
         return result["score"], {key: value for key, value in result.items() if key != "score"}
 
     def _function(self) -> Callable[..., Any]:
-        return user_function(("reward.path", "reward.name"), self.path, self.name, _CUSTOM_ARGUMENTS)
+        return user_function(("reward.path", "reward.name"), self.file, self.name, _CUSTOM_ARGUMENTS)
 
 
 def build_scorer(config: Config) -> Scorer:
     """The scorer that `reward.*` asks for; raises ValueError for settings that would make every sample fail."""
     reward, data = config.reward, config.data
     if reward.kind == "custom":
-        scorer = CustomScorer(str(Path(reward.path).expanduser().resolve()), reward.name)
-        scorer.load()
-        return scorer
+        return CustomScorer(read_user_file("reward.path", reward.path), reward.name)
     by_math = MathScorer(reward.extract)
     if reward.kind == "math" or not data.task:
         if not data.answer_key:
@@ -206,38 +225,49 @@ def build_scorer(config: Config) -> Scorer:
 def score_safely(scorer: Callable[[], Scorer], request: bytes) -> Scored:
     """Scores one pickled request; returns plain values only, whatever the scorer does (unless it ends the process).
 
-    Plain values, because the result goes to a process that may not have the types of the user's file.
+    Plain values, because the result leaves this process as JSON.
     """
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))
         return "ok", _as_reward(reward), _plain(info), time.perf_counter() - start
+    except MemoryError as error:  # numpy's has a name of its own
+        text = f"{OUT_OF_MEMORY}: {error}" if str(error) else OUT_OF_MEMORY
+        return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
     except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too
         return "error", 0.0, {"error": describe(error)}, time.perf_counter() - start
 
 
 def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]
+    try:
+        text = str(error)
+    except BaseException:  # the error's own class is the user's, too
+        text = "(its text cannot be read)"
+    return f"{type(error).__name__}: {text}"[:1000] if text else type(error).__name__
 
 
 def _as_reward(value: Any) -> float:
     if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
-    if not isinstance(value, int | float) or not isfinite(value):
+    if not isinstance(value, int | float) or abs(value) > sys.float_info.max or not isfinite(value):
         raise ValueError(f"a scorer must return a finite number, found {value!r:.200}")
     return float(value)
 
 
-def _plain(value: Any) -> Any:
-    """The value in types that every process can unpickle; a value without such a form becomes its text."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The value in types that JSON has; a value without such a form (NaN, too) becomes its text."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, str):
         return value
+    if type(value) is float and isfinite(value):
+        return value
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"what a scorer returns must not be nested deeper than {_MAX_DEPTH} levels")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     return repr(value)
 
 

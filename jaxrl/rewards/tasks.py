@@ -1,27 +1,16 @@
-"""What the reward pools share on the trainer's side: a task, the ways in which it fails, and a step's counts."""
+"""What the reward pools share: the ways in which a sample fails, and a step's counts."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
 
 from jaxrl.rewards.scorers import Scored
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import SampleKey
 
 _log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # workers that may end around one sample, or while they start, before it is held to be the reason
-WORKER_START_S = 120.0  # for imports, on a loaded machine
-
-
-@dataclass(slots=True)
-class Task:
-    key: SampleKey
-    request: bytes
-    attempts: int = 0
-    cancelled: bool = False  # of a task that is with a ray actor
 
 
 def timed_out(limit_s: float) -> Scored:

@@ -1,85 +1,177 @@
-"""What runs in a worker process of either reward pool. Neither this module nor what it imports uses jax."""
+"""The process that runs the scorer: foreign code, on the model's text. Neither this module nor its imports use jax.
+
+A keeper (`jaxrl.rewards.keeper`) forks it, hands it one sample at a time, and ends it. It leads a session and a process
+group of its own, has the limits of `reward.max_memory_gib`, and no descriptor but its own socket, which no process that
+it starts inherits.
+
+With `reward.fresh_process` it loads the scorer and scores nothing itself: each sample is scored in a fork of it, so
+what a sample leaves behind in the interpreter ends with the fork. Threads that a reward file starts while it is
+imported are not in the forks.
+"""
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.context
+import contextlib
+import json
+import mmap
 import os
 import pickle
+import resource
 import signal
+import socket
 import sys
-import threading
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from jaxrl.rewards.scorers import Scored, Scorer, describe, score_safely
+from jaxrl.rewards.frames import MAX_VERDICT_BYTES, TASK_ID_BYTES, message_of, read_frame, to_bytes, write_frame
+from jaxrl.rewards.processes import close_all_but, die_with_parent
+from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
 
-EXIT_ZERO = 256
-"""What a worker that ended with exit code 0 reports instead: no worker should end, and its pool would ignore a 0."""
-
-
-class _NeverZero:
-    @property
-    def exitcode(self) -> int | None:
-        code: int | None = super().exitcode  # pyright: ignore[reportAttributeAccessIssue]
-        return EXIT_ZERO if code == 0 else code
+GIB = 1 << 30
 
 
-if sys.platform == "linux":
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What wardens, keepers and workers must know.
 
-    class _Worker(_NeverZero, multiprocessing.context.ForkServerProcess): ...
+    Attributes:
+      scorer: pickled.
+      loads: what loading the scorer does, for errors.
+      preload: modules that are imported once, before workers are forked.
+      timeout_s: for one sample; 0: no limit.
+      start_timeout_s: for loading the scorer.
+      max_memory_gib: of one worker; 0: no limit.
+      fresh_process: whether each sample has a process of its own.
+      log: the file for what workers print; empty: it is dropped.
+    """
 
-    class _Context(multiprocessing.context.ForkServerContext):
-        Process = _Worker  # pyright: ignore[reportAssignmentType]
-
-else:
-
-    class _Worker(_NeverZero, multiprocessing.context.SpawnProcess): ...
-
-    class _Context(multiprocessing.context.SpawnContext):
-        Process = _Worker  # pyright: ignore[reportAssignmentType]
-
-
-def worker_context(preload: Sequence[str]) -> Any:
-    """How worker processes are made; `preload`: modules that a fork server imports for all of them."""
-    context = _Context()
-    if sys.platform == "linux":
-        context.set_forkserver_preload(list(preload))  # instead of the main module, which is the default
-    return context
-
-
-@functools.lru_cache(maxsize=1)
-def _scorer(pickled: bytes) -> Scorer:
-    scorer: Scorer = pickle.loads(pickled)
-    scorer.load()
-    return scorer
+    scorer: bytes
+    loads: str
+    preload: tuple[str, ...]
+    timeout_s: float
+    start_timeout_s: float
+    max_memory_gib: float = 0.0
+    fresh_process: bool = False
+    log: str = ""
 
 
-def start_worker(pickled: bytes) -> None:
-    """Runs in a new worker, before its first task. Never raises, which would break the pool; that a scorer cannot be
-    loaded is reported by `warm`, and by every score."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    look_around(pickled)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(0)
-
-
-def look_around(pickled: bytes) -> tuple[str, bool]:
-    """(why the scorer cannot be loaded, or nothing; whether jax is here)."""
+def become_worker(
+    keeper: int, sock: socket.socket, taken: mmap.mmap, output: int, settings: WorkerSettings
+) -> NoReturn:
+    """What a keeper's fork does: loads the scorer, says so, and scores until it is killed or its socket closes."""
     try:
-        _scorer(pickled)
-    except (Exception, SystemExit) as error:
-        return describe(error), "jax" in sys.modules
-    return "", "jax" in sys.modules
+        os.setsid()
+        die_with_parent(keeper)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for fd in (1, 2):
+            os.dup2(output, fd)
+        close_all_but({sock.fileno()})
+        # lines are written as they end: a worker is killed without a last chance
+        sys.stdout, sys.stderr = (
+            open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115  (for as long as it lives)
+            for fd in (1, 2)
+        )
+        _limit_memory(settings.max_memory_gib)
+        _Worker(sock, taken, settings).run()
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            import traceback
+
+            traceback.print_exc()
+    os._exit(1)
 
 
-def score(pickled: bytes, request: bytes) -> Scored:
-    return score_safely(functools.partial(_scorer, pickled), request)
+def _limit_memory(gib: float) -> None:
+    """Bounds the private memory that the process may write, on Linux, and its address space elsewhere.
+
+    Not the address space on Linux: libraries reserve much more of it than they use.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if gib:
+        kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
+        most, hard = round(gib * GIB), resource.getrlimit(kind)[1]
+        with contextlib.suppress(OSError, ValueError):  # macOS takes no limit below what is mapped
+            resource.setrlimit(kind, (most, hard) if hard != resource.RLIM_INFINITY and hard < most else (most, most))
+
+
+class _Worker:
+    def __init__(self, sock: socket.socket, taken: mmap.mmap, settings: WorkerSettings):
+        sock.setblocking(True)
+        self._sock = sock
+        self._taken = taken
+        self._settings = settings
+        self._pid = os.getpid()
+        self._forking = False
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def run(self) -> NoReturn:
+        try:
+            scorer: Scorer = pickle.loads(self._settings.scorer)
+            scorer.load()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of the reward file's making, too
+            users = isinstance(error, ValueError)
+            problem = str(error) if users else f"{self._settings.loads} failed with {describe(error)}"
+            self._say({"ready": False, "error": problem[:2000]})
+            os._exit(0)
+        self._say({"ready": True, "has_jax": "jax" in sys.modules})
+        while (frame := read_frame(self._sock)) is not None:
+            self._taken[:TASK_ID_BYTES] = frame[:TASK_ID_BYTES]
+            task_id, request = frame[:TASK_ID_BYTES].decode(), frame[TASK_ID_BYTES:]
+            if self._settings.fresh_process:
+                self._score_in_fork(scorer, task_id, request)
+            else:
+                self._score(scorer, task_id, request)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the scorer left behind
+        os._exit(0)
+
+    def _score(self, scorer: Scorer, task_id: str, request: bytes) -> None:
+        scored = score_safely(lambda: scorer, request)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a fork that the scorer made, which came back from it as well
+        out_of_memory = scored[0] == "error" and scored[2]["error"].startswith(OUT_OF_MEMORY)
+        if out_of_memory and self._settings.max_memory_gib:
+            error = f"{scored[2]['error']} (reward.max_memory_gib is {self._settings.max_memory_gib:g})"
+            scored = "error", 0.0, {"error": error}, scored[3]
+        message = _sendable(task_id, scored)
+        # what fills the memory may be kept by the scorer, so this process scores nothing more
+        write_frame(self._sock, message if not out_of_memory else to_bytes({**json.loads(message), "last": True}))
+
+    def _score_in_fork(self, scorer: Scorer, task_id: str, request: bytes) -> None:
+        self._forking = True
+        pid = os.fork()
+        self._forking = False
+        if pid == 0:
+            try:
+                die_with_parent(self._pid)
+                self._pid = os.getpid()
+                self._score(scorer, task_id, request)
+                sys.stdout.flush()
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        self._say({"ended": task_id, "code": os.waitstatus_to_exitcode(status)})
+
+    def _let_go(self) -> None:
+        """In a fork: the socket is not its own."""
+        if not self._forking:
+            with contextlib.suppress(OSError):
+                self._sock.close()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        write_frame(self._sock, to_bytes(message))
+
+
+def _sendable(task_id: str, scored: Scored) -> bytes:
+    """The verdict's JSON; that of an error if the scorer's values cannot be written so, or are too many."""
+    duration_s = scored[3]
+    try:
+        payload = to_bytes(message_of(scored, task_id))
+        if len(payload) <= MAX_VERDICT_BYTES:
+            return payload
+        of_info = len(payload) - len(to_bytes(message_of((*scored[:2], {}, duration_s), task_id)))
+        error = f"the scorer's info takes {of_info} bytes as JSON, above the {MAX_VERDICT_BYTES} that are recorded"
+    except (ValueError, RecursionError) as refused:  # a whole number of 5,000 digits
+        error = f"the scorer's info cannot be written as JSON: {describe(refused)}"
+    return to_bytes(message_of(("error", 0.0, {"error": error}, duration_s), task_id))

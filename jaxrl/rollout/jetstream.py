@@ -44,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, load_model
@@ -162,6 +163,7 @@ class JetStreamEngine(engine_api.Engine):
     """
 
     def __init__(self, model: ModelConfig, layout: Layout, config: JetStreamConfig, path: str | Path) -> None:
+        check_length(model, config.max_length, f"JetStreamConfig.max_length is {config.max_length} tokens", str(path))
         self.model = model
         self.layout = layout
         self.config = config
@@ -253,7 +255,9 @@ class JetStreamEngine(engine_api.Engine):
 
     def build_tokenizer(self, metadata: Any) -> JetStreamTokenizer:
         """The tokenizer at `metadata.path`."""
-        return JetStreamTokenizer(Tokenizer.from_path(metadata.path), self.model.eos_token_ids)
+        tokenizer = Tokenizer.from_path(metadata.path)
+        check_vocabulary(tokenizer, self.model, metadata.path)
+        return JetStreamTokenizer(tokenizer, self.model.eos_token_ids)
 
     @property
     def max_concurrent_decodes(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,19 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
-from jaxrl.data.stops import stop_string_check
+from jaxrl.data.fit import check_length, check_vocabulary
+from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import layout_sizes, plan_remat
+from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import train_shardings
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +66,35 @@ def device_bytes(devices: Sequence[Any]) -> int | None:
     return None if not stats else stats.get("bytes_limit")
 
 
+def host_bytes() -> int:
+    """Memory of this machine, or of the part of it (a control group) that this process may use."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or no limit: `max`
+            found.append(int(Path(file).read_text()))
+    return min(found)
+
+
+def bytes_each(devices: Sequence[Any], num_devices: int) -> int:
+    """Memory of one of so many devices like these; of a CPU, its share of the host's."""
+    own = device_bytes(devices)
+    return host_bytes() // num_devices if own is None else own
+
+
+def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any], *, trains: bool = True) -> None:
+    """Raises ConfigError for sizes that need more memory than there is, before any is used.
+
+    Args:
+      devices: those without the rollout's own, which are of the same kind.
+      trains: as in `memory_problem`.
+    """
+    count = len(devices) + config.rollout.num_devices
+    plan = memory_plan(config, model, count, device_bytes(devices), devices[0].platform)
+    problem = memory_problem(config, model, plan, count, bytes_each(devices, count), trains)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
 def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
     """`config` with `actor.remat: auto` replaced by what the devices' memory allows."""
     remat = plan_remat(config, model, len(devices), device_bytes(devices), devices[0].platform)
@@ -68,15 +102,41 @@ def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the config that `model.path` names, without the weights."""
+    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
+
+    Raises:
+      ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are longer than the
+        model was made for, or a stop string is none.
+    """
     path = resolve_path(config.model.path)
-    return Tokenizer.from_path(checked_path(path)), config_of(path)
+    folder = str(checked_path(path))
+    model = config_of(path)
+    tokenizer = Tokenizer.from_path(folder)
+    check_vocabulary(tokenizer, model, folder)
+    data = config.data
+    asked = (
+        f"data.max_prompt_length ({data.max_prompt_length}) + data.max_response_length ({data.max_response_length}) = "
+        f"{config.max_model_length} tokens"
+    )
+    check_length(model, config.max_model_length, asked, folder)
+    check_stop_strings(config.rollout.stop, "rollout.stop")
+    return tokenizer, model
 
 
 def load_weights(config: Config, mesh: Mesh) -> Any:
     """The weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
     return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)[1]
+
+
+def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:
+    """Shapes, dtypes and training's shardings of a model's weights, without any."""
+    shapes = jax.eval_shape(lambda key: decoder.init(model, key, dtype), jax.random.key(0))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        train_shardings(model, mesh),
+    )
 
 
 def build_executor(

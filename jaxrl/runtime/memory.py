@@ -1,7 +1,7 @@
 """The memory of a run, per device, before anything is allocated: what lives when, and how large the KV pool is.
 
 Purpose: `plan_num_blocks` and `layout_sizes` alone decide the size of the KV pool; `plan_remat` decides what the update
-recomputes; `memory_plan` serves `jaxrl explain-config`.
+recomputes; `memory_plan` serves `jaxrl explain-config`; `memory_problem` refuses what no device could hold.
 
 Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights, optimizer, gradients
 and KV follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the backward
@@ -36,6 +36,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
 _SCORE_COPIES = 3
+_LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a decode step samples
+_ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory by more than the estimate may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +253,53 @@ def memory_plan(
     )
 
 
-def in_bytes(value: int) -> str:
+def memory_problem(
+    config: Config, model_config: ModelConfig, plan: MemoryPlan, num_devices: int, bytes_each: int, trains: bool = True
+) -> str | None:
+    """Why a phase cannot fit into the devices' memory, as a sentence with the options to change; None if it can.
+
+    Args:
+      num_devices: of the run.
+      bytes_each: memory of one device; of a CPU, its share of the host's.
+      trains: an update follows; else the parameters are all that lies beside the rollout.
+    """
+    rollout, longest = config.rollout, config.max_model_length
+    resident = plan.resident if trains else {"master weights": plan.resident["master weights"]}
+    logits = _LOGITS_COPIES * rollout.max_num_seqs * model_config.vocab_size * 4
+    pool = plan.rollout["KV pool"] + logits
+    needed = (sum(resident.values()) if plan.shared else 0) + sum(plan.rollout.values()) + logits
+    if needed > rollout.memory_fraction * bytes_each:
+        rows = f"rollout.max_num_seqs ({rollout.max_num_seqs} rows of up to {longest} tokens per dp group"
+        rows += f", where a step has {config.data.train_batch_size * rollout.n} samples)"
+        blocks = f"rollout.num_blocks ({rollout.num_blocks} blocks of {rollout.block_size} tokens)"
+        lower = blocks if rollout.num_blocks and logits < pool / 2 else rows
+        return (
+            f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "
+            f"rollout.memory_fraction ({rollout.memory_fraction}) leaves "
+            f"{in_bytes(rollout.memory_fraction * bytes_each)} on each of {num_devices}: "
+            + (f"lower {lower}" if pool > needed / 2 else "use more devices, or a smaller model")
+        )
+    update = sum(plan.resident.values()) + sum(plan.update.values())
+    if trains and update > _ESTIMATE_ROOM * bytes_each:
+        largest = max(plan.update, key=lambda name: plan.update[name])
+        return (
+            f"the update needs about {in_bytes(update)} per device, most of it for: {largest}, and each of "
+            f"{num_devices} has {in_bytes(bytes_each)}: lower actor.ppo_max_token_len_per_gpu "
+            f"({config.actor.ppo_max_token_len_per_gpu} tokens), data.max_response_length or "
+            "actor.logprob_chunk_tokens, or use more devices"
+        )
+    return None
+
+
+def in_bytes(value: float) -> str:
     """1536 -> "1.5 KiB"."""
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for size, unit in (
+        (1 << 50, "PiB"),
+        (1 << 40, "TiB"),
+        (1 << 30, "GiB"),
+        (1 << 20, "MiB"),
+        (1 << 10, "KiB"),
+    ):
         if value >= size:
             return f"{value / size:.1f} {unit}"
     return f"{value} B"

@@ -6,11 +6,10 @@ simulated runs alike. That page says what each does and which of them combine.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.functions import user_function
-from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection
+from jaxrl.config.functions import read_user_file, user_function
+from jaxrl.config.options import FilterGroupsSection
+from jaxrl.config.rollout import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.buffer_filter import BufferFilter
 from jaxrl.scheduling.rounds.composition import composition_problem
@@ -52,17 +51,17 @@ def _buffer_filter(options: PartialRolloutSection) -> BufferFilter | None:
     if not options.buffer_filter_path:
         return None
     names = "rollout.partial_rollout.buffer_filter_path", "rollout.partial_rollout.buffer_filter_name"
-    path = str(Path(options.buffer_filter_path).expanduser().resolve())
-    return user_function(names, path, options.buffer_filter_name, ("groups", "policy_version"))
+    file = read_user_file(names[0], options.buffer_filter_path)
+    return user_function(names, file, options.buffer_filter_name, ("groups", "policy_version"))
 
 
 def _group_filter(options: FilterGroupsSection) -> KeepsGroup | None:
     if not options.enable or not options.path:
         return None
     names = "algorithm.filter_groups.path", "algorithm.filter_groups.name"
-    path = str(Path(options.path).expanduser().resolve())
-    function = user_function(names, path, options.name, FILTER_ARGUMENTS)
-    return user_filter(function, f"{names[0]}: {path}: {options.name}")
+    file = read_user_file(names[0], options.path)
+    function = user_function(names, file, options.name, FILTER_ARGUMENTS)
+    return user_filter(function, f"{names[0]}: {file.path}: {options.name}")
 
 
 def batcher_config(config: Config) -> BatcherConfig:

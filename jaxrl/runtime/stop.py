@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 """What the last line on stderr calls the end by a signal. The exit status is 128 plus its number: 130 or 143."""
@@ -31,37 +30,32 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 
 class Stop:
-    """Takes the two signals over inside its `with`; outside, it was simply never asked."""
+    """What the two signals do once `watch` has taken them over; without that it is simply never asked."""
 
     def __init__(self) -> None:
         self.asked = False
         self._say: Callable[[str], None] | None = None
         self._held = 0
+        self._drafts: list[os.PathLike[str]] = []
         self._waiting: signal.Signals | None = None  # came while held
         self._lock = threading.Lock()
-        self._earlier: dict[signal.Signals, Any] = {}
-        self._pipe = (-1, -1)
-        self._earlier_fd = -1
 
     def __call__(self) -> bool:
         return self.asked
 
-    def __enter__(self) -> Stop:
-        self._pipe = reader, writer = os.pipe()
+    def watch(self) -> None:
+        """Takes the two signals over for the rest of this process, from its main thread."""
+        reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        self._earlier_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         for number in WORDS:
-            self._earlier[number] = signal.signal(number, _nothing)
-        os.register_at_fork(after_in_child=self._forget)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-        self._earlier.clear()
-        signal.set_wakeup_fd(self._earlier_fd)
-        os.close(self._pipe[1])  # the thread reads the end of the pipe
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell ignores SIGINT for what it starts with `&`
+                signal.signal(number, _nothing)
+        os.register_at_fork(after_in_child=_forget)
+        # multiprocessing has a process that cleans up after one that was ended at once; it need not warn of that
+        ours = "ignore:resource_tracker:UserWarning"
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), ours)))
 
     def save_first(self, say: Callable[[str], None]) -> None:
         """From now on the first signal only asks for a stop; `say` tells what that means."""
@@ -82,11 +76,20 @@ class Stop:
             if waiting is not None:
                 _end_by(waiting)
 
+    @contextmanager
+    def removing(self, draft: os.PathLike[str]) -> Iterator[None]:
+        """A signal inside removes the folder `draft` before it ends the process."""
+        self._drafts.append(draft)
+        try:
+            yield
+        finally:
+            self._drafts.remove(draft)
+
     def _listen(self, reader: int) -> None:
-        while received := os.read(reader, 1):
-            if received[0] in WORDS:
-                self._take(signal.Signals(received[0]))
-        os.close(reader)
+        while True:
+            number = os.read(reader, 1)[0]
+            if number in WORDS:
+                self._take(signal.Signals(number))
 
     def _take(self, number: signal.Signals) -> None:
         with self._lock:
@@ -99,14 +102,43 @@ class Stop:
             if self._held and self._waiting is None:
                 self._waiting = number
                 return
+        for draft in self._drafts:
+            import shutil  # slow to import, and it is there already where a draft is
+
+            shutil.rmtree(draft, ignore_errors=True)
         _end_by(number)
 
-    def _forget(self) -> None:
-        """In a forked child: its signals are its own, and not bytes in the pipe that it shares with us."""
-        if self._earlier:
-            signal.set_wakeup_fd(-1)
-            for number in WORDS:
-                signal.signal(number, signal.SIG_DFL)
+
+def _forget() -> None:
+    """In a forked child: its signals are its own, and not bytes in the pipe that it shares with us."""
+    signal.set_wakeup_fd(-1)
+    for number in WORDS:
+        if signal.getsignal(number) == _nothing:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def ignored_by_children() -> Iterator[None]:
+    """Processes that are started inside never see the SIGINT that a terminal sends to all of a command's processes."""
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+
+
+def end_with_parent() -> None:
+    """For the start of a process of multiprocessing's: it ends when its parent does, however that ends."""
+    import multiprocessing.connection
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _end_by(number: signal.Signals) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
+from jaxrl.config.inputs import reading
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree
@@ -78,11 +79,9 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
         source = f"efficiency factors of {chosen.calibration_of} in {chosen.calibration}"
     if chosen.efficiency:
         known = [each.name for each in dataclasses.fields(Efficiency)]
-        for name, value in chosen.efficiency.items():
-            if name not in known or isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(
-                    f"simulate.efficiency: {name}={value!r} must be a number for one of {', '.join(known)}"
-                )
+        for name in chosen.efficiency:
+            if name not in known:
+                raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
         factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
         source += f", with {', '.join(chosen.efficiency)} as configured"
     roofline = RooflineCost(model_sizes(config), machine, factors, _BYTES[config.rollout.dtype])
@@ -100,10 +99,14 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
 
 def _profiled(config: Config) -> LatencyPredictor:
     path, tp = Path(config.simulate.profile), config.rollout.tp
-    if not config.simulate.profile or not path.is_file():
-        raise ConfigError(f"simulate.profile ({str(path)!r}) must be a file of `jaxrl profile`: simulate.cost is table")
+    if not config.simulate.profile:
+        raise ConfigError("simulate.profile is missing: simulate.cost is table, which needs a file of `jaxrl profile`")
+    if not path.is_file():
+        raise ConfigError(f"simulate.profile ({path}) must be a file of `jaxrl profile`, and there is no such file")
+    with reading(path):
+        values = json.loads(path.read_text(encoding="utf-8"))
     try:
-        predictor = LatencyPredictor(Profile.from_json(json.loads(path.read_text(encoding="utf-8"))))
+        predictor = LatencyPredictor(Profile.from_json(values))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"simulate.profile: {path} is not a latency profile ({error})") from None
     if tp not in predictor.degrees or not any(point.tp == tp for point in predictor.profile.prefill):
@@ -153,7 +156,7 @@ def with_degree(config: Config) -> tuple[Config, str]:
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
     num_devices = config.rollout.num_devices or num_devices_of(config)
-    for degree in _option("rollout.layout", rollout.layout.possible_on, num_devices):
+    for degree in _named(rollout.layout.possible_on, num_devices):
         own = config.with_tp(degree)
         try:
             sizes = machine_sizes(own, cost_model(own)[0], model_sizes(own))
@@ -182,6 +185,14 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
         return make(*values, **options)
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
+
+
+def _named(make: Callable[..., Any], *values: Any) -> Any:
+    """`make(...)`, whose ValueError names the option itself."""
+    try:
+        return make(*values)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
@@ -227,7 +238,7 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
     rollout, num_devices = config.rollout, rollout_devices_of(config)
     tp = rollout.tp
     found: dict[int, MachineSizes] = {}
-    for degree in _option("rollout.layout", rollout.layout.degrees_on, tp, num_devices):
+    for degree in _named(rollout.layout.degrees_on, tp, num_devices):
         rows, blocks = rollout.max_num_seqs, rollout.num_blocks
         if rollout.layout.scale_rows:
             rows = max(rows * degree // tp, 1)

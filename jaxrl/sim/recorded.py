@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.config import SimulatedScoring
+from jaxrl.config.inputs import reading
 from jaxrl.sim.workload import normal, scoring_s, uniform
 from jaxrl.types import SampleKey
 
@@ -256,16 +257,14 @@ _FIELDS: Mapping[str, type | tuple[type, ...]] = {
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; it is written by `jaxrl train` into its run directory") from None
+    with reading(path):
+        if not path.exists():
+            raise ValueError(f"{path}: no such file; it is written by `jaxrl train` into its run directory")
+        lines = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was cut off
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from None
+        with reading(path, line=number):
+            row = json.loads(line.decode("utf-8"))
         fields = row if isinstance(row, dict) else {}
         wrong = [name for name, kind in _FIELDS.items() if not isinstance(fields.get(name, ...), kind)]
         if wrong:

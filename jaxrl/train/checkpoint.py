@@ -20,10 +20,12 @@ from __future__ import annotations
 import io
 import re
 import shutil
+import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.record.disk import is_full, reason, system_error
 from jaxrl.train import manifest
-from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify_alone
+from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, choose, free_name, steps_of, verify_alone
 from jaxrl.types import RunFailed
 
 Tree = Any
@@ -54,6 +56,37 @@ class HostState:
 
     values: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class _Items(ocp.CompositeCheckpointHandler):
+    """Orbax's handler of a step's items. It remembers what is being written: where one write fails, Orbax tells at once
+    and leaves the others to themselves, and a draft can be removed only when they have ended as well."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            composite_options=ocp.CompositeOptions(async_options=_ASYNC),
+            **{
+                STATE: ocp.PyTreeCheckpointHandler(),
+                HOST: ocp.JsonCheckpointHandler(),
+                ARRAYS: ocp.PyTreeCheckpointHandler(),
+            },
+        )
+        self.writing: list[Any] = []
+
+    async def async_save(self, directory: Any, args: Any) -> list[Any]:
+        self.writing = await super().async_save(directory, args) or []
+        return self.writing
+
+    def wait(self) -> None:
+        """Until nothing is written any more, whatever became of it."""
+        for future in self.writing:
+            with suppress(Exception):  # the first error has been raised by now
+                future.result()
+
+
+@ocp.args.register_with_handler(_Items, for_save=True, for_restore=True)
+class _ItemArgs(ocp.args.Composite):
+    """The arguments that Orbax expects for `_Items`."""
 
 
 class Checkpointer:
@@ -89,14 +122,8 @@ class Checkpointer:
         self.chosen = choose(self._folder)
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
-        options = ocp.CompositeOptions(async_options=_ASYNC)
-        handlers = {
-            STATE: ocp.PyTreeCheckpointHandler(),
-            HOST: ocp.JsonCheckpointHandler(),
-            ARRAYS: ocp.PyTreeCheckpointHandler(),
-        }
-        handler = ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
-        self._orbax = ocp.AsyncCheckpointer(handler, async_options=_ASYNC)
+        self._items = _Items()
+        self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
 
@@ -125,18 +152,19 @@ class Checkpointer:
         self.wait()
         if step in self._found:
             raise ValueError(f"checkpoint {step} exists already in {self._folder}")
-        with self._saving(step):
+        with ExitStack() as stack, self._saving(step):
+            stack.enter_context(_one_error())
             self._folder.mkdir(parents=True, exist_ok=True)
             self.tidy()
             self._orbax.save(
                 self._draft(step),
-                args=ocp.args.Composite(
+                args=_ItemArgs(
                     state=ocp.args.PyTreeSave(_owned(train_state)),
                     host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
                     arrays=ocp.args.PyTreeSave({"npz": _to_bytes(host.arrays)}),
                 ),
             )
-            self._pending = step, self._thread.submit(self._commit, step)
+            self._pending = step, self._thread.submit(self._commit, step, stack.pop_all())
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, HostState]:
         """(train_state, host_state) of a step, on whatever mesh `abstract_state` names.
@@ -154,12 +182,12 @@ class Checkpointer:
         place = self._folder / str(step)
         if self.chosen is None or step != self.chosen.step:  # that one has been compared
             verify_alone(place)
-        with _naming(place):
+        with _naming(place), _one_error():
             _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
             size = _stored(place / ARRAYS)["npz"].shape
             found = self._orbax.restore(
                 place,
-                args=ocp.args.Composite(
+                args=_ItemArgs(
                     state=_restore_args(abstract_state),
                     host=ocp.args.JsonRestore(),
                     arrays=_restore_args({"npz": jax.ShapeDtypeStruct(size, np.uint8)}),
@@ -205,9 +233,15 @@ class Checkpointer:
     def _draft(self, step: int) -> Path:
         return self._folder / f"{step}.draft"
 
-    def _commit(self, step: int) -> None:
+    def _commit(self, step: int, stack: ExitStack) -> None:
         """In the background: waits for Orbax, adds the manifest, gives the step its name, removes the oldest."""
-        self._orbax.wait_until_finished()
+        with stack:
+            try:
+                self._orbax.wait_until_finished()
+            except BaseException:
+                self._items.wait()
+                self._remove_drafts(step)
+                raise
         if jax.process_index() == 0:
             manifest.write(self._draft(step), SCHEMA_VERSION, step)
             self._draft(step).rename(self._folder / str(step))
@@ -227,8 +261,7 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            for draft in self._folder.glob(f"{step}.draft*"):
-                shutil.rmtree(draft, ignore_errors=True)
+            self._remove_drafts(step)
             cause = system_error(error)
             if cause is None:
                 raise
@@ -236,6 +269,16 @@ class Checkpointer:
             raise RunFailed(
                 f"checkpoint {step} cannot be written to {self._folder}: {reason(cause)}; {self.last_good()}: {way_on}"
             ) from error
+
+    def _remove_drafts(self, step: int) -> None:
+        """Until none comes back: TensorStore's writes that were still under way make their folders again."""
+        rounds_without, deadline = 0, time.monotonic() + 5
+        while rounds_without < 4 and time.monotonic() < deadline:
+            drafts = list(self._folder.glob(f"{step}.draft*"))
+            for draft in drafts:
+                shutil.rmtree(draft, ignore_errors=True)
+            rounds_without = 0 if drafts else rounds_without + 1
+            time.sleep(0.05)
 
     def _existing(self, step: int | None) -> int:
         steps = self.all_steps()
@@ -247,45 +290,26 @@ class Checkpointer:
         return step
 
 
-def restore_params_only(
-    path: str | Path, abstract_params: Tree, step: int | None = None, say: Callable[[str], None] = lambda line: None
-) -> Tree:
-    """The parameters of a checkpoint, without optimizer and queues.
+def refuse_other_model(place: Path, abstract_params: Tree) -> None:
+    """Raises ValueError if a step's folder holds parameters of other names or shapes, before any weights load."""
+    with _naming(place):
+        _refuse_other_arrays(place, {"params": abstract_params}, {"params": _stored(place / STATE).get("params", {})})
+
+
+def restore_params(place: Path, abstract_params: Tree) -> Tree:
+    """The parameters of a step's folder that is whole (`steps.whole_step`), without optimizer and queues.
 
     Args:
-      path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
       abstract_params: tree of `jax.ShapeDtypeStruct`; leaves with shardings land there, others come back as numpy.
-      step: default: the newest one that is whole; not with one step's folder.
-      say: gets the step that is used, and what a user should know about it and newer ones.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, holds another model, or was written by a later version.
+      ValueError: it holds another model.
     """
-    folder = Path(path).absolute()
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    if (folder / STATE).is_dir() or (folder / manifest.FILE_NAME).exists():
-        has_checksums = verify_alone(folder) > 1
-        chosen = Choice(int(folder.name), has_checksums=has_checksums) if folder.name.isdigit() else None
-    elif step is not None and (folder / str(step)).exists():
-        folder = folder / str(step)
-        chosen = Choice(step, has_checksums=verify_alone(folder) > 1)
-    else:
-        chosen = choose(folder) if step is None else None
-        if chosen is None:
-            raise FileNotFoundError(
-                f"no checkpoint {'' if step is None else step} in {folder}: found {steps_of(folder)}"
-            )
-        folder = folder / str(chosen.step)
-    for line in () if chosen is None else chosen.notes():
-        say(line)
-    say(f"parameters of {folder}")
     target = {"params": abstract_params}
-    with _naming(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        _refuse_other_arrays(folder, target, {"params": _stored(folder / STATE).get("params", {})})
+    refuse_other_model(place, abstract_params)
+    with _naming(place), _one_error(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
-        return reader.restore(folder / STATE, args=arguments)["params"]
+        return reader.restore(place / STATE, args=arguments)["params"]
 
 
 def _stored(item: Path) -> Tree:
@@ -321,6 +345,24 @@ def _naming(place: Path) -> Iterator[None]:
             raise
         told = re.split(r"\n| \[tensorstore_spec", str(error))[0]
         raise ValueError(f"checkpoint {place} cannot be read ({told}): remove it to go on from an older one") from error
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Where several arrays cannot be written or read, Orbax raises the first error and ends its event loop. TensorStore
+    reports each of the others as an error about that loop that cannot be raised, with a traceback: they are dropped."""
+    earlier = sys.unraisablehook
+
+    def told(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            earlier(unraisable)
+
+    sys.unraisablehook = told
+    try:
+        yield
+    finally:
+        sys.unraisablehook = earlier
 
 
 def _restore_args(abstract: Tree) -> Any:

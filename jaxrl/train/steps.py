@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ STATE, HOST, ARRAYS = "state", "host", "arrays"
 """The items of a step."""
 
 _JSON_FILES = (f"{HOST}/metadata", f"{STATE}/_METADATA", f"{ARRAYS}/_METADATA")
+_UNCHECKED = "is of an older version and carries no checksums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Choice:
         """What a user should know, one line each."""
         lines = [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]
         if not self.has_checksums:
-            lines.append(f"checkpoint {self.step} is of an older version and carries no checksums")
+            lines.append(f"checkpoint {self.step} {_UNCHECKED}")
         return lines
 
 
@@ -63,6 +64,41 @@ def choose(folder: str | Path) -> Choice | None:
         found = "; ".join(f"{step}: {fault}" for step, fault in faults.items())
         raise ValueError(f"{folder} holds no checkpoint that is whole ({found}): bring one back from a copy")
     return None
+
+
+def whole_step(path: str | Path, step: int | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
+    """The folder of a step that is as it was written.
+
+    Args:
+      path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
+      step: default: the newest one that is whole; not with one step's folder.
+      say: gets the step that is used, and what a user should know about it and newer ones.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is damaged, or was written by a later version.
+    """
+    folder = Path(path).absolute()
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    if (folder / STATE).is_dir() or (folder / manifest.FILE_NAME).exists():
+        chosen, place = None, folder
+    elif step is not None and (folder / str(step)).exists():
+        chosen, place = None, folder / str(step)
+    else:
+        chosen = choose(folder) if step is None else None
+        if chosen is None:
+            wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
+            raise FileNotFoundError(f"{wanted} in {folder}: found {steps_of(folder)}")
+        place = folder / str(chosen.step)
+    for line in _notes_of_one(place) if chosen is None else chosen.notes():
+        say(line)
+    say(f"parameters of {place}")
+    return place
+
+
+def _notes_of_one(place: Path) -> list[str]:
+    return [] if verify_alone(place) > 1 else [f"checkpoint {place.name} {_UNCHECKED}"]
 
 
 def steps_of(folder: Path) -> list[int]:

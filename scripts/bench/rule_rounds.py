@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
-from jaxrl.config.options import PartialRolloutSection, TailBatchingSection
+from jaxrl.config.rollout import PartialRolloutSection, TailBatchingSection
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.commands.explain import explain
+from jaxrl.commands.explain import explain, explain_config
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
-from jaxrl.runtime.memory import _device_numbers, plan_num_blocks, plan_remat
+from jaxrl.runtime.memory import _device_numbers, memory_plan, memory_problem, plan_num_blocks, plan_remat
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
@@ -254,3 +254,54 @@ def test_devices_of_the_rollouts_own_hold_no_training_state():
     assert "  master weights                                          " in str(e)
     with pytest.raises(ValueError, match=r"rollout\.num_devices \(4\) must be below the number of devices \(4\)"):
         explain(config(rollout=own, trainer={"one_step_off": True}), SMOLLM2, 4)
+
+
+def problem(bytes_each, trains=True, **sections):
+    c = config(**sections)
+    plan = memory_plan(c, SMOLLM2, 1, None, "cpu")
+    return memory_problem(c, SMOLLM2, plan, 1, bytes_each, trains)
+
+
+def test_a_pool_that_no_memory_holds_is_refused_with_the_option():
+    assert problem(64 << 30) is None
+    # 384 tokens of 30 layers, 3 heads of 64 numbers, keys and values, four bytes: 16.9 MiB for each of 2048 rows
+    text = problem(16 << 30, rollout={"max_num_seqs": 2048})
+    assert text is not None
+    assert text.endswith(
+        "rollout.memory_fraction (0.85) leaves 13.6 GiB on each of 1: lower rollout.max_num_seqs (2048 rows of up to "
+        "384 tokens per dp group, where a step has 64 samples)"
+    )
+    text = problem(16 << 30, rollout={"num_blocks": 1_000_000})
+    assert text is not None
+    assert text.endswith("lower rollout.num_blocks (1000000 blocks of 16 tokens)")
+
+
+def test_an_update_that_no_memory_holds_is_refused_where_there_is_one():
+    text = problem(16 << 30, actor={"ppo_max_token_len_per_gpu": 10_000_000})
+    assert text is not None
+    assert "lower actor.ppo_max_token_len_per_gpu (10000000 tokens)" in text
+    assert problem(16 << 30, trains=False, actor={"ppo_max_token_len_per_gpu": 10_000_000}) is None
+    assert problem(1 << 20) is not None, "weights alone are more"
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "memory", "words"),
+    [
+        (-1, None, r"^--devices must be at least 0, found -1$"),
+        (
+            1_000_000,
+            None,
+            r"^--devices must be at most 16384 \(no machine has more, and each is listed\), found 1000000$",
+        ),
+        (8, -(1 << 30), r"^--device-gib must be from 1 to 1125899906842624 bytes, found -1073741824$"),
+        (8, 1 << 80, r"^--device-gib must be from 1 to 1125899906842624 bytes, found 1208925819614629174706176$"),
+    ],
+)
+def test_numbers_that_no_machine_has(num_devices, memory, words):
+    with pytest.raises(ValueError, match=words):
+        explain_config(config(), num_devices, memory)
+
+
+def test_a_named_shape_is_explained():
+    c = from_mapping({"model": {"path": "SmolLM2-135M"}})
+    assert explain_config(c, 8, 80 << 30).num_params == SMOLLM2.num_params()

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.config.files import load
+from jaxrl.config.files import load, load_recorded
 
 pytest.importorskip("gin")
 
@@ -13,6 +13,7 @@ YAML = """
 model: {path: models/smollm2}
 data:
   train_files: [a.jsonl, b.parquet]
+  val_files: [c.jsonl]
   task_config: {min_terms: 2, scale: 1e-3, names: [x, y]}
   train_batch_size: 8
   system_prompt: "Think: then answer."
@@ -32,6 +33,7 @@ batch = 8  # a macro
 model.path = 'models/smollm2'
 data:
   train_files = ['a.jsonl', 'b.parquet']
+  val_files = ['c.jsonl']
   train_batch_size = %batch
   system_prompt = ('Think: '
                    'then answer.')
@@ -90,7 +92,7 @@ def test_empty_sections_are_defaults(file):
 def test_a_word_that_is_a_section_too_is_no_place(file):
     """`rollout` stands in the message, and in the file; the option at fault is on the command line."""
     path = file("run.yaml", "model: {path: x}\nrollout: {n: 4}\n")
-    with pytest.raises(ConfigError, match=r"what its rollout rule says$"):
+    with pytest.raises(ConfigError, match=r"what its rollout rule says \(command line: data\.gen_batch_size=8\)$"):
         load(path, ["data.gen_batch_size=8"])
 
 
@@ -133,8 +135,8 @@ def test_gin_itself_reads_the_same(file):
         ("run.yaml", "- a\n", r"run\.yaml: must hold sections with options, found \['a'\]"),
         ("run.yaml", "a: *b\n", r"run\.yaml, line 1: found undefined alias"),
         ("run.yaml", "a: !!python/object:os.system {}\n", r"run\.yaml, line 1: could not determine a constructor"),
-        ("run.yaml", "a: \x01\n", r"run\.yaml: not valid YAML"),
-        ("run.yaml", "a: 2001-99-99\n", r"run\.yaml: not valid YAML"),
+        ("run.yaml", "a: \x01\n", r"run\.yaml, line 1: the character U\+0001 is not allowed"),
+        ("run.yaml", "a: !!timestamp 2001-99-99\n", r"run\.yaml: not valid YAML"),
         ("run.gin", "rollout.n = \n", r"run\.gin, line 1: Unable to parse value"),
         ("run.gin", "\nrollout.n == 3\n", r"run\.gin, line 2: "),
         ("run.gin", "rollout.n = [1,\n", r"run\.gin, line \d: "),
@@ -180,13 +182,15 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "folder.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"latin\.yaml: not UTF-8 text \(byte 3\)$"):
         load(tmp_path / "latin.yaml")
 
 
-def test_an_overridden_option_has_no_place_in_the_file(file):
+def test_an_overridden_option_is_blamed_on_the_command_line(file):
     path = file("run.yaml", "model: {path: x}\nrollout: {n: 4}\n")
-    with pytest.raises(ConfigError, match=r"^rollout\.n must be int, found 'many' \(str\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.n must be int, found 'many' \(str\) \(command line: rollout\.n=many\)$"
+    ):
         load(path, ["rollout.n=many"])
 
 
@@ -213,3 +217,62 @@ def test_yaml_anchors_and_merges(file):
 def test_defaults_are_reachable_from_both(file):
     assert load(file("a.yaml", "model: {path: x}")).rollout == load(file("a.gin", "model.path='x'")).rollout
     assert load(file("b.yaml", "model: {path: x}")).data == Config().data
+
+
+def test_an_override_changes_one_of_two_sections_that_an_alias_made(file):
+    text = "model: {path: x}\nrollout:\n  tail_batching: &f {prompt_factor: 1.5}\n  over_provisioning: *f\n"
+    config = load(file("run.yaml", text), ["rollout.tail_batching.enable=true"])
+    assert (config.rollout.tail_batching.enable, config.rollout.over_provisioning.enable) == (True, False)
+    assert config.rollout.over_provisioning.prompt_factor == 1.5
+
+
+def test_a_merge_from_deeper_down_is_no_key_given_twice(file):
+    deep = "model: {path: x}\nrollout:\n  val_kwargs: {a: &v {<<: {top_p: 0.5}, top_p: 0.25}}\n"
+    with pytest.raises(ConfigError, match=r"^unknown option rollout\.val_kwargs\.a: "):
+        load(file("run.yaml", deep + "simulate: {<<: *v}\n"))
+
+
+def test_a_mapping_changes_the_options_that_it_names(file):
+    path = file("run.yaml", YAML)
+    config = load(path, ["rollout={n: 8, val_kwargs: {n: 5}}", "data.task_config={a: 1}"])
+    assert (config.rollout.n, config.rollout.temperature, config.rollout.stop) == (8, 1.0, ["</answer>"])
+    assert (config.rollout.val_kwargs.n, config.rollout.val_kwargs.top_p) == (5, 0.9)
+    assert config.data.task_config == {"a": 1}, "an option as a whole, whose names are the task's"
+
+
+def test_a_date_is_text_and_so_is_a_bom_nothing(file, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xef\xbb\xbfmodel: {path: x}\ntrainer: {experiment_name: 2026-11-22}\n")
+    assert load(path).trainer.experiment_name == "2026-11-22"
+    gin = tmp_path / "run.gin"
+    gin.write_bytes(b"\xef\xbb\xbfmodel.path = 'x'\n")
+    assert load(gin).model.path == "x"
+
+
+def test_options_without_effect_are_said_with_their_place(file):
+    path = file(
+        "run.yaml",
+        "model: {path: x}\nrollout:\n  tail_batching:\n    prompt_factor: 1.5\n    response_factor: 1.25\n",
+    )
+    said = []
+    load(path, ["actor.kl_loss_coef=0.1", "reward.name=mine"], said.append)
+    assert said == [
+        f"rollout.tail_batching.prompt_factor=1.5 has no effect: rollout.tail_batching.enable is off ({path}, line 4)",
+        "actor.kl_loss_coef=0.1 has no effect: actor.use_kl_loss is off (command line: actor.kl_loss_coef=0.1)",
+        "reward.name=mine has no effect: reward.kind is auto (command line: reward.name=mine)",
+    ], "those that have their default change nothing, whoever wrote them"
+
+
+def test_what_is_on_has_an_effect(file):
+    said = []
+    on = ["rollout.tail_batching={enable: true, prompt_factor: 1.5}", "actor={use_kl_loss: true, kl_loss_coef: 0.1}"]
+    load(None, ["model.path=x", *on], said.append)
+    assert said == []
+
+
+def test_a_recorded_config_names_its_file_and_line(tmp_path):
+    (tmp_path / "config.yaml").write_text("model:\n  path: m\nrollout:\n  n: 0\n")
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.n must be at least 1, found 0 \({tmp_path}/config\.yaml, line 4\)$"
+    ):
+        load_recorded(tmp_path / "config.yaml")

@@ -1,13 +1,16 @@
 """The configuration's checks as a table: settings, and the sentence that refuses them."""
 
 import dataclasses
+import math
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from annotated_types import Interval
 
 from jaxrl.config import Config, ConfigError, differences, flatten, from_mapping, to_mapping
 from jaxrl.config.checks import GROUP_RELATIVE
+from jaxrl.config.declared import MAX_FLOAT, MAX_INT, number_problem, walk
 from jaxrl.config.files import apply_override
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.config.reference import options as option_docs
@@ -15,7 +18,7 @@ from jaxrl.config.reference import options as option_docs
 
 def build(options=None):
     """A config from flat options `a.b`, on top of the least that is valid."""
-    values = {"model": {"path": "m"}}
+    values: dict[str, Any] = {"model": {"path": "m"}}
     for path, value in (options or {}).items():
         *sections, name = path.split(".")
         node = values
@@ -69,10 +72,10 @@ def build(options=None):
             "data.gen_batch_size (1 prompts) × algorithm.filter_groups.max_num_gen_batches (10) must be >= "
             "data.train_batch_size (12 prompts)",
         ),
-        ({"data.source_quotas": {1: 4}}, "data.source_quotas: a source's name must be text, found 1 (int)"),
+        ({"data.source_quotas": {1: 4}}, "data.source_quotas: a name must be text, found 1 (int): put it in"),
         (
             {"reward.overlong_buffer": {"enable": True, "len": 10, "penalty_factor": float("inf")}},
-            "reward.overlong_buffer.penalty_factor (inf) must be a finite number",
+            "penalty_factor must be a finite number (at most 3.4e+38, the largest float32), found inf",
         ),
         (
             {"algorithm.filter_groups": {"enable": True, "metric": ""}, "rollout.n": 2},
@@ -117,7 +120,7 @@ def build(options=None):
         ),
         (
             {"algorithm.rollout_correction.rollout_is_threshold": 0},
-            "algorithm.rollout_correction.rollout_is_threshold must be above 0, found 0.0",
+            "algorithm.rollout_correction.rollout_is_threshold must be above 0, or inf for no truncation, found 0.0",
         ),
         ({"actor.param_dtype": "float64"}, "actor.dtype must be float64 where actor.param_dtype is, found float32"),
         (
@@ -174,33 +177,50 @@ def test_lower_bounds(path, low):
         build({path: kind(low - 1)})
 
 
-INTERVALS = [(o.path, o.bounds) for o in option_docs() if o.bounds and "least" not in o.bounds]
+NUMBERS = [(path, option) for path, option in walk(Config) if {int, float} & {option.type, *get_args(option.type)}]
 
 
-@pytest.mark.parametrize(("path", "bounds"), INTERVALS)
-def test_intervals(path, bounds):
-    """`in (0, 1]`, `above 0`: an open end is refused; a closed one and the values between are accepted."""
-    low = float(re.findall(r"-?\d+", bounds)[0])
-    refused, taken = ([low - 0.5], [low]) if "[" in bounds.split(",")[0] else ([low], [low + 0.5])
-    if bounds.startswith("in "):
-        (refused if bounds.endswith(")") else taken).append(1.0)
-        refused.append(1.5)
+@pytest.mark.parametrize(("path", "option"), NUMBERS, ids=[path for path, _ in NUMBERS])
+def test_bounds(path, option):
+    """A closed end is accepted, and what lies beyond an end or at an open one is refused, as is no number at all."""
+    bounds: Any = option.bounds or Interval()
+    whole = option.type is not float
+    taken = [end for end in (bounds.ge, bounds.le, option.cap and option.cap.most) if end is not None]
+    refused = [end for end in (bounds.gt, bounds.lt) if end is not None]
+    refused += [end - 1 if whole else math.nextafter(end, -math.inf) for end in (bounds.ge,) if end is not None]
+    for end in (bounds.le, option.cap and option.cap.most, MAX_INT if whole else MAX_FLOAT):
+        if end is not None:
+            refused.append(end + 1 if whole else math.nextafter(end, math.inf))
+    refused += [10**400, -(10**400)] if whole else [math.nan, math.inf, -math.inf, 1e300]
+    if option.other is not None:
+        taken.append(option.other.value)
+        refused = [value for value in refused if value != option.other.value]
     for value in refused:
-        with pytest.raises(ConfigError, match=re.escape(f"{path} must be {bounds}, found {value}")):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(path)} must be ") as caught:
             build({path: value})
+        assert len(str(caught.value)) < 300
     for value in taken:
-        build({path: value})
+        assert number_problem(path, value, option) is None
+
+
+def test_a_cap_says_why():
+    with pytest.raises(ConfigError) as caught:
+        build({"rollout.max_num_seqs": 1_000_000})
+    assert str(caught.value) == (
+        "rollout.max_num_seqs must be at most 16384 (every row has its KV blocks, its logits and a place in every "
+        "plan, and programs for every size), found 1000000"
+    )
 
 
 def test_all_kinds_of_bounds_are_in_use():
-    assert {bounds for _, bounds in INTERVALS} >= {"in (0, 1]", "in [0, 1)", "in [0, 1]", "in (0, 1)", "above 0"}
+    used = {option.bounds for option in option_docs()}
+    assert used >= {"in (0, 1]", "in [0, 1)", "in [0, 1]", "in (0, 1)", "above 0"}
 
 
 def test_every_number_has_bounds():
-    """All but those that `checks` or the layout section look at, and one that may be any."""
+    """All but one, which may be any finite number."""
     unbounded = [option.path for option in option_docs() if option.type in ("int", "float") and not option.bounds]
-    elsewhere = ["rollout.layout.reversal_factor", "actor.clip_ratio_c", "actor.entropy_coeff"]
-    assert unbounded == elsewhere
+    assert unbounded == ["actor.entropy_coeff"]
 
 
 def test_defaults_are_within_their_bounds():

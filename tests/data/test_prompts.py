@@ -73,7 +73,7 @@ def test_verls_columns(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "keys", "message"),
     [
-        ('{"question": 1', {}, r"line 2: not valid JSON \(Expecting .* at column 15\)"),
+        ('{"question": 1', {}, r"line 2: not valid JSON \(Expecting .*, column 15\)"),
         ("[1]", {}, r"line 2: a row must be a JSON object, found list"),
         ('{"questions": "q"}', {}, r"line 2: no column 'question' \(data.prompt_key\): did you mean 'questions'\?"),
         (
@@ -84,7 +84,7 @@ def test_verls_columns(tmp_path: Path):
         ('{"question": "q"}', {}, r"line 2: no column 'answer' \(data.answer_key\)"),
         ('{"question": "q", "answer": null}', {}, r"line 2: 'answer' .* must be text or a number, found None"),
         ('{"question": "q", "answer": "####"}', {}, r"line 2: 'answer' .* must hold an answer, found '####'"),
-        ('{"m": "x"}', {"messages_key": "m"}, r"line 2: 'm' .* found text that is not JSON"),
+        ('{"m": "x"}', {"messages_key": "m"}, r"line 2, 'm': not valid JSON \(Expecting value, column 1\)"),
         ('{"m": [{"role": "user"}]}', {"messages_key": "m"}, r"line 2: 'm' .*, found \{'role': 'user'\}"),
     ],
 )
@@ -152,9 +152,10 @@ def test_overlong(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     c = config(**(limits | {"max_prompt_length": 3}))
     with pytest.raises(ValueError, match=r"no training prompts: all 3 are longer than .*\(3 tokens\)"):
         PromptSource(load_train(c), Characters(), c)
-    c = config(train_files=[write(tmp_path / "empty.jsonl", [])])
+    with pytest.raises(ValueError, match=r"empty\.jsonl: holds no rows"):
+        load_train(config(train_files=[write(tmp_path / "empty.jsonl", [])]))
     with pytest.raises(ValueError, match="the training data holds no problems"):
-        PromptSource(load_train(c), Characters(), c)
+        PromptSource([], Characters(), c)
 
 
 def test_order(ten: str):

@@ -10,7 +10,8 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.data.tokenizer import Tokenizer, _pre_tokenizer
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer_gguf import _pre_tokenizer
 
 RECORDED = json.loads((Path(__file__).parents[1] / "models" / "data" / "smollm2.json").read_text(encoding="utf-8"))
 CHATML = (

@@ -295,11 +295,11 @@ def test_places_that_cannot_be_written(tmp_path: Path):
         assert str(caught.value) == words
     refuse_file(tmp_path / "a" / "b", "--out")
     for given, words in {
-        tmp_path: f"--out: {tmp_path} is a folder: name a file in it",
-        tmp_path / "file" / "a": f"--out: {tmp_path}/file is not a folder",
-        tmp_path / ("n" * 300): f"--out: {tmp_path}/{'n' * 300}: file name too long",
+        tmp_path: f"--out ({tmp_path}) is a folder: name a file in it",
+        tmp_path / "file" / "a": f"--out ({tmp_path}/file/a) cannot be written: {tmp_path}/file is not a folder",
+        tmp_path / ("n" * 300): f"--out ({tmp_path}/{'n' * 300}) cannot be written: file name too long",
     }.items():
-        with pytest.raises(ValueError, match="--out: ") as caught:
+        with pytest.raises(ValueError, match="--out ") as caught:
             refuse_file(given, "--out")
         assert str(caught.value) == words
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link", "loop"], "nothing was made"

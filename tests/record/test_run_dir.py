@@ -131,6 +131,16 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path):
     assert set(contents(tmp_path)) == {"there", "a", "a/mine"}
 
 
+def test_what_a_refused_start_has_appended_is_taken_back(tmp_path: Path):
+    for name in ("new", "there"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        (tmp_path / "there" / "rewards.log").write_text("earlier\n")
+        before = contents(tmp_path)
+        with closing(RunDir(tmp_path / name)) as run_dir, open(run_dir.early_file("rewards.log"), "a") as log:
+            log.write("printed by a reward file\n")
+        assert contents(tmp_path) == before
+
+
 def test_a_start_leaves_its_lock_and_clears_drafts_of_one_that_was_killed(tmp_path: Path):
     with closing(RunDir(tmp_path / "run")) as run_dir:
         run_dir.file(".jaxrl-0123456789ab.draft").write_text("half")

@@ -19,7 +19,7 @@ from jaxrl.train import manifest
 DATA = ("data.train_files=[{tmp}/train.jsonl]", "data.max_prompt_length=64", "data.max_response_length=16")
 MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")
 TRAIN = ("train", *MODEL, *DATA, "trainer.run_dir={tmp}/run")
-EVAL = ("eval", *MODEL, *DATA, "data.val_files=[{tmp}/train.jsonl]", "--checkpoint={tmp}/run")
+EVAL = ("eval", *MODEL, *DATA, "data.val_files=[{tmp}/held_out.jsonl]", "--checkpoint={tmp}/run")
 INIT = ("train", *MODEL, *DATA, "trainer.run_dir={tmp}/new", "trainer.init_from={tmp}/run")
 CHANGED = "has changed since it was written"
 Damage = Callable[[Path], object]
@@ -31,6 +31,7 @@ def prepared(*damages: Damage, steps: tuple[int, ...] = (4,)) -> Callable[[Path]
     def prepare(folder: Path) -> None:
         rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "held_out.jsonl").write_text(json.dumps({"question": "7 + 7", "answer": "14"}) + "\n")
         (folder / "run").mkdir()
         saved(folder / "run" / "checkpoints", *steps)
         for damage in damages:
@@ -93,18 +94,18 @@ DAMAGED = (
     ),
     damaged(
         "the host's JSON cut",
-        "host/metadata has 9 bytes and must have 46",
+        "host/metadata has 9 bytes and must have 44",
         file("host/metadata", lambda path: cut(path, 9)),
     ),
-    damaged("the host's JSON empty", "host/metadata has 0 bytes and must have 46", file("host/metadata", cut)),
+    damaged("the host's JSON empty", "host/metadata has 0 bytes and must have 44", file("host/metadata", cut)),
     damaged(
         "a byte too many",
-        "host/metadata has 47 bytes and must have 46",
+        "host/metadata has 45 bytes and must have 44",
         file("host/metadata", lambda path: path.write_bytes(path.read_bytes() + b" ")),
     ),
     damaged(
         "an index cut",
-        "state/manifest.ocdbt has 5 bytes and must have 166",
+        "state/manifest.ocdbt has 5 bytes and must have 113",
         file("state/manifest.ocdbt", lambda path: cut(path, 5)),
     ),
     damaged("the manifest missing", "manifest.json is missing", file("manifest.json", Path.unlink)),
@@ -212,8 +213,8 @@ OTHERS = (
     Refusal(
         "the checkpoint of another model",
         TRAIN,
-        "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: count is of shape () there and "
-        "missing here",
+        "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
+        "and missing here",
         prepared(),
     ),
 )
@@ -235,7 +236,9 @@ def without_checkpoints(*, emptied: bool = False, steps: int = 3, **told: object
 
 
 def recorded(save_freq: int) -> Damage:
-    return lambda step: (step.parents[1] / "config.yaml").write_text(f"trainer:\n  save_freq: {save_freq}\n")
+    return lambda step: (step.parents[1] / "config.yaml").write_text(
+        f"model:\n  path: random:a\ndata:\n  train_files: [a]\ntrainer:\n  save_freq: {save_freq}\n"
+    )
 
 
 GONE = (

@@ -25,6 +25,7 @@ SIMULATED = ("model.path=m", "model.random_init=true", "simulate.model=Qwen2.5-7
 SIMULATE = ("simulate", *SIMULATED, "data.task=leg_counting", "simulate.run_dir={tmp}/run")
 EVAL = ("eval", *MODEL, *DATA, "data.val_files=[{tmp}/train.jsonl]", "trainer.compilation_cache_dir={tmp}/cache")
 LONG = "n" * 300
+TOO_LONG = f"eval: --out ({{tmp}}/{LONG}) cannot be written: file name too long"
 DEFAULTS = to_mapping(from_mapping({"model": {"path": "random:gone"}, "data": {"task": "leg_counting"}}))
 REMEDY = "remove or mend the line, or move the file away"
 Prepare = Callable[[Path], object]
@@ -104,14 +105,14 @@ PLACES = (
     place("its-lock-is-a-folder", "{tmp}/run", "{tmp}/run/.lock: is a directory", folder("run"), folder("run/.lock")),
 )
 DAMAGED = (
-    damaged("run-json-cut-off", "run_json", '{"devices": {', "run.json: not valid JSON (Expecting property name enclosed in "
-            "double quotes, column 14)"),
+    damaged("run-json-cut-off", "run_json", '{"devices": {',
+            "run.json: not valid JSON (Expecting property name enclosed in double quotes, column 14)"),
     damaged("run-json-is-a-list", "run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
     damaged("run-json-without-devices", "run_json", "{}",
             "run.json: damaged (devices must be an object): mend it, or move it away"),
     damaged("run-json-with-starts-that-are-none", "run_json", '{"devices": {}, "starts": [1]}',
-            "run.json: damaged (starts must be a list of objects, with whole numbers as from_step): mend it, or move it "
-            "away"),
+            "run.json: damaged (starts must be a list of objects, with whole numbers as from_step): mend it, or move "
+            "it away"),
     damaged("run-json-is-a-folder", "run_json", None, "run.json: is a directory"),
     damaged("run-json-is-not-text", "run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
     damaged("config-cut-off", "config_yaml", "trainer: {seed: 1",
@@ -172,7 +173,7 @@ SIMULATIONS = (
     Refusal(
         "state-of-another-schema",
         SIMULATE,
-        "{tmp}/run/state.json: not a simulation's state of schema 1; remove it to start again",
+        "{tmp}/run/state.json: not a simulation's state of schema 1 or 2; remove it to start again",
         a_run("simulated", state_json='{"simulation": 9, "state": {}}'),
     ),
     Refusal(
@@ -221,15 +222,20 @@ OTHERS = (
         file("out"),
         out="{tmp}/out/a",
     ),
-    Refusal("eval-out-is-a-folder", (*EVAL, "--out={tmp}"), "--out: {tmp} is a folder: name a file in it", prepared()),
+    Refusal(
+        "eval-out-is-a-folder", (*EVAL, "--out={tmp}"), "eval: --out ({tmp}) is a folder: name a file in it", prepared()
+    ),
     Refusal(
         "eval-out-below-a-file",
         (*EVAL, "--out={tmp}/train.jsonl/out"),
-        "--out: {tmp}/train.jsonl is not a folder",
+        "eval: --out ({tmp}/train.jsonl/out) cannot be written: {tmp}/train.jsonl is not a folder",
         prepared(),
     ),
     Refusal(
-        "eval-out-too-long", (*EVAL, f"--out={{tmp}}/{LONG}"), f"--out: {{tmp}}/{LONG}: file name too long", prepared()
+        "eval-out-too-long",
+        (*EVAL, f"--out={{tmp}}/{LONG}"),
+        TOO_LONG,
+        prepared(),
     ),
     Refusal(
         "report-of-nothing",
@@ -240,7 +246,7 @@ OTHERS = (
     Refusal(
         "report-into-a-folder",
         ("report", "{tmp}/run", "--out={tmp}"),
-        "--out: {tmp} is a folder: name a file in it",
+        "report: --out ({tmp}) is a folder: name a file in it",
         a_run(),
     ),
     Refusal("tune-of-nothing", ("tune", "--run={tmp}/run"), "{tmp}/run is not a run directory: it holds no run.json"),
@@ -253,13 +259,13 @@ OTHERS = (
     Refusal(
         "tune-into-a-folder",
         ("tune", "--run={tmp}/run", "--out={tmp}"),
-        "--out: {tmp} is a folder: name a file in it",
+        "tune: --out ({tmp}) is a folder: name a file in it",
         a_run(),
     ),
     Refusal(
         "profile-into-a-folder",
         ("profile", *MODEL, *DATA, "--out={tmp}"),
-        "--out: {tmp} is a folder: name a file in it",
+        "profile: --out ({tmp}) is a folder: name a file in it",
         prepared(),
     ),
     Refusal(

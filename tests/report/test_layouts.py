@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from jaxrl.record.layouts import FILE_NAME, LayoutLog, read_layouts
 from jaxrl.report.layouts import COLUMNS, layouts_section
@@ -68,7 +72,7 @@ class _Tags(HTMLParser):
 
 def test_the_picture_has_the_rows_and_the_degrees(tmp_path: Path):
     write(tmp_path, steps=(1, 2, 3, 4, 5))
-    page = _Tags(layouts_section(tmp_path))
+    page = _Tags(layouts_section(read_layouts(tmp_path)))
     assert len(page.lines) == 6, "the first, the middle and the last round that switched, two lines each"
     (_, live), (_, tp) = page.lines[:2]
     assert len(live) == len(POINTS)
@@ -95,7 +99,7 @@ def test_the_picture_has_the_rows_and_the_degrees(tmp_path: Path):
 
 def test_a_made_up_profile_is_called_so(tmp_path: Path):
     write(tmp_path, steps=(3,), source="synthetic")
-    text = layouts_section(tmp_path)
+    text = layouts_section(read_layouts(tmp_path))
     assert "0 switches in 0 of 1 rounds." in text
     assert "made up to try switches out, not measured" in text
 
@@ -104,7 +108,7 @@ def test_a_switch_that_failed_says_so(tmp_path: Path):
     log = LayoutLog(tmp_path / FILE_NAME, 0)
     log.write(1, 0, "short", "measured", {"points": [], "switches": [SWITCH | {"failed": True, "step_s": None}]})
     log.close()
-    text = layouts_section(tmp_path)
+    text = layouts_section(read_layouts(tmp_path))
     assert "failed, recomputed" in text
     assert "no plan was run" in text
     assert "Step 1, short" in text
@@ -115,3 +119,30 @@ def test_the_page_of_a_run(tmp_path: Path):
     assert "<h2>Layout</h2>" not in write_report(tmp_path).read_text()
     write(tmp_path)
     assert "<h2>Layout</h2>" in write_report(tmp_path).read_text()
+
+
+def test_a_number_that_is_not_finite_is_one_that_is_not_known(tmp_path: Path):
+    with closing(LayoutLog(tmp_path / FILE_NAME, 0)) as log:
+        switch = SWITCH | {"cost_s": float("nan"), "step_s": float("inf")}
+        log.write(1, 0, "short", "measured", {"points": POINTS, "switches": [switch]})
+    assert "NaN" not in (tmp_path / FILE_NAME).read_text()
+    (found,) = read_layouts(tmp_path)
+    assert found["switches"] == [switch | {"cost_s": None, "step_s": None}]
+    assert "–" in layouts_section([found])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"step": 1}', "'kind' is missing"),
+        ('{"step": 1, "kind": "a", "source": "x", "points": [[1]], "switches": []}', "a point must be three numbers"),
+        ('{"step": 1, "kind": "a", "source": "x", "points": [], "switches": [{}]}', "is missing"),
+        ("[", "not valid JSON"),
+    ],
+)
+def test_the_page_is_made_without_a_damaged_record(tmp_path: Path, line: str, words: str):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / FILE_NAME).write_text(line + "\n")
+    text = write_report(tmp_path).read_text()
+    assert "layouts.jsonl could not be read" in text
+    assert words in html.unescape(text)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from jaxrl.config import from_mapping
 from jaxrl.rewards.pool import ProcessRewardPool, RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, Sample, SampleKey
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 SCORER = """
 import ctypes, os, sys, time
@@ -236,47 +237,26 @@ def test_a_process_that_leaves_with_exit_code_0_is_a_crash(tmp_path: Path):
     pool.close()
 
 
-def test_a_task_taken_for_lost_that_ends_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The pool breaks after a result has arrived and before it is reported: that worker must not be fed twice."""
-    pool = make(tmp_path, num_workers=1)
-    assert isinstance(pool, ProcessRewardPool)
-    pool.warm()
-    submit(pool, "sleep 0.5", "say 1", "say 2")
-    (handed,) = pool._handed.values()
-    old = handed.pool
-    with monkeypatch.context() as patch:
-        patch.setattr(type(handed), "lost", property(lambda self: self is handed))
-        patch.setattr(old, "stop", lambda: None)  # so that its worker goes on, and reports late
-        patch.setattr(old, "join", lambda: None)
-        pool.completed()
-    assert handed.future is not None
-    assert handed.future.result(timeout=90)[:2] == ("ok", 0.5)
-    assert [verdict.reward for _, verdict in sorted(collect(pool).items())] == [0.5, 1.0, 2.0]
-    assert pool._idle == [0]
-    old.stop()
-    old.join()
-    pool.close()
-
-
 def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no more processes")
 
+    monkeypatch.setattr("jaxrl.rewards.workers.start_warden", refuse)
     pool = make(tmp_path, num_workers=1)
-    monkeypatch.setattr("pebble.ProcessPool.schedule", refuse)
+    with pytest.raises(RunFailed, match=r"end while they start \(no process can be started: no more processes\)"):
+        pool.warm()
     submit(pool, "say 1", "say 2")
     verdicts = collect(pool)
     assert [verdicts[i].status for i in range(2)] == ["crash", "crash"]
     pool.close()
 
 
-def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path):
     flag = tmp_path / "hung"
     source = SCORER + (f"\nif os.path.exists({str(flag)!r}):\n    os.remove({str(flag)!r})\n    time.sleep(60)\n")
-    pool = make(tmp_path, source=source, num_workers=1)
+    pool = make(tmp_path, source=source, num_workers=1, start_timeout_s=2.0)
     pool.warm()
     flag.touch()
-    monkeypatch.setattr("jaxrl.rewards.process_pool.WORKER_START_S", 2.0)
     submit(pool, "die", "say 1")
     verdicts = collect(pool)
     assert [verdicts[i].status for i in range(2)] == ["crash", "ok"]
@@ -285,7 +265,7 @@ def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path, monkeyp
 
 
 def test_hang_in_native_code_ends_at_once(tmp_path: Path):
-    """pebble asks a worker to end itself, which native code never hears, and would wait three seconds for it."""
+    """No Python handler of a signal runs there, so the worker cannot be asked to end."""
     pool = make(tmp_path, num_workers=1, timeout_s=0.3)
     pool.warm()
     start = time.monotonic()
@@ -295,15 +275,19 @@ def test_hang_in_native_code_ends_at_once(tmp_path: Path):
     pool.close()
 
 
-def test_scorer_that_loads_only_in_the_trainer(tmp_path: Path):
-    source = f"import os\nassert os.getpid() == {os.getpid()}\ndef compute_score(**kwargs): return 1.0\n"
+def test_nothing_of_the_users_runs_in_the_trainer(tmp_path: Path):
+    path = tmp_path / "reward.py"
+    source = f"import os\nassert os.getpid() != {os.getpid()}\ndef compute_score(**kwargs): return 1.0\n"
     pool = make(tmp_path, source=source)
-    with pytest.raises(
-        RuntimeError, match=r"cannot be loaded in a worker process: ValueError: reward\.path: importing"
-    ):
+    pool.warm()
+    pool.close()
+    pool = make(tmp_path, source=source.replace("!=", "=="))
+    error = f"reward.path: importing {path} failed in line 2 with AssertionError"
+    with pytest.raises(ValueError, match=re.escape(error) + "$"):
         pool.warm()
     submit(pool, "x")  # without `warm`, each sample reports it
-    assert collect(pool)[0].status == "error"
+    verdict = collect(pool)[0]
+    assert (verdict.status, verdict.info) == ("error", {"error": error})
     pool.close()
 
 
@@ -311,11 +295,14 @@ def test_workers_end_with_a_killed_trainer(tmp_path: Path):
     (tmp_path / "reward.py").write_text(SCORER)
     (tmp_path / "trainer.py").write_text(
         "import os, signal\n"
-        "from jaxrl.rewards.pool import ProcessRewardPool\n"
-        "from jaxrl.rewards.scorers import CustomScorer\n"
+        "from jaxrl.config import from_mapping\n"
+        "from jaxrl.rewards.pool import build_pool\n"
+        "from jaxrl.rewards.scorers import build_scorer\n"
         "from jaxrl.types import Prompt, Sample, SampleKey\n"
         "if __name__ == '__main__':\n"
-        f"    pool = ProcessRewardPool(CustomScorer({str(tmp_path / 'reward.py')!r}), num_workers=1, timeout_s=99)\n"
+        f"    reward = {{'kind': 'custom', 'path': {str(tmp_path / 'reward.py')!r}, 'timeout_s': 99}}\n"
+        "    config = from_mapping({'model': {'path': 'x'}, 'reward': reward})\n"
+        "    pool = build_pool(config, build_scorer(config))\n"
         "    for text in ('modules', 'spin'):\n"
         "        sample = Sample.empty(SampleKey(0, 0, 0))\n"
         "        sample.text = text\n"

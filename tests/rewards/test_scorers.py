@@ -34,7 +34,9 @@ def task_request(response: str, answer: str = "7") -> ScoreRequest:
 def custom(folder: Path, source: str, name: str = "compute_score") -> Scorer:
     path = folder / "reward.py"
     path.write_text(source)
-    return build_scorer(config({"kind": "custom", "path": str(path), "name": name}))
+    scorer = build_scorer(config({"kind": "custom", "path": str(path), "name": name}))
+    scorer.load()
+    return scorer
 
 
 def test_kinds():
@@ -125,10 +127,15 @@ def test_custom_gets_verls_arguments(tmp_path: Path):
             "def compute_score(data_source, solution_str, ground_truth): ...",
             r"unexpected keyword argument 'extra_info'",
         ),
-        ("async def compute_score(**kwargs): ...", r"ordinary function, found an async one"),
-        ("import no_such_module", r"importing .* failed with ModuleNotFoundError: No module named 'no_such_module'"),
-        ("def broken(", r"failed with SyntaxError"),
-        ("import sys; sys.exit(2)", r"failed with SystemExit: 2"),
+        ("async def compute_score(**kwargs): ...", r"reward\.name: .* ordinary function, found an async one"),
+        ("def compute_score(**kwargs): yield 1.0", r"reward\.name: .* ordinary function, found a generator"),
+        ("compute_score = min", r"reward\.name: .* must take .* signature that can be read"),
+        (
+            "import no_such_module",
+            r"importing .* failed in line 1 with ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("def broken(", r"failed in line 1 with SyntaxError"),
+        ("import sys; sys.exit(2)", r"failed in line 1 with SystemExit: 2"),
     ],
 )
 def test_custom_is_refused(tmp_path: Path, source: str, message: str):
@@ -146,7 +153,9 @@ def test_other_refusals(tmp_path: Path):
         build_scorer(config(data={"train_files": ["a.jsonl"], "answer_key": ""}))
     with pytest.raises(ValueError, match=r"use reward\.kind=auto"):
         build_scorer(config({"kind": "task"}, {"task": "chain_sum", "val_files": ["b.jsonl"]}))
-    with pytest.raises(ValueError, match=r"must hold plain values"):
+    with pytest.raises(
+        ValueError, match=r"task_config\.a must be text, a number, a list or a mapping, found \{1, 2\} \(set\)$"
+    ):
         build_scorer(config(data={"task": "chain_sum", "task_config": {"a": {1, 2}}}))
 
 

@@ -18,7 +18,8 @@ from known_samples import KnownSample, KnownWorkload
 from replay_worker import ReplayWorker
 from sim_machine import Machine
 
-from jaxrl.config.options import FilterGroupsSection, TailBatchingSection
+from jaxrl.config.options import FilterGroupsSection
+from jaxrl.config.rollout import TailBatchingSection
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig

@@ -10,7 +10,8 @@ import pytest
 from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.config.options import FilterGroupsSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.config.options import FilterGroupsSection
+from jaxrl.config.rollout import PartialRolloutSection, TailBatchingSection
 from jaxrl.runtime.rules import batch_rule, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.composition import composition_problem
@@ -157,7 +158,7 @@ def test_every_rule_excludes_every_other(one: str, other: str):
             {"rollout__tail_batching": ON | {"prompt_factor": 3.0, "max_age_steps": 1}},
             r"rollout\.tail_batching\.max_age_steps \(1 steps\) must be >= 2",
         ),
-        ({"rollout__tail_batching": ON | {"prompt_factor": float("inf")}}, r"prompt_factor \(inf\) must be a finite"),
+        ({"rollout__tail_batching": ON | {"prompt_factor": float("inf")}}, r"prompt_factor must be at most 100 "),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str):

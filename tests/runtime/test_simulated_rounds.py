@@ -12,12 +12,8 @@ from replay_worker import ReplayWorker
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.config.options import (
-    FilterGroupsSection,
-    OverProvisioningSection,
-    PartialRolloutSection,
-    TailBatchingSection,
-)
+from jaxrl.config.options import FilterGroupsSection
+from jaxrl.config.rollout import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import (

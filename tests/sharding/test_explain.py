@@ -88,7 +88,7 @@ def test_text():
     [
         ((8, 3), r"tp \(3\) on 8 devices must be one of 1, 2, 4, 8"),
         ((8, 4, 6), r"--max-tp \(6\), which weights are padded for, must be a multiple of --tp \(4\)"),
-        ((0, 1), r"--devices \(0\) must be at least 1"),
+        ((0, 1), r"^--devices must be at least 1, found 0$"),
     ],
 )
 def test_impossible_layouts_are_refused(arguments, words):

@@ -62,7 +62,9 @@ class Runs:
             "trainer": {"total_training_steps": STEPS, "save_freq": 2, "compilation_cache_dir": ""},
         }
 
-    def start(self, run_dir: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str]:
+    def start(
+        self, run_dir: Path, *overrides: str, devices: int = 1, stdout: Any = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         file = self.folder / "config.yaml"
         file.write_text(yaml.safe_dump(self.config))
         environment = os.environ | {
@@ -73,7 +75,7 @@ class Runs:
         }
         return subprocess.Popen(
             [sys.executable, "-m", "jaxrl", "train", f"--config={file}", f"trainer.run_dir={run_dir}", *overrides],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,

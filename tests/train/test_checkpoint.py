@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxrl.train import manifest
-from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params_only
+from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params
+from jaxrl.train.steps import whole_step
 
 
 def host_copy(tree):
@@ -60,13 +61,13 @@ def test_params_only(tmp_path, make_config, make_trainer):
     sharded = trainer.abstract_state()["params"]
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sharded)
     for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "3"):
-        found = restore_params_only(path, plain)
+        found = restore_params(whole_step(path), plain)
         assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
         assert_same(found, trainer.params)
-    found = restore_params_only(tmp_path, sharded)
+    found = restore_params(whole_step(tmp_path), sharded)
     jax.tree.map(lambda x, y: (x.sharding == y.sharding) or pytest.fail("sharding"), found, sharded)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        restore_params_only(tmp_path / "nowhere", plain)
+        restore_params(whole_step(tmp_path / "nowhere"), plain)
 
 
 def test_keeps_the_newest_and_refuses_what_it_cannot_read(tmp_path):

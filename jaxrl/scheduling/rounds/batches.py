@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl.config.options import AtEnd, OverProvisioningSection
+from jaxrl.config.rollout import AtEnd, OverProvisioningSection
 from jaxrl.scheduling.rounds.filtered_share import FilteredShare
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Outcome, PromptKey, Round, RoundKind, RoundLedger

@@ -45,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config.options import PartialRolloutSection
+from jaxrl.config.rollout import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import (
     OpenRound,
     PromptStream,

@@ -38,7 +38,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.config.options import TailBatchingSection
+from jaxrl.config.rollout import TailBatchingSection
 from jaxrl.scheduling.rounds.batches import (
     OpenRound,
     PromptStream,

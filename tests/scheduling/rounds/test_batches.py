@@ -8,7 +8,7 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, tangled, through_disk
 from rounds import batch_keys, fresh_batches, long_every_fifth, names, run_steps
 
-from jaxrl.config.options import OverProvisioningSection
+from jaxrl.config.rollout import OverProvisioningSection
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round, SynchronousRule

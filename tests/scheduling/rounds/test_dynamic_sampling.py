@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
-from jaxrl.config.options import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
+from jaxrl.config.rollout import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING, FilteredShare
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout

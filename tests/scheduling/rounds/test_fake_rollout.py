@@ -8,7 +8,7 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining
 from rounds import fresh_batches, long_every_fifth
 
-from jaxrl.config.options import TailBatchingSection
+from jaxrl.config.rollout import TailBatchingSection
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching

@@ -9,7 +9,7 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, make_sample, through_disk
 from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, verdict
 
-from jaxrl.config.options import PartialRolloutSection
+from jaxrl.config.rollout import PartialRolloutSection
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.buffer_filter import WaitingGroup
 from jaxrl.scheduling.rounds.partial_rollout import (

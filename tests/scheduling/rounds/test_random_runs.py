@@ -20,12 +20,8 @@ from fake_rollout import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config.options import (
-    FilterGroupsSection,
-    OverProvisioningSection,
-    PartialRolloutSection,
-    TailBatchingSection,
-)
+from jaxrl.config.options import FilterGroupsSection
+from jaxrl.config.rollout import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout

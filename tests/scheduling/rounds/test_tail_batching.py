@@ -23,7 +23,7 @@ from rounds import (
     verdict,
 )
 
-from jaxrl.config.options import TailBatchingSection
+from jaxrl.config.rollout import TailBatchingSection
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching

@@ -1,0 +1,175 @@
+"""The options `rollout.*`, but those of `rollout.layout`: how samples are drawn, on what, and by which rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Interval
+
+from jaxrl.config.declared import Cap, Names, Or
+from jaxrl.config.devices import MAX_DEVICES
+from jaxrl.config.layout import LayoutSection
+
+FloatType = Literal["float32", "bfloat16", "float64"]
+AtEnd = Literal["flush", "leave"]
+
+MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until their step is over")
+MAX_SAMPLES = Cap(65536, "a prompt's samples are kept in memory until the last one is scored")
+MAX_LENGTH = Cap(16777216, "every row of a batch has room for the longest sequence")
+MAX_FACTOR = Cap(100, "a round would launch that many batches at once")
+_TEMPERATURE = Interval(ge=0.001, le=100)  # beyond, logits overflow, or all tokens are equally likely
+_GREEDY = Or(0, "the likeliest token")
+
+
+@dataclass(frozen=True)
+class ValSamplingSection:
+    """How the samples of an evaluation are drawn."""
+
+    n: Annotated[int, Ge(1), MAX_SAMPLES, "Samples per evaluation prompt."] = 1
+    temperature: Annotated[
+        float, _TEMPERATURE, _GREEDY, "Sampling temperature of the evaluation; 0: the likeliest token."
+    ] = 0.0
+    top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
+    top_p: Annotated[
+        float, Interval(gt=0, le=1), "Draw from the likeliest tokens that together have this probability; 1: from all."
+    ] = 1.0
+
+
+@dataclass(frozen=True)
+class TailBatchingSection:
+    """Short rounds with speculation, and long rounds of the prompts that came last in them."""
+
+    enable: Annotated[bool, "Switch tail batching on."] = False
+    prompt_factor: Annotated[
+        float, Ge(1), MAX_FACTOR, "Prompts of a short round, as a multiple of data.train_batch_size."
+    ] = 1.25
+    response_factor: Annotated[
+        float, Ge(1), MAX_FACTOR, "Samples per prompt of a short round, as a multiple of rollout.n."
+    ] = 1.25
+    max_age_steps: Annotated[int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."] = 0
+    at_end: Annotated[
+        AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
+    ] = "flush"
+
+
+@dataclass(frozen=True)
+class PartialRolloutSection:
+    """A round stops at enough complete prompts, and the next round goes on with the others."""
+
+    enable: Annotated[bool, "Switch active partial rollout on."] = False
+    over_provision: Annotated[
+        float, Ge(1), MAX_FACTOR, "Prompts under way, as a multiple of data.train_batch_size."
+    ] = 2.0
+    max_staleness: Annotated[int, Ge(-1), "Versions that a trained token may lag behind the policy; -1: no cap."] = -1
+    max_restarts: Annotated[
+        int, Ge(0), "The most times that a sample may lose its tokens and start again; rounds wait for it in time."
+    ] = 1
+    at_end: Annotated[
+        AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."
+    ] = "flush"
+    buffer_filter_path: Annotated[
+        str,
+        Names("file"),
+        "A Python file with a function that says what becomes of buffered prompts in a round; empty: none.",
+    ] = ""
+    buffer_filter_name: Annotated[str, "The function in buffer_filter_path, called with groups and policy_version."] = (
+        "buffer_filter"
+    )
+
+
+@dataclass(frozen=True)
+class OverProvisioningSection:
+    """A baseline: launch more than is needed, keep what ends first, discard the rest for good."""
+
+    enable: Annotated[bool, "Switch over-provisioning on."] = False
+    prompt_factor: Annotated[
+        float, Ge(1), MAX_FACTOR, "Prompts of a round, as a multiple of data.train_batch_size."
+    ] = 1.25
+    response_factor: Annotated[
+        float, Ge(1), MAX_FACTOR, "Samples per prompt of a round, as a multiple of rollout.n."
+    ] = 1.25
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    """How samples are drawn, and on what."""
+
+    n: Annotated[int, Ge(1), MAX_SAMPLES, "Samples per prompt: the group size."] = 8
+    num_devices: Annotated[
+        int,
+        Ge(0),
+        MAX_DEVICES,
+        "Devices of the rollout's own, the last ones (needs trainer.one_step_off); 0: rollout and training take turns "
+        "on the same devices.",
+    ] = 0
+    temperature: Annotated[float, _TEMPERATURE, _GREEDY, "Sampling temperature; 0: the likeliest token."] = 1.0
+    top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
+    top_p: Annotated[
+        float, Interval(gt=0, le=1), "Draw from the likeliest tokens that together have this probability; 1: from all."
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Interval(ge=0, lt=1),
+        "Draw from tokens with at least this share of the likeliest token's probability; 0: from all.",
+    ] = 0.0
+    stop: Annotated[list[str], "Strings that end a response."] = field(default_factory=list)
+    tensor_model_parallel_size: Annotated[
+        int | Literal["auto"],
+        Ge(1),
+        MAX_DEVICES,
+        "Devices that share one copy of the weights (tp); the devices of the rollout divided by it are dp; auto: the "
+        "tp with which rollout.layout.profile predicts the fastest rollout of a batch.",
+    ] = 1
+    dtype: Annotated[FloatType, "Type of the rollout's weights, activations and KV cache."] = "float32"
+    block_size: Annotated[int, Ge(1), Cap(4096, "a row leaves up to a block unused"), "Tokens per KV block."] = 16
+    max_num_seqs: Annotated[
+        int,
+        Ge(1),
+        Cap(16384, "every row has its KV blocks, its logits and a place in every plan, and programs for every size"),
+        "Samples that decode at once, per dp group.",
+    ] = 32
+    max_num_batched_tokens: Annotated[
+        int,
+        Ge(1),
+        Cap(131072, "the activations of all of them exist at once"),
+        "Prefill tokens per plan, per dp group.",
+    ] = 512
+    decode_steps: Annotated[
+        int, Ge(1), Cap(4096, "the host sees nothing of a plan before its last step"), "Decode steps per plan."
+    ] = 16
+    sample_placement: Annotated[
+        Literal["together", "spread"],
+        "The dp group of a prompt's samples; together: the one that has the prompt's KV, while it has room, spread: "
+        "each sample goes where most room is.",
+    ] = "together"
+    attention: Annotated[
+        Literal["auto", "reference", "pallas"],
+        "What reads the KV cache; auto: the Pallas kernels on GPU, the reference elsewhere.",
+    ] = "auto"
+    num_blocks: Annotated[
+        int, Ge(0), "KV blocks per dp group; 0: what the memory leaves, at most what rollout.max_num_seqs can use."
+    ] = 0
+    memory_fraction: Annotated[
+        float, Interval(gt=0, le=1), "Share of a device's memory for weights and KV pool together."
+    ] = 0.85
+    warmup: Annotated[bool, "Compile every shape before the first step."] = True
+    max_active_requests: Annotated[int, Ge(0), "The most samples under way at once, with any rule; 0: no limit."] = 0
+    stale_tokens: Annotated[
+        Literal["recorded", "recompute", "mask"],
+        "Tokens that earlier versions wrote; recorded: their ratio is taken to the log-probability recorded at "
+        "sampling, recompute: to that of the policy before the update, as for all others, mask: they are not learnt "
+        "from.",
+    ] = "recorded"
+    tail_batching: TailBatchingSection = field(default_factory=TailBatchingSection)
+    partial_rollout: PartialRolloutSection = field(default_factory=PartialRolloutSection)
+    over_provisioning: OverProvisioningSection = field(default_factory=OverProvisioningSection)
+    layout: LayoutSection = field(default_factory=LayoutSection)
+    val_kwargs: ValSamplingSection = field(default_factory=ValSamplingSection)
+
+    @property
+    def tp(self) -> int:
+        """`tensor_model_parallel_size`. Raises ValueError while that is auto: whoever starts a run chooses first."""
+        if self.tensor_model_parallel_size == "auto":
+            raise ValueError("rollout.tensor_model_parallel_size is auto, and must be a number here: nothing chose one")
+        return self.tensor_model_parallel_size

@@ -1,0 +1,193 @@
+"""Chat templates: jinja2 in the environment that templates on the Hugging Face Hub expect, with limits.
+
+A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory
+(`{{ 9 ** (9 ** 9) }}` is computed while it is compiled). So each template is first tried, on three short conversations,
+in a process of its own with limits of the operating system. Only then is it compiled here; each conversation that it
+renders has a limit of time, which is looked at between two pieces of the output, and one of size.
+
+This file is also the program of that process, so it imports nothing of jaxrl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+TIME_LIMIT_S = 2
+"""Processor time of the trial, and of one conversation: a template takes a millisecond."""
+MAX_CHARACTERS = 2**20
+"""The longest template, and the most that it may write around the messages."""
+_MEMORY_LIMIT_BYTES = 2**30
+_TOO_LARGE, _NO_MEMORY = 3, 4  # statuses of the trial
+_TRIED: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "1 + 1 = ?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 = ?"}],
+    [
+        {"role": "user", "content": "1 + 1 = ?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2 + 2 = ?"},
+    ],
+)
+
+
+class RefusedMessages(ValueError):
+    """The template is sound, but not for these messages."""
+
+
+def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
+    """The rendered conversation.
+
+    Args:
+      source: the template.
+      place: the file that it comes from, for messages.
+      context: the template's other variables.
+
+    Raises:
+      ValueError: the template is no template, or exceeds a limit.
+      RefusedMessages: it refuses these messages, or fails with them.
+    """
+    return _rendered_or_refused(
+        _usable(source, place, json.dumps(dict(context), default=str)), place, messages, context
+    )
+
+
+def _rendered_or_refused(
+    template: jinja2.Template, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]
+) -> str:
+    try:
+        return _rendered(template, messages, context)
+    except _Limit as error:
+        raise RefusedMessages(f"{place}: the chat template {error} with these messages") from None
+    except jinja2.TemplateError as error:
+        raise RefusedMessages(f"{place}: the chat template refuses these messages: {_said(error)}") from None
+    except Exception as error:  # whatever the template's own operations raise
+        raise RefusedMessages(f"{place}: the chat template fails with these messages: {_said(error)}") from None
+
+
+class _Limit(Exception):
+    """A limit was exceeded; the text says which, as a verb and its object."""
+
+
+def _rendered(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
+    conversation = [dict(message) for message in messages]
+    most = MAX_CHARACTERS + 16 * sum(len(part) for m in conversation for part in m.values() if isinstance(part, str))
+    began, size, pieces = time.thread_time(), 0, []
+    for piece in template.generate(messages=conversation, **context):
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            raise _Limit(f"writes more than {most} characters")
+        if time.thread_time() - began > TIME_LIMIT_S:
+            raise _Limit(f"takes more than {TIME_LIMIT_S} s")
+    return "".join(pieces)
+
+
+@lru_cache(maxsize=16)
+def _usable(source: str, place: str, context: str) -> jinja2.Template:
+    """The compiled template, after its trial."""
+    if len(source) > MAX_CHARACTERS:
+        raise ValueError(f"{place}: the chat template has {len(source)} characters, more than {MAX_CHARACTERS}")
+    _try(source, place, context)
+    try:
+        return _compiled(source)
+    except jinja2.TemplateSyntaxError as error:
+        said = _said(error)
+        raise ValueError(f"{place}: the chat template is no jinja template (line {error.lineno}: {said})") from None
+    except RecursionError:
+        raise ValueError(f"{place}: the chat template is nested too deeply") from None
+    except Exception as error:  # what is constant is computed now
+        raise ValueError(f"{place}: the chat template is no jinja template ({_said(error)})") from None
+
+
+def _try(source: str, place: str, context: str) -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-P", __file__],
+        input=json.dumps([source, json.loads(context)]),
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    if done.returncode == 0:
+        return
+    short = "for a short conversation"
+    known = {
+        -signal.SIGXCPU: f"takes more than {TIME_LIMIT_S} s {short}",
+        -signal.SIGKILL: f"takes more than {TIME_LIMIT_S} s {short}",  # SIGXCPU came while Python held it back
+        _TOO_LARGE: f"writes more than {MAX_CHARACTERS} characters {short}",
+        _NO_MEMORY: f"takes more than {_MEMORY_LIMIT_BYTES >> 20} MiB of memory {short}",
+    }
+    said = f"ended its trial with status {done.returncode} ({' '.join(done.stderr.split())[-200:]})"
+    raise ValueError(f"{place}: the chat template {known.get(done.returncode, said)}")
+
+
+def _trial() -> int:
+    """The trial's process: the status says which limit was exceeded. Other faults are found when messages come."""
+    source, context = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (TIME_LIMIT_S, TIME_LIMIT_S + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
+    for messages in _TRIED:
+        try:
+            _rendered(_compiled(source), messages, context)
+        except _Limit:
+            return _TOO_LARGE
+        except MemoryError:
+            return _NO_MEMORY
+        except Exception:
+            continue
+    return 0
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training masks; rendering passes it through."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compiled(source: str) -> jinja2.Template:
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # jinja2's own filter escapes HTML, which would change what the model reads.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment.from_string(source)
+
+
+def _said(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0][:300]
+    return text or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(_trial())

@@ -1,0 +1,134 @@
+"""Rows of data files: JSONL, gzipped JSONL and Parquet, each row with the file and the line (or row) it stands in.
+
+JSON is read strictly: NaN, a key that stands twice (the last one would win) or half of a surrogate pair would reach a
+prompt or a reward as something other than the file's author meant.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxrl.config.inputs import reading, strict_json
+
+MAX_LINE_BYTES = 64 * 2**20
+"""The longest line of a JSONL file: a row is one problem, and a file without line ends would be read whole."""
+
+_GZIP = b"\x1f\x8b"
+_KINDS = {_GZIP: "gzip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+
+
+def data_files(names: Sequence[str], option: str) -> list[Path]:
+    """The files that an option names, each of them there and named once; ValueError otherwise."""
+    files: list[Path] = []
+    for name in names:
+        if "://" in name:
+            raise ValueError(f"{option}: {name} is a URL; download it and give the file")
+        if not name.strip():
+            raise ValueError(f"{option}: {name!r} is no file's name")
+        try:
+            path = Path(name).expanduser()
+        except RuntimeError:
+            raise ValueError(f"{option}: {name} begins with ~ and a name that has no home folder") from None
+        if not path.exists():
+            pattern = "; patterns are not filled in: name each file" if re.search(r"[*?\[]", name) else ""
+            raise ValueError(f"{path}: no such file; {option} must name existing files{pattern}")
+        if not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise ValueError(f"{path}: {kind}; {option} must name files")
+        if any(path.samefile(other) for other in files):
+            raise ValueError(f"{option}: {path} is named twice")
+        files.append(path)
+    return files
+
+
+def rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where, row) for each row of a file; a file without rows is an error."""
+    if path.suffix == ".parquet":
+        found = _parquet_rows(path)
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        found = _json_rows(path)
+    else:
+        raise ValueError(f"{path}: a data file must end in .jsonl, .jsonl.gz or .parquet")
+    empty = True
+    for where, row in found:
+        empty = False
+        yield where, row
+    if empty:
+        raise ValueError(f"{path}: holds no rows")
+
+
+def shown(text: str, length: int = 80) -> str:
+    """What a message says of something that a file holds: cut where it is long."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with reading(path), path.open("rb") as file:
+        start = file.read(4)
+        kind = next((name for magic, name in _KINDS.items() if start.startswith(magic)), "")
+        wanted = "gzip" if path.suffix == ".gz" else ""
+        if kind != wanted and start:
+            holds = f"holds {kind} data" if kind else "is not gzipped"
+            raise ValueError(f"{path}: {holds}; what its name ends in must say what it holds")
+        file.seek(0)
+        lines = gzip.GzipFile(fileobj=file) if wanted else file
+        yield from _lines(lines, path)  # pyright: ignore[reportArgumentType]
+
+
+def _lines(lines: BinaryIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number = 0
+    while True:
+        number += 1
+        place = f"{path}, line {number}"
+        with reading(path, number):
+            line = lines.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{place}: longer than {MAX_LINE_BYTES >> 20} MiB; a line must hold one problem")
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            row = strict_json(text) if text else None
+        if text:
+            if not isinstance(row, dict):
+                raise ValueError(f"{place}: a row must be a JSON object, found {type(row).__name__}")
+            yield place, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    number = 0
+    with reading(path), path.open("rb") as opened:
+        try:
+            with parquet.ParquetFile(opened, page_checksum_verification=True) as file:
+                names = file.schema_arrow.names
+                if len(set(names)) < len(names):
+                    twice = next(name for name in names if names.count(name) > 1)
+                    raise ValueError(f"{path}: the column {twice!r} stands twice")
+                for batch in file.iter_batches(batch_size=1024):
+                    yield from _batch_rows(batch, path, number)
+                    number += batch.num_rows
+        except (pyarrow.ArrowException, OSError) as error:  # ArrowInvalid is a ValueError as well
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            kind = "damaged after row" if number else "not a Parquet file, or a damaged one"
+            raise ValueError(f"{path}: {kind}{f' {number}' if number else ''} ({shown(said, 120)})") from None
+
+
+def _batch_rows(batch: Any, path: Path, before: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a batch, converted one by one where the whole cannot be, so that the row is known."""
+    try:
+        converted = batch.to_pylist()
+    except UnicodeDecodeError:
+        for i in range(batch.num_rows):
+            with reading(f"{path}, row {before + i + 1}"):
+                batch.slice(i, 1).to_pylist()
+        raise
+    for i, row in enumerate(converted):
+        yield f"{path}, row {before + i + 1}", row

@@ -1,0 +1,170 @@
+"""From the rows of data files to problems: which column is what, and what it may hold.
+
+Columns are named by `data.*_key`; a dotted name reaches into nested columns (`reward_model.ground_truth`, as verl's
+Parquet files have it). What a prompt cannot carry (calls of tools, roles other than system, user and assistant, parts
+of content that are not text) is refused: left out in silence, the model would see another conversation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.config import ConfigError, DataSection
+from jaxrl.config.inputs import reading, strict_json
+from jaxrl.data.files import data_files, rows, shown
+
+ROLES = ("system", "user", "assistant")
+"""What the author of a message may be."""
+
+# fields of messages that chat templates render; a message in which one of them holds something is refused
+_UNSUPPORTED = (
+    "tool_calls",
+    "tool_call_id",
+    "tool_responses",
+    "function_call",
+    "name",
+    "reasoning_content",
+    "thinking",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem as it stands in the file or comes from the task, before templates.
+
+    Attributes:
+      index: its position in the data set.
+      where: file and line (or row), or task and number; for messages to people.
+      messages: the conversation so far, as {"role", "content"}; a plain question is one user message.
+      answer: the reference answer, None where `data.answer_key` is empty.
+      source: the data set's or task's name.
+      extra: all columns not used otherwise; a task's problem has its reasoning-gym entry under "entry".
+    """
+
+    index: int
+    where: str
+    messages: tuple[Mapping[str, str], ...]
+    answer: str | None
+    source: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """What tells problems apart: the user's text, white space aside."""
+        return " ".join(" ".join(m["content"] for m in self.messages if m["role"] != "system").split())
+
+
+def read_problems(names: Sequence[str], option: str, data: DataSection) -> list[Problem]:
+    """The problems of the files that `option` names, in their order. Raises ValueError with file, line and rule."""
+    if not (data.messages_key or data.prompt_key):
+        raise ConfigError("data.prompt_key is empty: name the column of the problem's text, or give data.messages_key")
+    problems: list[Problem] = []
+    for path in data_files(names, option):
+        name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
+        first = len(problems)
+        for where, row in rows(path):
+            if len(problems) == first:
+                _check_template(data.prompt_template, row)
+            problems.append(_problem(len(problems), where, row, name, data))
+    return problems
+
+
+def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: DataSection) -> Problem:
+    used = [data.messages_key or data.prompt_key, data.answer_key, data.source_key]
+    if data.messages_key:
+        messages = _messages(_column(row, data.messages_key, "data.messages_key", where), data.messages_key, where)
+    else:
+        question = _column(row, data.prompt_key, "data.prompt_key", where)
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(
+                f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {shown(repr(question))}"
+            )
+        messages = ({"role": "user", "content": question},)
+    answer = _answer(_column(row, data.answer_key, "data.answer_key", where), where, data) if data.answer_key else None
+    source = _source(_column(row, data.source_key, "data.source_key", where), where, data) if data.source_key else file
+    extra = {key: value for key, value in row.items() if key not in used}
+    nested = extra.pop("extra_info", None)  # verl's column of that name: its fields are what a reward function expects
+    if isinstance(nested, Mapping):
+        extra |= nested
+    elif nested is not None:
+        extra["extra_info"] = nested
+    return Problem(index, where, messages, answer, source, extra)
+
+
+def _check_template(template: str, row: Mapping[str, Any]) -> None:
+    """Braces in a template stay as they are (`\\boxed{}`), but a column's name in them was meant to be filled in."""
+    for name in re.findall(r"(?<![\w\\{])\{(\w+)\}(?!\})", template):
+        if name != "question" and name in row:
+            raise ConfigError(
+                f"data.prompt_template names the column {{{name}}}, but only {{question}} is filled in: write the rest "
+                "into the problem's text"
+            )
+
+
+def _column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            near = difflib.get_close_matches(key, list(row), n=1)
+            names = shown(", ".join(map(repr, row)), 200) or "none"
+            raise ValueError(
+                f"{where}: no column {key!r} ({option}): {f'did you mean {near[0]!r}?' if near else f'found {names}'}"
+            )
+        value = value[part]
+    return value
+
+
+def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]:
+    named = f"{where}: {key!r} (data.messages_key)"
+    rule = f"{named} must be a list of messages with text in 'role' and 'content'"
+    if isinstance(value, str):
+        with reading(f"{where}, {key!r}"):
+            value = strict_json(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{rule}, found {shown(repr(value))}")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{rule}, found {shown(repr(message))}")
+        for name in _UNSUPPORTED:
+            if message.get(name):
+                raise ValueError(f"{named}: message {number} has {name!r}, which is not supported")
+        if not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f"{rule}, found {shown(repr(message))}")
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"{named}: message {number} has the role {shown(repr(message['role']))}, which is not supported; "
+                f"supported are {', '.join(ROLES)}"
+            )
+    last = value[-1]
+    if last["role"] != "user":
+        raise ValueError(f"{named}: the last message must be the user's, which is to be answered, found {last['role']}")
+    if not last["content"].strip():
+        raise ValueError(f"{named}: the last message must hold some text, found {shown(repr(last['content']))}")
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def _answer(value: Any, where: str, data: DataSection) -> str:
+    named = f"{where}: {data.answer_key!r} (data.answer_key)"
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{named} must be text or a number, found {shown(repr(value))}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{named} must be text or a finite number, found {value}")
+    answer = str(value).rpartition("####")[2].strip()
+    if not answer:
+        raise ValueError(f"{named} must hold an answer, found {shown(repr(value))}")
+    return answer
+
+
+def _source(value: Any, where: str, data: DataSection) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise ValueError(
+            f"{where}: {data.source_key!r} (data.source_key) must be text or a whole number, found {shown(repr(value))}"
+        )
+    return str(value)

@@ -1,0 +1,133 @@
+"""What the files of a Hugging Face folder say of a tokenizer: tokenizer.json, tokenizer_config.json and their kin.
+
+Transformers takes some of these entries in any form, or leaves out what it does not know. Here an entry of another type
+than its documentation says is refused with the file's name, and so is a special token that no id stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from jaxrl.config.inputs import reading, strict_json
+from jaxrl.data.fit import token_ids
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+_OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer as its files describe it.
+
+    Attributes:
+      fast: encodes and decodes.
+      special_tokens: the text of those in `SPECIAL` that the files name.
+      name: the folder or file, for messages.
+      eos_token_ids: ids that end a response, beside the eos token's own.
+      chat_template: jinja source, or None.
+      template_place: the file that it comes from, for messages.
+      config: what tokenizer_config.json holds.
+      named_ids: ids that files beside the tokenizer's name, by file and entry; they must be in the model's vocabulary.
+    """
+
+    fast: FastTokenizer
+    special_tokens: Mapping[str, str]
+    name: str
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    template_place: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    named_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def read_folder(folder: Path) -> TokenizerFiles:
+    """The tokenizer of a Hugging Face folder. Raises ValueError with the file that is missing or damaged."""
+    fast = _fast(folder)
+    config_file = folder / "tokenizer_config.json"
+    config = _object(config_file)
+    special = _special_tokens(folder, config)
+    for name, token in special.items():
+        if name != "unk_token" and fast.token_to_id(token) is None:  # no text becomes unk in a byte-level vocabulary
+            raise ValueError(f"{folder}: {name} {token!r} is not in the vocabulary of tokenizer.json")
+    template, place = _template(config.get("chat_template"), str(config_file)), str(config_file)
+    if (jinja_file := folder / "chat_template.jinja").exists():
+        with reading(jinja_file):
+            template, place = jinja_file.read_text(encoding="utf-8"), str(jinja_file)
+    named: dict[str, tuple[int, ...]] = {}
+    eos: tuple[int, ...] = ()
+    for name in ("config.json", "generation_config.json"):
+        entries = _object(folder / name)
+        for kind in ("bos", "eos", "pad"):
+            key = f"{kind}_token_id"
+            value = entries.get(key)
+            if kind == "pad" and value == -1:
+                continue  # the first Llama files wrote so that there is none
+            named[f"{folder / name}: {key}"] = ids = token_ids(value, f"{folder / name}: {key}")
+            if kind == "eos" and value is not None:
+                eos = ids
+    return TokenizerFiles(fast, special, str(folder), eos, template, place, config, named)
+
+
+def _fast(folder: Path) -> FastTokenizer:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        other = next((name for name in _OTHER_FORMATS if (folder / name).exists()), None)
+        hint = "" if other is None else f" ({other}: load it with transformers' AutoTokenizer and save it)"
+        raise ValueError(f"{folder}: holds no tokenizer.json, which is the one tokenizer format that is read{hint}")
+    with reading(file):
+        source = file.read_text(encoding="utf-8")
+    try:
+        fast = FastTokenizer.from_str(source)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{file}: not a tokenizer of the tokenizers library ({error})") from None
+    if not fast.get_vocab_size(with_added_tokens=True):
+        raise ValueError(f"{file}: the vocabulary holds no tokens")
+    fast.no_padding()
+    fast.no_truncation()
+    return fast
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A file's JSON object; empty where there is no such file."""
+    if not file.exists():
+        return {}
+    with reading(file):
+        value = strict_json(file.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    map_file = folder / "special_tokens_map.json"
+    earlier = _object(map_file)
+    special: dict[str, str] = {}
+    for name in SPECIAL:
+        file = folder / "tokenizer_config.json" if name in config else map_file
+        token = config[name] if name in config else earlier.get(name)
+        if token is None:
+            continue
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{file}: {name} must be text or an object with text in 'content', found {token!r:.80}")
+        special[name] = text
+    return special
+
+
+def _template(value: Any, file: str) -> str | None:
+    """One template, or the one that is called default of a list of named ones."""
+    if isinstance(value, list):
+        rule = f"{file}: chat_template must be text or a list of objects with text in 'name' and 'template'"
+        for entry in value:
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("name", "template")):
+                raise ValueError(f"{rule}, found {entry!r:.80}")
+        return next((entry["template"] for entry in value if entry["name"] == "default"), None)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{file}: chat_template must be text or a list of named templates, found {value!r:.80}")
+    return value

@@ -1,0 +1,345 @@
+"""The process between the trainer and one worker: it forks the worker, hands it samples, keeps the time, and ends it.
+
+It runs no code of the user's, and has one thread. It reads the worker's frames, and passes on what is a verdict on the
+sample that the worker has; anything else costs the worker its life, and that sample. When a sample has ended, every
+process that its scoring started is killed (what the reward file started while it was imported stays, until the worker
+ends). A worker that ended is replaced at once, by a fork of a process that has the scorer's libraries loaded.
+
+Which sample is to blame for a death: the worker writes the sample's id into shared memory when it takes it, before any
+foreign code sees it. A worker that ended without that mark costs the sample an attempt, of which it has `MAX_ATTEMPTS`.
+
+A worker that is stopped (SIGSTOP) while it has nothing to do is replaced. With a sample, its time limit counts; without
+a limit it has `STOPPED_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import select
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from jaxrl.rewards.frames import (
+    MAX_VERDICT_BYTES,
+    TASK_ID_BYTES,
+    BadFrame,
+    Channel,
+    message_of,
+    read_message,
+    read_scored,
+    to_bytes,
+)
+from jaxrl.rewards.processes import adopt_orphans, descendants, kill, kill_descendants
+from jaxrl.rewards.scorers import Scored
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed, timed_out
+from jaxrl.rewards.worker import WorkerSettings, become_worker
+
+MAX_LOG_BYTES = 16 << 20
+STOPPED_S = 10.0
+_EXIT_S = 0.5  # for a worker whose socket has closed to be gone by itself
+_SLICE_S = 5.0  # the longest that a keeper sleeps
+_MAX_REQUEST_BYTES = (1 << 32) - 1  # the trainer is trusted
+
+
+@dataclass
+class _Worker:
+    pid: int
+    channel: Channel
+    deadline: float  # for loading the scorer, then for the sample that it has
+    is_ready: bool = False
+    kept: frozenset[int] = frozenset()  # processes that loading the scorer started
+    exit_code: int | None = None  # of one that has ended
+
+
+@dataclass
+class _Task:
+    id: str
+    frame: bytes
+    attempts: int = 0
+    scored: dict[str, Any] | None = field(default=None)  # a verdict whose process has still to end
+
+
+class Keeper:
+    def __init__(self, trainer: socket.socket, warden: socket.socket, wakeup: socket.socket, settings: WorkerSettings):
+        self._trainer = Channel(trainer, _MAX_REQUEST_BYTES)
+        self._warden, self._wakeup, self._settings = warden, wakeup, settings
+        self._taken = mmap.mmap(-1, TASK_ID_BYTES)
+        self._output = _Output(settings.log)
+        self._worker: _Worker | None = None
+        self._task: _Task | None = None
+        self._failed_starts = 0  # in a row
+        self._was_ready = False
+
+    def run(self) -> NoReturn:
+        """Returns when the trainer or the warden is gone, with no process left below."""
+        adopt_orphans()
+        self._start_worker()
+        try:
+            while not self._trainer.ended:
+                self._listen()
+                self._keep_time()
+        finally:
+            self._end_worker()
+            os._exit(0)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        worker, poll = self._worker, select.poll()
+        channels = [self._trainer] + ([worker.channel] if worker is not None else [])
+        for channel in channels:
+            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.wants_write else 0))
+        for other in (self._warden, self._wakeup):
+            poll.register(other, select.POLLIN)
+        if self._output.source >= 0:
+            poll.register(self._output.source, select.POLLIN)
+        deadline = worker.deadline if worker is not None else math.inf
+        wait_s = min(max(deadline - time.monotonic(), 0.0), _SLICE_S)
+        ready = {fd for fd, _ in poll.poll(math.ceil(wait_s * 1000))}
+        for channel in channels:
+            if channel.wants_write:
+                channel.flush()
+        if self._output.source in ready:
+            self._output.drain()
+        if self._warden.fileno() in ready:  # it says nothing: it has ended
+            self._trainer.close()
+            return
+        if self._wakeup.fileno() in ready:
+            self._wakeup.recv(4096)
+        self._reap()
+        if (
+            worker is not None
+            and worker is self._worker
+            and (worker.channel.fileno() in ready or worker.exit_code is not None)
+        ):
+            self._hear(worker)
+        if self._trainer.fileno() in ready:
+            for frame in self._trainer.receive():
+                self._take(frame)
+
+    def _reap(self) -> None:
+        """Notes which children have ended or stopped: the worker, and orphans of its making."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+                if pid == 0:
+                    return
+                worker = self._worker
+                if worker is None or pid != worker.pid:
+                    continue
+                if os.WIFSTOPPED(status):
+                    self._stopped(worker)
+                else:
+                    worker.exit_code = os.waitstatus_to_exitcode(status)
+
+    def _stopped(self, worker: _Worker) -> None:
+        task = self._task
+        if worker.is_ready and task is None:
+            self._restart("a worker was stopped while it had nothing to do")
+        elif worker.is_ready and task is not None and not self._has_taken(task):
+            if not self._try_again(task):
+                self._restart("a worker was stopped before it had taken its sample")
+        elif not math.isfinite(worker.deadline):
+            worker.deadline = time.monotonic() + STOPPED_S
+
+    def _keep_time(self) -> None:
+        worker = self._worker
+        if worker is None or time.monotonic() < worker.deadline:
+            return
+        if not worker.is_ready:
+            limit = f"{self._settings.start_timeout_s:g} s"
+            error = f"{self._settings.loads} did not end within reward.start_timeout_s ({limit})"
+            self._not_started(error, final=not self._was_ready)
+        elif self._settings.timeout_s:
+            self._settle(timed_out(self._settings.timeout_s))
+        else:
+            self._settle(crashed(f"the scorer's process was stopped (SIGSTOP) for {STOPPED_S:g} s"))
+
+    # -- from the trainer --------------------------------------------------------------------------------------------
+
+    def _take(self, frame: bytes) -> None:
+        if not frame:  # is this process alive?
+            self._trainer.send(to_bytes({"alive": True}))
+            return
+        assert self._task is None, "the trainer hands over one task at a time"
+        self._task = _Task(frame[:TASK_ID_BYTES].decode(), frame)
+        if self._worker is None:
+            self._failed_starts = 0
+            self._start_worker()
+        else:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        worker, task = self._worker, self._task
+        if worker is not None and worker.is_ready and task is not None:
+            self._taken[:] = bytes(TASK_ID_BYTES)
+            worker.deadline = time.monotonic() + (self._settings.timeout_s or math.inf)
+            worker.channel.send(task.frame)
+
+    # -- from the worker ---------------------------------------------------------------------------------------------
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            for frame in worker.channel.receive():
+                self._understand(worker, read_message(frame))
+                if self._worker is not worker:
+                    return
+        except BadFrame as bad:
+            self._lose(f"the scorer's process sent {bad}")
+            return
+        if worker.channel.ended or worker.exit_code is not None:
+            self._lose(self._last_words(worker))
+
+    def _understand(self, worker: _Worker, message: dict[str, Any]) -> None:
+        task = self._task
+        if not worker.is_ready and message.get("ready") is True:
+            worker.is_ready, worker.deadline = True, math.inf
+            worker.kept = frozenset(descendants(os.getpid(), {worker.pid})) | frozenset(descendants(worker.pid))
+            self._failed_starts, self._was_ready = 0, True
+            self._trainer.send(to_bytes({"ready": True, "has_jax": message.get("has_jax") is True}))
+            self._hand_over()
+        elif not worker.is_ready and message.get("ready") is False:
+            self._not_started(str(message.get("error"))[:2000], final=True)
+        elif task is not None and message.get("task") == task.id and task.scored is None:
+            task.scored = {**message_of(read_scored(message), task.id), "last": message.get("last") is True}
+            if not self._settings.fresh_process:
+                self._finish(task.scored)
+        elif task is not None and message.get("ended") == task.id and self._settings.fresh_process:
+            code = message.get("code")
+            self._finish(task.scored or message_of(crashed(_ended(code)), task.id))
+        else:
+            raise BadFrame("a verdict that it was not asked for")
+
+    def _finish(self, message: dict[str, Any]) -> None:
+        """Passes a verdict on; the worker lives, unless it asked to be replaced."""
+        worker = self._worker
+        assert worker is not None
+        worker.deadline = math.inf
+        if message.pop("last", False) and not self._settings.fresh_process:
+            self._end_worker()
+        else:
+            kill_descendants({worker.pid, *worker.kept}, below=(worker.pid,))
+        self._task = None
+        self._trainer.send(to_bytes(message))
+        if self._worker is None:
+            self._start_worker()
+
+    def _last_words(self, worker: _Worker) -> str:
+        """Why a worker's socket has closed."""
+        deadline = time.monotonic() + _EXIT_S
+        while worker.exit_code is None and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.001)
+        if worker.exit_code is None:
+            return "the scorer closed its process's connection to the pool"
+        return _ended(worker.exit_code)
+
+    # -- ends and beginnings of workers ------------------------------------------------------------------------------
+
+    def _lose(self, why: str) -> None:
+        """The worker ended, or is not to be listened to any more."""
+        worker, task = self._worker, self._task
+        assert worker is not None
+        if not worker.is_ready:
+            self._not_started(f"{self._settings.loads} failed: {why}", final=False)
+        elif task is None:
+            self._restart(f"a worker without a sample was ended: {why}")
+        elif task.scored is not None:  # of its own process; the worker died before it could say that it had ended
+            self._settle(read_scored(task.scored))
+        elif self._has_taken(task):
+            self._settle(crashed(why))
+        elif not self._try_again(task):
+            self._restart(f"a worker ended before it had taken its sample: {why}")
+
+    def _has_taken(self, task: _Task) -> bool:
+        """Whether the worker has begun with the sample."""
+        return self._taken[:] == task.id.encode()
+
+    def _try_again(self, task: _Task) -> bool:
+        """Counts an attempt; True if it was the last, and the sample has its verdict."""
+        task.attempts += 1
+        if task.attempts < MAX_ATTEMPTS:
+            return False
+        self._settle(crashed(f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample"))
+        return True
+
+    def _settle(self, scored: Scored) -> None:
+        """A verdict with which the worker goes."""
+        task, self._task = self._task, None
+        assert task is not None
+        self._end_worker()
+        self._start_worker()
+        self._trainer.send(to_bytes(message_of(scored, task.id)))
+
+    def _restart(self, why: str) -> None:
+        self._trainer.send(to_bytes({"restarted": why}))
+        self._end_worker()
+        self._start_worker()
+
+    def _not_started(self, error: str, *, final: bool) -> None:
+        """The scorer was not loaded. Unless that is `final`, another worker tries, `MAX_ATTEMPTS` of them in a row."""
+        self._end_worker()
+        self._failed_starts += 1
+        task = self._task
+        if task is None:
+            if final or self._failed_starts >= MAX_ATTEMPTS:
+                self._trainer.send(to_bytes({"ready": False, "error": error}))
+            else:
+                self._start_worker()
+        elif final:
+            self._task = None
+            self._trainer.send(to_bytes(message_of(("error", 0.0, {"error": error}, 0.0), task.id)))
+        elif not self._try_again(task):
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        ours, theirs = socket.socketpair()
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            become_worker(keeper, theirs, self._taken, self._output.sink, self._settings)
+        theirs.close()
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        self._worker = _Worker(pid, Channel(ours, MAX_VERDICT_BYTES + 4096), deadline)
+
+    def _end_worker(self) -> None:
+        """Kills the worker and everything that it started."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            kill(worker.pid, group=True)
+            worker.channel.close()
+        kill_descendants(())
+        self._reap()
+
+
+class _Output:
+    """What workers print: appended to the log until that has `MAX_LOG_BYTES`, dropped beyond and without a log."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._log = -1
+        if path:
+            self.source, self.sink = os.pipe()
+            os.set_blocking(self.source, False)
+        else:
+            self.source, self.sink = -1, os.open(os.devnull, os.O_WRONLY)
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.source, 1 << 16)
+            with contextlib.suppress(OSError):  # a full disk costs what is printed, and nothing else
+                if self._log < 0:
+                    self._log = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                room = MAX_LOG_BYTES - os.fstat(self._log).st_size
+                if room > 0:
+                    over = b"\n(the log is full: what reward workers print is dropped from here on)\n"
+                    os.write(self._log, data if len(data) < room else data[:room] + over)
+
+
+def _ended(code: Any) -> str:
+    return f"the scorer's process ended with exit code {code}"

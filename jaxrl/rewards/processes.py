@@ -1,0 +1,105 @@
+"""Processes below this one, and their end: who descends from whom, and killing all of them.
+
+Source: prctl(2) (`PR_SET_CHILD_SUBREAPER`, `PR_SET_PDEATHSIG`), proc(5) (`/proc/<pid>/task/<tid>/children`).
+
+On Linux a process that calls `adopt_orphans` becomes the parent of every descendant whose own parent ends, so none can
+leave its sight: neither by a new session nor by a double fork. Other systems have neither call nor `/proc`. There a
+worker's process group is all that can be killed: what leaves the group (`setsid`) outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+
+IS_LINUX = sys.platform == "linux"
+PATIENCE_S = 5.0
+"""For killed processes to be gone; one that waits for a disk or a driver may take longer, and is met again later."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True) if IS_LINUX else None
+
+
+def adopt_orphans() -> None:
+    """From here on this process is the parent of its descendants whose parents end."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when `parent` ends; at once if it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc is not None and _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def close_all_but(kept: Collection[int]) -> None:
+    """Closes every file descriptor of this process above the standard three, but these."""
+    for fd in map(int, os.listdir("/dev/fd")):
+        if fd > 2 and fd not in kept:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(fd)
+
+
+def descendants(pid: int, apart_from: Collection[int] = ()) -> list[int]:
+    """Living processes below `pid`, without those in `apart_from` and what is below them; none where there is no
+    `/proc`."""
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        for child in _children(pending.pop()):
+            if child not in apart_from:
+                pending.append(child)
+                if not _is_zombie(child):
+                    found.append(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except (OSError, IndexError):
+        return True
+
+
+def kill(pid: int, group: bool = False) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        (os.killpg if group else os.kill)(pid, signal.SIGKILL)
+
+
+def kill_descendants(apart_from: Collection[int], below: Collection[int] = ()) -> None:
+    """Kills what is below this process, and below the processes `below` (which live on), until nothing is left.
+
+    Args:
+      apart_from: processes that live on, with all that is below them.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    roots = (os.getpid(), *below)
+    while found := [pid for root in roots for pid in descendants(root, {*apart_from, *below})]:
+        for pid in found:
+            kill(pid)
+        if time.monotonic() > deadline:
+            return
+        for pid in found:
+            with contextlib.suppress(ChildProcessError):  # a child of another, which reaps it, or leaves it to us
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.0005)

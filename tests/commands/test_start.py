@@ -1,0 +1,89 @@
+"""A start that is refused leaves the run as it was: it can be exported, and the right options go on with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from refusals import contents
+from tiny import write_tiny_model
+
+from jaxrl.cli import main
+from jaxrl.record.metrics import read_metrics
+
+OPTIONS = (
+    *("data.max_prompt_length=64", "data.max_response_length=8", "data.train_batch_size=2", "rollout.n=2"),
+    *("rollout.max_num_seqs=4", "rollout.max_num_batched_tokens=64", "rollout.num_blocks=20", "rollout.warmup=false"),
+    *("actor.ppo_max_token_len_per_gpu=256", "trainer.save_freq=1", "trainer.num_devices=1", "reward.num_workers=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A folder with a model, problems, and a run of one step."""
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(tiny_model, folder / "model")
+    write_tiny_model(folder / "wider", hidden_size=64)
+    for name, count in (("train", 4), ("other", 7)):
+        rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text("1 / 0\n")
+    assert start(folder, "trainer.compilation_cache_dir=") == 0
+    return folder
+
+
+def start(folder: Path, *options: str) -> int:
+    own = (
+        f"model.path=random:{folder / 'model'}",
+        f"data.train_files=[{folder / 'train.jsonl'}]",
+        f"trainer.run_dir={folder / 'run'}",
+        f"trainer.compilation_cache_dir={folder / 'cache'}",
+        "trainer.total_training_steps=1",
+    )
+    return main(["train", *own, *OPTIONS, *options])
+
+
+REFUSED = {
+    "another-model": (["model.path=random:{}/wider"], "does not fit this model and optimizer"),
+    "no-model": (["model.path={}/gone"], "gone"),
+    "other-data": (["data.train_files=[{}/other.jsonl]"], "data cursor: saved with 4 prompts"),
+    "no-data": (["data.train_files=[{}/gone.jsonl]"], "gone.jsonl"),
+    "another-order": (["data.seed=7"], "data cursor: saved with order"),
+    "a-reward-file-that-fails": (["reward.kind=custom", "reward.path={}/reward.py"], "ZeroDivisionError"),
+    "too-many-devices": (["trainer.num_devices=64"], "trainer.num_devices (64) must be at most"),
+    "no-profile": (["rollout.layout.switch=true", "rollout.layout.profile={}/gone.json"], "gone.json"),
+    "no-checkpoint-to-begin-with": (["trainer.init_from={}/gone"], "no checkpoint"),
+    "an-unknown-quota-source": (["data.source_quotas={gone: 2}"], "gone"),
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_written(name: str, fresh: bool, place: Path, capsys: pytest.CaptureFixture[str]):
+    options, words = REFUSED[name]
+    if fresh and name in ("another-model", "other-data", "another-order"):
+        return  # no refusal there
+    before = contents(place)
+    filled = [option.replace("{}", str(place)) for option in options]
+    if fresh:
+        filled.append(f"trainer.run_dir={place / 'new' / 'run'}")
+    assert start(place, *filled) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert contents(place) == before
+
+
+def test_after_a_refused_start_the_run_is_exported_and_goes_on(place: Path, tmp_path: Path):
+    folder = tmp_path / "place"
+    shutil.copytree(place, folder)
+    assert start(folder, f"model.path=random:{folder / 'wider'}") == 2
+    assert main(["export", str(folder / "run"), str(tmp_path / "out")]) == 0
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["hidden_size"] == 32
+    assert start(folder, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
+    assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2]
+    assert len(json.loads((folder / "run" / "run.json").read_text())["starts"]) == 2

@@ -1,0 +1,69 @@
+"""Chat templates: what they give, and the limits of time, size and memory."""
+
+import time
+
+import pytest
+
+from jaxrl.data import chat_template
+from jaxrl.data.chat_template import RefusedMessages, render
+
+ASK = [{"role": "user", "content": "hi"}]
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+WORDY = LOOPS.replace("{% endfor %}", " {% endfor %}")
+
+
+def test_a_template_is_rendered():
+    assert render("{{ bos_token }}{{ messages[0].content }}", "file", ASK, {"bos_token": "<s>"}) == "<s>hi"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (LOOPS, "takes more than 2 s for a short conversation"),
+        ("{{ 9 ** (9 ** 9) }}", "takes more than 2 s for a short conversation"),  # constant: computed by the compiler
+        ("{% set n = namespace(x='ab') %}" + "{% set n.x = n.x ~ n.x %}" * 60, "takes more than 1024 MiB of memory"),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than 1048576 characters"),
+        ("x" * 2**21, "has 2097152 characters, more than 1048576"),
+        ("{% if x %}", r"is no jinja template \(line 1: "),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
+    ],
+)
+def test_a_template_that_cannot_be_used(source: str, words: str):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=f"^file: the chat template {words}") as caught:
+        render(source, "file", ASK, {})
+    assert not isinstance(caught.value, RefusedMessages)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "{% if messages[0].content == 'hi' %}" + LOOPS.replace("%}{% endfor", "%} {% endfor") + "{% endif %}",
+            "writes",
+        ),
+        ("{{ messages[0].content.nothing.more }}", "refuses these messages: 'str object' has no attribute 'nothing'"),
+        ("{{ 1 // (messages[0].content | length - 2) }}", "fails with these messages: integer"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with these messages: maximum recursion depth"),
+    ],
+)
+def test_messages_that_a_template_does_not_take(source: str, words: str):
+    with pytest.raises(RefusedMessages, match=f"^file: the chat template {words}"):
+        render(source, "file", ASK, {})
+
+
+def test_the_time_of_one_conversation(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "TIME_LIMIT_S", 0.05)
+    source = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %} {% endfor %}"
+    template = chat_template._compiled(source)
+    with pytest.raises(RefusedMessages, match=r"takes more than 0\.05 s with these messages"):
+        chat_template._rendered_or_refused(template, "file", ASK, {})
+
+
+def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch):
+    trials = []
+    monkeypatch.setattr(chat_template, "_try", lambda *arguments: trials.append(arguments))
+    for text in ("a", "b"):
+        assert render("once {{ messages[0].content }}", "file", [{"content": text}], {}) == f"once {text}"
+    assert len(trials) == 1

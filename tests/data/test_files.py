@@ -1,0 +1,79 @@
+"""Rows of data files: what is read though it looks unusual. What is refused stands in tests/refusals/test_data.py."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+
+from jaxrl.data import files
+from jaxrl.data.files import data_files, rows, shown
+
+
+def read(path: Path) -> list[tuple[str, object]]:
+    return [(where.removeprefix(f"{path}, "), row) for where, row in rows(path)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"q": 1}\n\n{"q": 2}\n',
+        b'\xef\xbb\xbf{"q": 1}\r\n\r\n{"q": 2}\r\n',
+        b'  {"q": 1}\n \t\n{"q": 2}',
+    ],
+)
+def test_marks_line_ends_and_empty_lines(tmp_path: Path, content: bytes):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert read(tmp_path / name) == [("line 1", {"q": 1}), ("line 3", {"q": 2})]
+
+
+def test_a_long_line_is_read(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "x" * 20_000_000}))
+    ((where, row),) = rows(tmp_path / "a.jsonl")
+    assert (where, len(row["q"])) == (f"{tmp_path}/a.jsonl, line 1", 20_000_000)
+
+
+def test_the_longest_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 2**20)
+    row = json.dumps({"q": "x" * (2**20 - len('{"q": ""}'))})
+    (tmp_path / "a.jsonl").write_text(row)
+    assert len(read(tmp_path / "a.jsonl")) == 1
+    (tmp_path / "a.jsonl").write_text(f"{row} ")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: longer than 1 MiB; a line must hold one problem"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_rows_of_parquet_are_counted_over_its_batches(tmp_path: Path):
+    texts = pyarrow.array([b"x"] * 1500 + [b"\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"q": texts}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 1501: not UTF-8 text \(byte 0\)"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
+    table = pyarrow.table({"q": [f"{i:x<40}" for i in range(4096)]})
+    file = tmp_path / "a.parquet"
+    parquet.write_table(table, file, row_group_size=1024, compression="snappy", use_dictionary=False)
+    offset = parquet.ParquetFile(file).metadata.row_group(2).column(0).data_page_offset
+    content = bytearray(file.read_bytes())
+    content[offset + 200 : offset + 400] = b"\xff" * 200
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.parquet: damaged after row 2048 \(Corrupt snappy compressed data"):
+        read(file)
+
+
+def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "[1].jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert data_files(["[1].jsonl"], "data.train_files") == [Path("[1].jsonl")]
+    assert data_files(["~/[1].jsonl"], "data.train_files") == [tmp_path / "[1].jsonl"]
+
+
+def test_what_a_message_shows():
+    assert shown("x" * 80) == "x" * 80
+    assert shown("x" * 81) == "x" * 77 + "..."

@@ -1,0 +1,61 @@
+"""300 tiny steps: nothing grows after the tenth. A quick one, of saves alone, is in tests/train/test_damage.py.
+
+Threads and open files may differ by 2 between two looks, because a save that is under way has its own. The memory of
+the process may grow by 48 MiB: the allocator keeps what the largest batch and a save needed, and the longest draws of
+300 steps come late. Programs are counted by jax's own log of what it compiles; a batch of a shape that was not there
+before may still bring 2.
+"""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from runs import PATIENCE_S, Runs, num_steps
+
+MAX_MORE = {"threads": 2, "files": 2, "MiB": 48}
+MAX_MORE_PROGRAMS = 2
+
+
+def look(pid: int) -> dict[str, float]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = {name: int(value) for name, value in re.findall(r"^(Threads|VmRSS):\s+(\d+)", status, re.MULTILINE)}
+    return {
+        "threads": found["Threads"],
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+        "MiB": found["VmRSS"] / 1024,
+    }
+
+
+@pytest.mark.slow
+def test_sixty_steps_leave_nothing_behind(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    flat(tmp_path, tiny_model, 60, monkeypatch)
+
+
+@pytest.mark.slow
+def test_three_hundred_steps_leave_nothing_behind(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    flat(tmp_path, tiny_model, 300, monkeypatch)
+
+
+def flat(folder: Path, model: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_EXPLAIN_CACHE_MISSES", "0")
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
+    runs, run_dir, output = Runs(folder, model), folder / "run", folder / "output"
+    with open(output, "wb") as file:
+        process = runs.start(run_dir, f"trainer.total_training_steps={steps}", stdout=file)
+    looks, compiled = {}, {}
+    deadline = time.monotonic() + PATIENCE_S + steps
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        step = num_steps(run_dir)
+        if step not in looks and 10 <= step < steps:
+            compiled[step] = output.read_bytes().count(b"Finished XLA compilation")
+            looks[step] = look(process.pid)
+        time.sleep(0.02)
+    assert process.returncode == 0, output.read_text()[-2000:]
+    first, last = min(looks), max(looks)
+    print({step: looks[step] | {"programs": compiled[step]} for step in (first, last)})
+    for name, allowed in MAX_MORE.items():
+        assert looks[last][name] - looks[first][name] <= allowed, (name, looks[first], looks[last])
+    assert compiled[last] - compiled[first] <= MAX_MORE_PROGRAMS

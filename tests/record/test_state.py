@@ -1,0 +1,32 @@
+"""A simulated run's state comes back as it was; any change of its file is found."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from jaxrl.record.state import dump_state, load_state
+
+STATE = {"step": 3, "data": {"order": np.arange(5, dtype=np.int16)}, "name": "plain"}
+
+
+def test_round_trip():
+    found = load_state(dump_state(STATE), "state.json")
+    assert found["data"]["order"].dtype == np.int16
+    assert found["data"]["order"].tolist() == [0, 1, 2, 3, 4]
+    assert {**found, "data": None} == {**STATE, "data": None}
+
+
+def test_every_change_is_found():
+    """Each byte flipped, and each length cut to; the last byte of the text is no line end that could be spared."""
+    text, moments = dump_state(STATE), random.Random(1)
+    for at in range(len(text)):
+        flipped = text[:at] + chr(ord(text[at]) ^ 1 << moments.randrange(7)) + text[at + 1 :]
+        for damaged in (flipped, text[:at]):
+            with pytest.raises(ValueError, match=r"^state.json: .*remove it to start again$"):
+                load_state(damaged, "state.json")
+
+
+def test_files_without_a_digest_still_load():
+    assert load_state(json.dumps({"simulation": 1, "state": {"step": 3}}), "state.json") == {"step": 3}

@@ -1,0 +1,146 @@
+"""Bad inputs of the class "concurrency": two programs that want the same folder or file at the same time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from refusals import Refusal, cases, check, contents
+
+from jaxrl.cli import main
+from jaxrl.commands.export import export
+from jaxrl.config import from_mapping
+from jaxrl.record.files import writing_whole
+from jaxrl.record.run_dir import RunDir
+
+TASK = ("data.train_files=[{tmp}/train.jsonl]", "data.max_prompt_length=64", "data.max_response_length=16")
+MODEL = ("model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8")
+TRAIN = ("train", *MODEL, *TASK, "trainer.run_dir={tmp}/run", "trainer.compilation_cache_dir={tmp}/cache")
+SIMULATE = (
+    "simulate",
+    "model.path=m",
+    "model.random_init=true",
+    "data.task=leg_counting",
+    "simulate.run_dir={tmp}/run",
+)
+HELD = (
+    "{tmp}/run belongs to a run that is still going (it holds {tmp}/run/.lock): wait for it, or choose another "
+    "trainer.run_dir"
+)
+HOLD = """
+import sys
+from jaxrl.config import from_mapping
+from jaxrl.record.run_dir import RunDir
+run_dir = RunDir(sys.argv[1])
+if "started" in sys.argv:
+    config = from_mapping({"model": {"path": "m"}, "data": {"task": "leg_counting"}})
+    run_dir.record_start(config, {"platform": "cpu"}, 0)
+if "saving" in sys.argv:
+    draft = run_dir.file("checkpoints") / "2.draft"
+    draft.mkdir(parents=True)
+    (draft / "state").write_text("half")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Another process that has the run directory, for as long as the test goes on."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), *request.param]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield
+        process.communicate(timeout=60)
+
+
+def problems(folder: Path) -> None:
+    rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("holder", [["building"], ["started"], ["started", "saving"]], indirect=True, ids="-".join)
+@cases(
+    [
+        Refusal("train", TRAIN, HELD, problems),
+        Refusal("simulate", SIMULATE, HELD.replace("trainer.run_dir", "simulate.run_dir")),
+    ]
+)
+def test_a_folder_that_another_start_has(
+    refusal: Refusal,
+    holder: None,
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """While the other one is still loading, before it has written anything; while it trains; in its first save."""
+    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("holder", [["started"]], indirect=True, ids="-".join)
+def test_a_report_needs_no_lock(holder: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It only reads, and its page is replaced as a whole."""
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.html'}\n"
+
+
+def test_two_exports_into_one_folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The one that is ready first has it; the other one is refused and leaves nothing behind."""
+    out = tmp_path / "out"
+    other = tmp_path / "out.draft"
+    other.mkdir()
+    (other / "mine").write_text("")
+
+    def second(*arguments: object, **options: object) -> None:
+        monkeypatch.undo()
+        export(f"random:{tiny_model}", str(out), "float32", say=lambda line: None)
+
+    monkeypatch.setattr("jaxrl.commands.export.export_hf", second)
+    with pytest.raises(ValueError, match="must be empty or absent: an export never overwrites"):
+        export(f"random:{tiny_model}", str(out), "float32", say=lambda line: None)
+    assert {"out/model.safetensors", "out/config.json", "out.draft/mine"} < set(contents(tmp_path))
+    assert not [name for name in contents(tmp_path) if ".jaxrl" in name]
+
+
+def test_a_failed_export_leaves_nothing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(params: object, model: object, draft: Path, **options: object) -> None:
+        (draft / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(draft / "model.safetensors"))
+
+    monkeypatch.setattr("jaxrl.commands.export.export_hf", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(f"random:{tiny_model}", str(tmp_path / "out"), "float32")
+    assert contents(tmp_path) == {}
+
+
+def test_two_writers_of_one_file(tmp_path: Path):
+    """As two evaluations with one --out: the file is that of the one that ends last, whole."""
+    path = tmp_path / "out.jsonl"
+    with writing_whole(path) as first:
+        first.write(b"first\n" * 1000)
+        with writing_whole(path) as second:
+            second.write(b"second\n")
+        assert path.read_bytes() == b"second\n"
+    assert path.read_bytes() == b"first\n" * 1000
+    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_refused_start_does_not_take_the_folder_from_one_that_begins(tmp_path: Path):
+    """The first is refused and takes back its lock and its folder; the second comes in between."""
+    config = from_mapping({"model": {"path": "m"}, "data": {"task": "leg_counting"}})
+    refused = RunDir(tmp_path / "run")
+    with pytest.raises(ValueError, match="still going"):
+        RunDir(tmp_path / "run")
+    refused.close()
+    with closing(RunDir(tmp_path / "run")) as run_dir:
+        run_dir.record_start(config, {"platform": "cpu"}, 0)
+        with pytest.raises(ValueError, match="still going"):
+            RunDir(tmp_path / "run")
+        assert (tmp_path / "run" / ".lock").exists(), "the third one's refusal leaves the second one's lock"

@@ -1,0 +1,672 @@
+"""Bad inputs of the class "data": data files, tasks, tokenizers, chat templates, and models that these do not fit.
+
+Each is refused before weights load, with one sentence that names the file and the line, and nothing is written.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+from refusals import Refusal, cases, check
+from tiny import CHAT_TEMPLATE, write_tiny_model
+
+Prepare = Callable[[Path], None]
+
+GOOD = {"question": "1 + 1", "answer": "2", "m": [{"role": "user", "content": "1 + 1"}]}
+LINE = json.dumps(GOOD)
+LENGTHS = ("data.max_prompt_length=64", "data.max_response_length=16")
+EVAL = ("eval", "model.path=random:{model}", *LENGTHS)
+OWN = ("eval", "model.path=random:{tmp}/model", *LENGTHS, "data.val_files=[{tmp}/a.jsonl]")
+GENERATE = ("generate", "--model", "random:{tmp}/model", "--max-tokens", "4", "2 + 2")
+TASK = (*EVAL, "data.task=chain_sum", "data.val_size=4")
+FILE = "{tmp}/a.jsonl"
+TRAIN = ("train", *EVAL[1:], f"data.train_files=[{FILE}]", "trainer.run_dir={tmp}/run")
+MODEL = "{tmp}/model"
+
+
+def writes(content: str | bytes, name: str = "a.jsonl") -> Prepare:
+    def prepare(folder: Path) -> None:
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return prepare
+
+
+def packed(table: pyarrow.Table, change: Callable[[bytes], bytes] = bytes, **options: Any) -> Prepare:
+    """A Parquet file whose bytes are changed."""
+
+    def prepare(folder: Path) -> None:
+        parquet.write_table(table, folder / "a.parquet", **options)
+        (folder / "a.parquet").write_bytes(change((folder / "a.parquet").read_bytes()))
+
+    return prepare
+
+
+def model(change: Callable[[Path], object] = lambda folder: None, **config: Any) -> Prepare:
+    """A tiny model of the test's own, with entries of config.json, and what is done to its folder."""
+
+    def prepare(folder: Path) -> None:
+        writes(LINE)(folder)
+        change(write_tiny_model(folder / "model", **config))
+
+    return prepare
+
+
+def entry(name: str, **entries: Any) -> Callable[[Path], None]:
+    """Sets entries of a JSON file of a model's folder."""
+
+    def change(folder: Path) -> None:
+        file = folder / name
+        found = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(found | entries))
+
+    return change
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+    return lambda folder: writes(content, name)(folder)
+
+
+def added_tokens(folder: Path) -> None:
+    found = json.loads((folder / "tokenizer.json").read_text())
+    like = found["added_tokens"][-1]
+    found["added_tokens"] += [{**like, "id": 260 + i, "content": f"<extra_{i}>"} for i in range(3)]
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+
+
+def twice(folder: Path) -> None:
+    writes(LINE)(folder)
+    (folder / "b.jsonl").symlink_to("a.jsonl")
+
+
+def files(name: str, sentence: str, prepare: Prepare, *options: str, path: str = FILE) -> Refusal:
+    return Refusal(name, (*EVAL, f"data.val_files=[{path}]", *options), sentence, prepare)
+
+
+def line(name: str, second: str, said: str, *options: str) -> Refusal:
+    """A bad second line."""
+    return files(name, f"{FILE}, line 2{said}", writes(f"{LINE}\n{second}\n"), *options)
+
+
+def row(name: str, said: str, *options: str, **entries: Any) -> Refusal:
+    """A second row with other entries."""
+    return line(name, json.dumps(GOOD | entries), said, *options)
+
+
+def messages(name: str, said: str, value: Any) -> Refusal:
+    return row(name, f": 'm' (data.messages_key){said}", "data.messages_key=m", m=value)
+
+
+def own(name: str, sentence: str, prepare: Prepare, *options: str) -> Refusal:
+    return Refusal(name, (*OWN, *options), sentence, prepare)
+
+
+def template(name: str, source: str, said: str, where: str = "") -> Refusal:
+    sentence = f"{where}{MODEL}/chat_template.jinja: the chat template {said}"
+    return own(name, sentence, model(text("chat_template.jinja", source)))
+
+
+def task(name: str, sentence: str, *options: str) -> Refusal:
+    return Refusal(name, (*TASK, *options), sentence)
+
+
+TABLE = pyarrow.Table.from_pylist([{"question": f"{i} + {i}" * 20, "answer": str(2 * i)} for i in range(500)])
+PARQUET = "{tmp}/a.parquet"
+ASK = {"role": "user", "content": "1 + 1"}
+RULE = " must be a list of messages with text in 'role' and 'content', found "
+ENDS = "; what its name ends in must say what it holds"
+HALF = "half a character (\\ud83d without its other half)"
+
+NAMES = [
+    files("missing", f"{FILE}: no such file; data.val_files must name existing files", lambda folder: None),
+    files(
+        "pattern",
+        "{tmp}/*.jsonl: no such file; data.val_files must name existing files; patterns are not filled in: name each "
+        "file",
+        writes(LINE),
+        path="{tmp}/*.jsonl",
+    ),
+    files(
+        "url",
+        "data.val_files: https://example.org/a.jsonl is a URL; download it and give the file",
+        lambda folder: None,
+        path="https://example.org/a.jsonl",
+    ),
+    files("empty name", "data.val_files: ' ' is no file's name", lambda folder: None, path="' '"),
+    files(
+        "no such home",
+        "data.val_files: ~no-such-user/a.jsonl begins with ~ and a name that has no home folder",
+        lambda folder: None,
+        path="~no-such-user/a.jsonl",
+    ),
+    files(
+        "folder",
+        f"{FILE}: a folder; data.val_files must name files",
+        lambda folder: (folder / "a.jsonl").mkdir(),
+    ),
+    files(
+        "pipe",
+        f"{FILE}: no regular file; data.val_files must name files",
+        lambda folder: os.mkfifo(folder / "a.jsonl"),
+    ),
+    files(
+        "device",
+        "/dev/zero: no regular file; data.val_files must name files",
+        lambda folder: None,
+        path="/dev/zero",
+    ),
+    files(
+        "csv",
+        "{tmp}/a.csv: a data file must end in .jsonl, .jsonl.gz or .parquet",
+        writes("question,answer\n1 + 1,2\n", "a.csv"),
+        path="{tmp}/a.csv",
+    ),
+    files(
+        "one file twice",
+        "data.val_files: {tmp}/b.jsonl is named twice",
+        twice,
+        path=f"{FILE},{{tmp}}/b.jsonl",
+    ),
+    files(
+        "training file in no folder",
+        "no/b.jsonl: no such file; data.train_files must name existing files",
+        writes(LINE),
+        "data.train_files=[no/b.jsonl]",
+    ),
+]
+CONTENTS = [
+    files("empty file", f"{FILE}: holds no rows", writes("")),
+    files("empty lines alone", f"{FILE}: holds no rows", writes("\n \n\r\n")),
+    files("gzip without its name", f"{FILE}: holds gzip data{ENDS}", writes(gzip.compress(LINE.encode()))),
+    files("zstd data", f"{FILE}: holds zstd data{ENDS}", writes(b"\x28\xb5\x2f\xfd\x00\x00")),
+    files("Parquet as JSONL", f"{FILE}: holds Parquet data{ENDS}", writes(b"PAR1 and so on")),
+    files(
+        "text as gzip",
+        f"{FILE}.gz: is not gzipped{ENDS}",
+        writes(LINE, "a.jsonl.gz"),
+        path=f"{FILE}.gz",
+    ),
+    files(
+        "gzip cut off",
+        f"{FILE}.gz, line 1: damaged or cut off (Compressed file ended before the end-of-stream marker was reached)",
+        writes(gzip.compress((LINE + "\n").encode() * 9, mtime=0)[:20], "a.jsonl.gz"),
+        path=f"{FILE}.gz",
+    ),
+    files(
+        "gzip with a damaged body",
+        f"{FILE}.gz, line 1: damaged or cut off (Error -3 while decompressing data: invalid block type)",
+        writes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x02\xff" + b"\xff" * 40, "a.jsonl.gz"),
+        path=f"{FILE}.gz",
+    ),
+    files(
+        "a line without end",
+        f"{FILE}.gz, line 1: longer than 64 MiB; a line must hold one problem",
+        writes(gzip.compress(b" " * (65 * 2**20), 1, mtime=0), "a.jsonl.gz"),
+        path=f"{FILE}.gz",
+    ),
+    files(
+        "Latin-1", f"{FILE}, line 2: not UTF-8 text (byte 14)", writes(f'{LINE}\n{{"question": "é"}}'.encode("latin-1"))
+    ),
+    files("UTF-16", f"{FILE}, line 1: not UTF-8 text (byte 0)", writes(LINE.encode("utf-16"))),
+    line("cut off", LINE[:20], ": not valid JSON (Expecting ',' delimiter, column 21)"),
+    line("a zero byte", '{"question": "a\0b"}', ": not valid JSON (Invalid control character at, column 16)"),
+    line("single quotes", str(GOOD), ": not valid JSON (Expecting property name enclosed in double quotes, column 2)"),
+    line("two rows in a line", LINE + LINE, f": not valid JSON (Extra data, column {len(LINE) + 1})"),
+    line("a list", "[1]", ": a row must be a JSON object, found list"),
+    line("null", "null", ": a row must be a JSON object, found NoneType"),
+    line("NaN", '{"question": "q", "answer": NaN}', ": NaN is no number in JSON"),
+    line("Infinity", '{"question": "q", "answer": -Infinity}', ": -Infinity is no number in JSON"),
+    line(
+        "a key twice",
+        '{"question": "q", "answer": 1, "answer": 2}',
+        ": key 'answer' stands twice in one object",
+    ),
+    line("half a character", '{"question": "\\ud83d", "answer": 1}', f": 'question' holds {HALF}"),
+    line("deep", '{"a": ' + "[" * 200 + "]" * 200 + "}", ": nested more than 100 levels deep"),
+    line("very deep", "[" * 100_000, ": nested too deeply"),
+    line(
+        "a long number",
+        '{"answer": ' + "9" * 5000 + "}",
+        ": a whole number has 5000 digits, and at most 400 are read",
+    ),
+]
+
+PARQUETS = [
+    files(
+        "text as Parquet",
+        f"{PARQUET}: not a Parquet file, or a damaged one (Parquet magic bytes not found in footer. Either the file "
+        "is corrupted or this is not a parquet file.)",
+        writes(LINE * 9, "a.parquet"),
+        path=PARQUET,
+    ),
+    files(
+        "Parquet cut off",
+        f"{PARQUET}: not a Parquet file, or a damaged one (Parquet magic bytes not found in footer. Either the file "
+        "is corrupted or this is not a parquet file.)",
+        packed(TABLE, lambda data: data[:-100]),
+        path=PARQUET,
+    ),
+    files(
+        "empty Parquet",
+        f"{PARQUET}: not a Parquet file, or a damaged one (Parquet file size is 0 bytes)",
+        writes(b"", "a.parquet"),
+        path=PARQUET,
+    ),
+    files("no rows", f"{PARQUET}: holds no rows", packed(TABLE.slice(0, 0)), path=PARQUET),
+    files(
+        "damaged snappy page",
+        f"{PARQUET}: not a Parquet file, or a damaged one (Corrupt snappy compressed data.)",
+        packed(TABLE, lambda data: data[:400] + b"\xff" * 40 + data[440:], compression="snappy", use_dictionary=False),
+        path=PARQUET,
+    ),
+    files(
+        "damaged zstd page",
+        f"{PARQUET}: not a Parquet file, or a damaged one (Invalid or truncated PLAIN-encoded BYTE_ARRAY data)",
+        packed(TABLE, lambda data: data[:400] + b"\xff" * 40 + data[440:], compression="zstd", use_dictionary=False),
+        path=PARQUET,
+    ),
+    files(
+        "bytes that are no text",
+        f"{PARQUET}, row 2: not UTF-8 text (byte 0)",
+        packed(pyarrow.table({"question": pyarrow.array([b"ok", b"\xff\xfe"]).view(pyarrow.string())})),
+        path=PARQUET,
+    ),
+    files(
+        "a column twice",
+        f"{PARQUET}: the column 'question' stands twice",
+        packed(pyarrow.table([pyarrow.array(["q"]), pyarrow.array(["r"])], names=["question", "question"])),
+        path=PARQUET,
+    ),
+    files(
+        "NaN in a column",
+        f"{PARQUET}, row 2: 'answer' (data.answer_key) must be text or a finite number, found nan",
+        packed(pyarrow.table({"question": ["a", "b"], "answer": [1.0, float("nan")]})),
+        path=PARQUET,
+    ),
+]
+
+COLUMNS = [
+    files(
+        "another column",
+        f"{FILE}, line 1: no column 'question' (data.prompt_key): found 'text', 'label'",
+        writes('{"text": "q", "label": 1}'),
+    ),
+    files(
+        "a column nearly",
+        f"{FILE}, line 1: no column 'question' (data.prompt_key): did you mean 'Question'?",
+        writes('{"Question": "q"}'),
+    ),
+    line("a row without an answer", '{"question": "q"}', ": no column 'answer' (data.answer_key): found 'question'"),
+    files(
+        "nothing under a dotted name",
+        f"{FILE}, line 1: no column 'reward_model.ground_truth' (data.answer_key): found 'question', 'answer', 'm'",
+        writes(LINE),
+        "data.answer_key=reward_model.ground_truth",
+    ),
+    files(
+        "no column named",
+        "data.prompt_key is empty: name the column of the problem's text, or give data.messages_key",
+        writes(LINE),
+        "data.prompt_key=",
+    ),
+    row("question null", ": 'question' (data.prompt_key) must hold some text, found None", question=None),
+    row("question a number", ": 'question' (data.prompt_key) must hold some text, found 7", question=7),
+    row("question blank", ": 'question' (data.prompt_key) must hold some text, found ' \\n'", question=" \n"),
+    row("answer null", ": 'answer' (data.answer_key) must be text or a number, found None", answer=None),
+    row("answer a list", ": 'answer' (data.answer_key) must be text or a number, found ['2']", answer=["2"]),
+    row("answer true", ": 'answer' (data.answer_key) must be text or a number, found True", answer=True),
+    row("answer empty after ####", ": 'answer' (data.answer_key) must hold an answer, found '2 ####'", answer="2 ####"),
+    line(
+        "answer too large",
+        '{"question": "q", "answer": 1e999}',
+        ": 'answer' (data.answer_key) must be text or a finite number, found inf",
+    ),
+    files(
+        "source null",
+        f"{FILE}, line 1: 's' (data.source_key) must be text or a whole number, found None",
+        writes(json.dumps(GOOD | {"s": None})),
+        "data.source_key=s",
+    ),
+]
+
+MESSAGES = [
+    messages("messages null", f"{RULE}None", None),
+    messages("messages empty", f"{RULE}[]", []),
+    messages("a message that is text", f"{RULE}'1 + 1'", ["1 + 1"]),
+    messages("content null", f"{RULE}{{'role': 'user', 'content': None}}", [{"role": "user", "content": None}]),
+    messages("content in parts", f"{RULE}{{'role': 'user', 'content': []}}", [{"role": "user", "content": []}]),
+    messages(
+        "role tool",
+        ": message 2 has the role 'tool', which is not supported; supported are system, user, assistant",
+        [ASK, {"role": "tool", "content": "2"}, ASK],
+    ),
+    messages(
+        "role human",
+        ": message 1 has the role 'human', which is not supported; supported are system, user, assistant",
+        [{"role": "human", "content": "1 + 1"}],
+    ),
+    messages(
+        "tool calls",
+        ": message 2 has 'tool_calls', which is not supported",
+        [ASK, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}, ASK],
+    ),
+    messages(
+        "the answer is there already",
+        ": the last message must be the user's, which is to be answered, found assistant",
+        [ASK, {"role": "assistant", "content": "2"}],
+    ),
+    messages("nothing asked", ": the last message must hold some text, found ''", [{"role": "user", "content": ""}]),
+    row(
+        "messages in broken text",
+        ", 'm': not valid JSON (Expecting value, column 1)",
+        "data.messages_key=m",
+        m="user: 1 + 1",
+    ),
+    row(
+        "a key twice in messages as text",
+        ", 'm': key 'role' stands twice in one object",
+        "data.messages_key=m",
+        m='[{"role": "user", "role": "system", "content": "q"}]',
+    ),
+]
+
+PROMPTS = [
+    files(
+        "a template with a column",
+        "data.prompt_template names the column {answer}, but only {question} is filled in: write the rest into the "
+        "problem's text",
+        writes(LINE),
+        "data.prompt_template='{question} {answer}'",
+    ),
+    files(
+        "all held-out prompts too long",
+        "no held-out prompts: all 1 are longer than data.max_prompt_length (4 tokens)",
+        writes(LINE),
+        "data.max_prompt_length=4",
+    ),
+    files(
+        "20 MB in a line",
+        f"{FILE}, line 1: the prompt has more than 16629 tokens, more than data.max_prompt_length (64), and "
+        "data.filter_overlong_prompts is false",
+        writes(json.dumps({"question": "x" * 20_000_000, "answer": 1})),
+        "data.filter_overlong_prompts=false",
+    ),
+    files(
+        "held out and trained on",
+        f"{FILE}: all 1 problems are in the training set",
+        writes(LINE),
+        f"data.train_files=[{FILE}]",
+    ),
+    Refusal(
+        "all training prompts too long",
+        (*TRAIN, "data.max_prompt_length=4"),
+        "no training prompts: all 1 are longer than data.max_prompt_length (4 tokens)",
+        writes(LINE),
+    ),
+    Refusal(
+        "a quota for no source",
+        (*TRAIN, "data.train_batch_size=2", "data.source_quotas={b: 2}"),
+        "data.source_quotas: the training data has no source 'b': it holds 'a'",
+        writes(LINE),
+    ),
+]
+
+TASKS = [
+    task(
+        "an option of no task",
+        "data.task_config: chain_sum refuses {'terms': 2} (ChainSumConfig.__init__() got an unexpected keyword "
+        "argument 'terms')",
+        "data.task_config={terms: 2}",
+    ),
+    task(
+        "an option of another type",
+        "data.task_config: chain_sum refuses {'min_terms': 'two'} ('>' not supported between instances of 'str' and "
+        "'int')",
+        "data.task_config={min_terms: two}",
+    ),
+    task(
+        "an option out of bounds",
+        "data.task_config: chain_sum refuses {'min_terms': 0} (min_terms must be positive)",
+        "data.task_config={min_terms: 0}",
+    ),
+    task(
+        "a seed that is text",
+        "data.task_config.seed must be a whole number, found 'one'",
+        "data.task_config={seed: one}",
+    ),
+    task(
+        "the task's size",
+        "data.task_config.size: the number of problems is data.task_size (and data.val_size)",
+        "data.task_config={size: 5}",
+    ),
+    task(
+        "no such task",
+        "data.task: reasoning-gym has no task 'chain_sums'; did you mean chain_sum?",
+        "data.task=chain_sums",
+    ),
+]
+
+TOKENIZERS = [
+    own(
+        "no tokenizer",
+        f"{MODEL}: holds no tokenizer.json, which is the one tokenizer format that is read",
+        model(lambda folder: (folder / "tokenizer.json").unlink()),
+    ),
+    own(
+        "another format",
+        f"{MODEL}: holds no tokenizer.json, which is the one tokenizer format that is read (tokenizer.model: load it "
+        "with transformers' AutoTokenizer and save it)",
+        model(lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model")),
+    ),
+    own(
+        "tokenizer cut off",
+        f"{MODEL}/tokenizer.json: not a tokenizer of the tokenizers library (EOF while parsing a string at line 1 "
+        "column 23)",
+        model(lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0", "mod')),
+    ),
+    own(
+        "a model of another type",
+        f"{MODEL}/tokenizer.json: not a tokenizer of the tokenizers library (data did not match any variant of "
+        "untagged enum ModelUntagged at line 1 column 875)",
+        model(entry("tokenizer.json", model={"type": "Word"})),
+    ),
+    own(
+        "tokenizer not UTF-8",
+        f"{MODEL}/tokenizer.json: not UTF-8 text (byte 0)",
+        model(text("tokenizer.json", b"\xff\xfe{}")),
+    ),
+    own(
+        "config not JSON",
+        f"{MODEL}/tokenizer_config.json: not valid JSON (Expecting property name enclosed in double quotes, column 2)",
+        model(text("tokenizer_config.json", "{'eos_token': 1}")),
+    ),
+    own(
+        "config a list",
+        f"{MODEL}/tokenizer_config.json: must hold a JSON object, found list",
+        model(text("tokenizer_config.json", "[]")),
+    ),
+    own(
+        "map a number",
+        f"{MODEL}/special_tokens_map.json: must hold a JSON object, found int",
+        model(text("special_tokens_map.json", "7")),
+    ),
+    own(
+        "eos token a number",
+        f"{MODEL}/tokenizer_config.json: eos_token must be text or an object with text in 'content', found 2",
+        model(entry("tokenizer_config.json", eos_token=2)),
+    ),
+    own(
+        "eos token without content",
+        f"{MODEL}/tokenizer_config.json: eos_token must be text or an object with text in 'content', found "
+        f"{{'special': True}}",
+        model(entry("tokenizer_config.json", eos_token={"special": True})),
+    ),
+    own(
+        "eos token of no id",
+        f"{MODEL}: eos_token '</s>' is not in the vocabulary of tokenizer.json",
+        model(entry("tokenizer_config.json", eos_token="</s>")),
+    ),
+    own(
+        "tokens added to the tokenizer alone",
+        f"{MODEL}: the tokenizer's '<extra_2>' has the id 262, but the model's vocabulary has 260 tokens (ids up to "
+        "259): the tokenizer is of another model, or tokens were added to it alone",
+        model(added_tokens),
+    ),
+    own(
+        "a model of another vocabulary",
+        f"{MODEL}: the tokenizer's 'Ń' has the id 259, but the model's vocabulary has 200 tokens (ids up to 199): "
+        "the tokenizer is of another model, or tokens were added to it alone",
+        model(vocab_size=200),
+    ),
+    own(
+        "eos id text",
+        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found '2'",
+        model(eos_token_id="2"),
+    ),
+    own(
+        "eos id a fraction",
+        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found 2.0",
+        model(eos_token_id=2.0),
+    ),
+    own(
+        "eos id negative",
+        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found -1",
+        model(eos_token_id=-1),
+    ),
+    own(
+        "eos ids in lists",
+        f"{MODEL}/config.json: eos_token_id must be a token id, a list of them or null, found [[2]]",
+        model(eos_token_id=[[2]]),
+    ),
+    own(
+        "eos id beyond the vocabulary",
+        f"{MODEL}/config.json: eos_token_id (260) must be below the size of the model's vocabulary (260 tokens)",
+        model(eos_token_id=[2, 260]),
+    ),
+    own(
+        "eos id of generation_config",
+        f"{MODEL}/generation_config.json: eos_token_id (999) must be below the size of the model's vocabulary (260 "
+        "tokens)",
+        model(entry("generation_config.json", eos_token_id=999)),
+    ),
+    own(
+        "pad id beyond the vocabulary",
+        f"{MODEL}/generation_config.json: pad_token_id (260) must be below the size of the model's vocabulary (260 "
+        "tokens)",
+        model(entry("generation_config.json", pad_token_id=260)),
+    ),
+    own(
+        "bos id true",
+        f"{MODEL}/config.json: bos_token_id must be a token id, a list of them or null, found True",
+        model(bos_token_id=True),
+    ),
+    own(
+        "longer than the model",
+        "data.max_prompt_length (64) + data.max_response_length (16) = 80 tokens, but {tmp}/model was made for at "
+        "most 79 (max_position_embeddings, with rope scaling where there is any): ask for less, or give the model's "
+        "config.json a rope scaling",
+        model(max_position_embeddings=79),
+    ),
+    Refusal(
+        "a prompt longer than the model",
+        GENERATE,
+        "the longest prompt (24) + --max-tokens (4) = 28 tokens, but {tmp}/model was made for at most 16 "
+        "(max_position_embeddings, with rope scaling where there is any): ask for less, or give the model's "
+        "config.json a rope scaling",
+        model(max_position_embeddings=16),
+    ),
+    own(
+        "an empty stop string",
+        "rollout.stop: a stop string must be text and not empty, found ''",
+        model(),
+        "rollout.stop=['']",
+    ),
+    own(
+        "a stop string without end",
+        "rollout.stop: a stop string must have at most 1000 characters, found 2000",
+        model(),
+        f"rollout.stop=[{'x' * 2000}]",
+    ),
+]
+
+TEMPLATES = [
+    own(
+        "template a number",
+        f"{MODEL}/tokenizer_config.json: chat_template must be text or a list of named templates, found 7",
+        model(entry("tokenizer_config.json", chat_template=7)),
+    ),
+    own(
+        "named templates without text",
+        f"{MODEL}/tokenizer_config.json: chat_template must be text or a list of objects with text in 'name' and "
+        f"'template', found {{'name': 'default'}}",
+        model(entry("tokenizer_config.json", chat_template=[{"name": "default"}])),
+    ),
+    own(
+        "no template",
+        f"{MODEL}: has no chat template; give prompts as text (data.apply_chat_template=false)",
+        model(lambda folder: (folder / "chat_template.jinja").unlink()),
+    ),
+    template(
+        "template not closed",
+        CHAT_TEMPLATE.removesuffix("{% endif %}"),
+        "is no jinja template (line 4: Unexpected end of template. Jinja was looking for the following tags: 'elif' or "
+        "'else' or 'endif'. The innermost block that needs to be closed is 'if'.)",
+    ),
+    template("no such filter", "{{ messages | joined }}", "is no jinja template (line 1: No filter named 'joined'.)"),
+    template(
+        "the template refuses",
+        "{{ raise_exception('no users') }}",
+        "refuses these messages: no users",
+        f"{FILE}, line 1: ",
+    ),
+    template(
+        "an undefined variable",
+        "{{ message.content }}",
+        "refuses these messages: 'message' is undefined",
+        f"{FILE}, line 1: ",
+    ),
+    template(
+        "an operation that fails",
+        "{{ messages[0].content + 1 }}",
+        'fails with these messages: can only concatenate str (not "int") to str',
+        f"{FILE}, line 1: ",
+    ),
+    template(
+        "an endless template",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "takes more than 2 s for a short conversation",
+    ),
+    template(
+        "a giant output",
+        "{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
+        "writes more than 1048576 characters for a short conversation",
+    ),
+    template("a giant text", "{{ 'x' * 10 ** 11 }}", "takes more than 1024 MiB of memory for a short conversation"),
+    template(
+        "a range beyond bounds",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "fails with these messages: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",
+        f"{FILE}, line 1: ",
+    ),
+    Refusal(
+        "generate with a template that refuses",
+        GENERATE,
+        f"{MODEL}/chat_template.jinja: the chat template refuses these messages: no",
+        model(text("chat_template.jinja", "{{ raise_exception('no') }}")),
+    ),
+]
+
+ALL = [*NAMES, *CONTENTS, *PARQUETS, *COLUMNS, *MESSAGES, *PROMPTS, *TASKS, *TOKENIZERS, *TEMPLATES]
+
+
+@cases(ALL)
+def test_refused(refusal, tmp_path, tiny_model, capsys, monkeypatch):
+    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+
+
+def test_the_class_is_whole():
+    assert len(ALL) >= 72

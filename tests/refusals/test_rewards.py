@@ -1,0 +1,428 @@
+"""The battery, rewards: reward files and options that cannot work, and scorers that misbehave while the run goes.
+
+What is wrong at the start is one sentence, before anything is scored. What goes wrong later costs the sample at hand,
+with a status and a reason; the samples beside it are right, and no process is left.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.scorers import build_scorer
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, Sample, SampleKey
+
+GOOD = "def compute_score(**kwargs):\n    return 1.0\n"
+IMPORTING = "reward.path: importing {path} failed"
+FUNCTION = "reward.name: {path}: compute_score"
+ARGUMENTS = "(data_source, solution_str, ground_truth, extra_info)"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A reward file or option that is refused: `sentence` is all that the error says, `{path}` in it the file."""
+
+    name: str
+    sentence: str
+    source: str | bytes = GOOD
+    reward: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    file: str = "reward.py"
+    make: Callable[[Path], None] | None = None  # the file, if it is no plain one
+
+
+FILES = [
+    Wrong("no file", "reward.path: no such file: {path}", make=lambda path: None),
+    Wrong("folder", "reward.path must name a Python file (.py), found a folder: {path}", make=Path.mkdir),
+    Wrong("named pipe", "reward.path must name a Python file (.py), found a device: {path}", make=os.mkfifo),
+    Wrong("other ending", "reward.path must name a Python file (.py), found {path}", file="reward.txt"),
+    Wrong("Latin-1", "{path}: not UTF-8 text (byte 22)", b"import os\nimport re\n# \xe9t\xe9\n"),
+    Wrong(
+        "UTF-16",
+        "reward.path: {path} cannot be read as text: invalid or missing encoding declaration",
+        "a = 1".encode("utf-16"),
+    ),
+    Wrong(
+        "no such encoding",
+        "reward.path: {path} cannot be read as text: unknown encoding: utf-7000",
+        b"# -*- coding: utf-7000 -*-\n",
+    ),
+    Wrong("null bytes", "reward.path: {path} is no Python file: there is a null byte in it", "a = 1\0\n"),
+    Wrong("syntax", f"{IMPORTING} in line 2 with SyntaxError: '(' was never closed", "a = 1\ndef broken(\n"),
+    Wrong(
+        "tabs",
+        f"{IMPORTING} in line 3 with TabError: inconsistent use of tabs and spaces in indentation",
+        "if 1:\n        a = 1\n\tb = 1\n",
+    ),
+    Wrong(
+        "missing package",
+        f"{IMPORTING} in line 2 with ModuleNotFoundError: No module named 'no_such_package'",
+        "import os\nimport no_such_package\n",
+    ),
+    Wrong("unknown name", f"{IMPORTING} in line 3 with NameError: name 'x' is not defined", "\n\ny = x\n"),
+    Wrong(
+        "in a function",
+        f"{IMPORTING} in line 2 with ZeroDivisionError: division by zero",
+        "def half(x):\n    return x / 0\nhalf(1)\n",
+    ),
+    Wrong(
+        "no end of calls",
+        f"{IMPORTING} in line 2 with RecursionError: maximum recursion depth exceeded",
+        "def f():\n    f()\nf()\n",
+    ),
+    Wrong("several lines", f"{IMPORTING} in line 1 with ValueError: one two", 'raise ValueError("one\\n  two")\n'),
+    Wrong("exit", f"{IMPORTING} in line 1 with SystemExit: 2", "import sys; sys.exit(2)\n"),
+    Wrong("interrupt", f"{IMPORTING} with KeyboardInterrupt", "raise KeyboardInterrupt\n"),
+    Wrong("standard input", f"{IMPORTING} in line 1 with EOFError: EOF when reading a line", "input()\n"),
+    Wrong("a token", f"{IMPORTING} in line 1 with KeyError: 'SOME_TOKEN'", "import os; os.environ['SOME_TOKEN']\n"),
+    Wrong("memory", f"{IMPORTING} in line 1 with MemoryError", "a = bytearray(3 << 30)\n", {"max_memory_gib": 1.0}),
+    Wrong("death", f"{IMPORTING}: the scorer's process ended with exit code 3", "import os; os._exit(3)\n"),
+    Wrong("leave", f"{IMPORTING}: the scorer's process ended with exit code 0", "import os; os._exit(0)\n"),
+    Wrong(
+        "crash", f"{IMPORTING}: the scorer's process ended with exit code -11", "import ctypes; ctypes.string_at(0)\n"
+    ),
+    Wrong(
+        "closed",
+        f"{IMPORTING}: the scorer closed its process's connection to the pool",
+        "import os, time; os.closerange(3, 99); time.sleep(9)\n",
+    ),
+    Wrong(
+        "endless",
+        "reward.path: importing {path} did not end within reward.start_timeout_s (0.5 s)",
+        "while True: pass\n",
+        {"start_timeout_s": 0.5},
+    ),
+    Wrong(
+        "endless in C",
+        "reward.path: importing {path} did not end within reward.start_timeout_s (0.5 s)",
+        "sum(iter(int, 1))\n",
+        {"start_timeout_s": 0.5},
+    ),
+    Wrong("no function", "reward.name: {path} must define a function 'compute_score', found nothing", "a = 1\n"),
+    Wrong("other name", "reward.name: {path} must define a function 'mine', found nothing", reward={"name": "mine"}),
+    Wrong("no name", "reward.name: {path} must define a function '', found nothing", reward={"name": ""}),
+    Wrong("number", "reward.name: {path} must define a function 'compute_score', found int", "compute_score = 3\n"),
+    Wrong(
+        "arguments",
+        f"{FUNCTION} must take {ARGUMENTS}, by these names; found (text, answer): missing a required argument: 'text'",
+        "def compute_score(text, answer): ...\n",
+    ),
+    Wrong(
+        "one too few",
+        f"{FUNCTION} must take {ARGUMENTS}, by these names; found (data_source, solution_str, ground_truth): got an "
+        "unexpected keyword argument 'extra_info'",
+        "def compute_score(data_source, solution_str, ground_truth): ...\n",
+    ),
+    Wrong(
+        "no signature",
+        f"{FUNCTION} must take {ARGUMENTS}, by these names; found a function without a signature that can be read",
+        "compute_score = min\n",
+    ),
+    Wrong(
+        "async",
+        f"{FUNCTION} must be an ordinary function, found an async one",
+        "async def compute_score(**kwargs): ...\n",
+    ),
+    Wrong(
+        "yields",
+        f"{FUNCTION} must be an ordinary function, found a generator",
+        "def compute_score(**kwargs): yield 1.0\n",
+    ),
+]
+OPTIONS = [
+    Wrong(
+        "unset variable", "reward.env: the environment has no variable 'NO_SUCH_KEY'", reward={"env": ["NO_SUCH_KEY"]}
+    ),
+    Wrong("no path", "reward.path is missing: reward.kind is custom, which needs a Python file", reward={"path": ""}),
+    Wrong(
+        "kind",
+        "reward.kind must be one of auto, math, task, custom, found 'maths'; did you mean math?",
+        reward={"kind": "maths"},
+    ),
+    Wrong("pool", "reward.pool must be one of process, ray, found 'threads'", reward={"pool": "threads"}),
+    Wrong("no workers", "reward.num_workers must be at least 1, found 0", reward={"num_workers": 0}),
+    Wrong("negative limit", "reward.timeout_s must be at least 0, found -1.0", reward={"timeout_s": -1}),
+    Wrong("no time to start", "reward.start_timeout_s must be above 0, found 0.0", reward={"start_timeout_s": 0}),
+    Wrong("negative memory", "reward.max_memory_gib must be at least 0, found -2.0", reward={"max_memory_gib": -2}),
+    Wrong("env is text", "reward.env must be a list, found 'HF_TOKEN'", reward={"env": "HF_TOKEN"}),
+    Wrong("fresh", "reward.fresh_process must be bool, found 'always' (str)", reward={"fresh_process": "always"}),
+    Wrong(
+        "no reference",
+        "data.answer_key is empty: reward.kind=math compares with a reference answer",
+        reward={"kind": "math", "path": ""},
+        data={"answer_key": ""},
+    ),
+    Wrong(
+        "no task",
+        "reward.kind is task, which needs data.task: the scorer is the task's own",
+        reward={"kind": "task", "path": ""},
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", [pytest.param(wrong, id=wrong.name) for wrong in FILES + OPTIONS])
+def test_refused(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    path = tmp_path / wrong.file
+    if wrong.make is not None:
+        wrong.make(path)
+    else:
+        path.write_bytes(wrong.source if isinstance(wrong.source, bytes) else wrong.source.encode())
+    reward = {"kind": "custom", "path": str(path), **wrong.reward}
+    started = time.monotonic()
+    with pytest.raises(ValueError) as refused:  # noqa: PT011  (the whole sentence is compared)
+        _warmed(reward, wrong.data).close()
+    assert str(refused.value) == wrong.sentence.format(path=path)
+    assert time.monotonic() - started < 60
+    assert _left(str(path)) == []
+
+
+def _warmed(reward: dict[str, Any], data: dict[str, Any]) -> RewardPool:
+    config = from_mapping({"model": {"path": "x"}, "data": data, "reward": reward})
+    pool = build_pool(config, build_scorer(config))
+    try:
+        pool.warm()
+    except ValueError:
+        pool.close()
+        raise
+    return pool
+
+
+# -- while the run goes ------------------------------------------------------------------------------------------------
+
+SCORER = """
+import ctypes, json, os, pickle, signal, socket, struct, subprocess, sys, time
+FOLDER = {folder!r}
+
+def sleeper(seconds=300):
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({{seconds}})", FOLDER])
+
+def to_all_descriptors(data):
+    for fd in range(3, 40):
+        try:
+            os.write(fd, data)
+        except OSError:
+            pass
+
+class Command:
+    def __reduce__(self):
+        return os.system, ("touch " + FOLDER + "/ran_in_the_trainer",)
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str.startswith("say "):
+        return float(solution_str[4:])
+    result = {{"score": 1.0}}
+    exec(extra_info["code"], {{**globals(), "result": result}})
+    return result["value"] if "value" in result else result
+"""
+FRAME = "to_all_descriptors(struct.pack('!I', len(data)) + data)"
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What a scorer does, and what its sample gets; `error` is the whole reason."""
+
+    name: str
+    code: str
+    error: str = ""
+    status: str = "error"
+    info: dict[str, Any] | None = None
+
+
+NOT_FINITE = "ValueError: a scorer must return a finite number, found "
+TIMEOUT = "no score within reward.timeout_s (2 s)"
+ENDED = "the scorer's process ended with exit code "
+BAD = [
+    Bad("raises", "raise KeyError('x')", "KeyError: 'x'"),
+    Bad("no text", "raise Unreadable", "Unreadable: (its text cannot be read)"),
+    Bad("interrupts", "raise KeyboardInterrupt", "KeyboardInterrupt"),
+    Bad("exits", "sys.exit(1)", "SystemExit: 1"),
+    Bad("NaN", "result['value'] = float('nan')", NOT_FINITE + "nan"),
+    Bad("infinite", "result['value'] = float('-inf')", NOT_FINITE + "-inf"),
+    Bad("beyond floats", "result['value'] = 10**400", NOT_FINITE + f"{10**400!r:.200}"),
+    Bad("text", "result['value'] = '1'", NOT_FINITE + "'1'"),
+    Bad("nothing", "result['value'] = None", NOT_FINITE + "None"),
+    Bad(
+        "no score",
+        "result['value'] = {'reward': 1}",
+        "ValueError: {path}: compute_score returned a mapping without 'score': reward",
+    ),
+    Bad(
+        "large info",
+        "result['text'] = 'x' * (50 << 20)",
+        "the scorer's info takes 52428810 bytes as JSON, above the 1048576 that are recorded",
+    ),
+    Bad(
+        "circle",
+        "result['self'] = result",
+        "ValueError: what a scorer returns must not be nested deeper than 64 levels",
+    ),
+    Bad(
+        "long number",
+        "result['n'] = 10**5000",
+        "the scorer's info cannot be written as JSON: ValueError: Exceeds the limit (4300 digits) for integer string "
+        "conversion; use sys.set_int_max_str_digits() to increase the limit",
+    ),
+    Bad("NaN in info", "result['n'] = float('nan')", status="ok", info={"n": "nan"}),
+    Bad("half a pair", "result['t'] = 'a\\ud800b'", status="ok", info={"t": "a?b"}),
+    Bad("memory", "result['b'] = bytearray(3 << 30)", "MemoryError (reward.max_memory_gib is 1)"),
+    Bad("dies", "os._exit(3)", ENDED + "3", "crash"),
+    Bad("leaves", "os._exit(0)", ENDED + "0", "crash"),
+    Bad("native crash", "ctypes.string_at(0)", ENDED + "-11", "crash"),
+    Bad("kills itself", "os.kill(os.getpid(), signal.SIGKILL)", ENDED + "-9", "crash"),
+    Bad("kills its group", "os.killpg(0, signal.SIGTERM); time.sleep(5)", ENDED + "-15", "crash"),
+    Bad("sleeps", "time.sleep(99)", TIMEOUT, "timeout"),
+    Bad("loops in C", "sum(iter(int, 1))", TIMEOUT, "timeout"),
+    Bad(
+        "ignores signals",
+        "[signal.signal(n, signal.SIG_IGN) for n in (15, 2, 1)]\nwhile True: pass",
+        TIMEOUT,
+        "timeout",
+    ),
+    Bad("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)", TIMEOUT, "timeout"),
+    Bad("reads the terminal", "result['t'] = sys.stdin.read()", status="ok", info={"t": ""}),
+    Bad(
+        "closes everything",
+        "os.closerange(0, 99); time.sleep(9)",
+        "the scorer closed its process's connection to the pool",
+        "crash",
+    ),
+    Bad(
+        "a pickle",
+        "data = pickle.dumps(Command()); " + FRAME + "; time.sleep(9)",
+        "the scorer's process sent bytes that are no JSON ('utf-8' codec can't decode byte 0x80 in position 0: invalid "
+        "start byte)",
+        "crash",
+    ),
+    Bad(
+        "a huge length",
+        "to_all_descriptors(b'\\xff' * 8); time.sleep(9)",
+        "the scorer's process sent a message of 4294967295 bytes, where 1052672 are the most",
+        "crash",
+    ),
+    Bad("half a frame", "to_all_descriptors(b'\\0\\0\\0\\x10{'); time.sleep(9)", TIMEOUT, "timeout"),
+    Bad(
+        "a forged verdict",
+        "data = json.dumps(dict(task='0' * 16, status='ok', reward=9, info={{}}, duration_s=0)).encode(); "
+        + FRAME
+        + "; time.sleep(9)",
+        "the scorer's process sent a verdict that it was not asked for",
+        "crash",
+    ),
+    Bad(
+        "forged by a child",
+        "data = b'garbage'\nif os.fork() == 0:\n    time.sleep(0.05); " + FRAME + "; os._exit(0)\ntime.sleep(0.2)",
+        status="ok",
+        info={},
+    ),
+    Bad("returns twice", "os.fork()", status="ok", info={}),
+    Bad("prints", "print('x' * (30 << 20)); print('y' * 99, file=sys.stderr)", status="ok", info={}),
+    Bad("closed output", "sys.stdout.close(); os.close(1); os.close(2)", status="ok", info={}),
+    Bad("leaves a child", "sleeper()", status="ok", info={}),
+    Bad(
+        "leaves fifty",
+        "[sleeper() for _ in range(8)]\n[os.fork() or time.sleep(300) for _ in range(42)]",
+        status="ok",
+        info={},
+    ),
+    Bad("a child, then hangs", "sleeper(); time.sleep(99)", TIMEOUT, "timeout"),
+    Bad("a child, then dies", "sleeper(); os._exit(1)", ENDED + "1", "crash"),
+    Bad(
+        "a daemon",
+        "if os.fork() == 0:\n    os.setsid()\n    os.fork() or (sleeper(), time.sleep(300))\n    os._exit(0)",
+        status="ok",
+        info={},
+    ),
+    Bad(
+        "leaves an alarm",
+        "signal.signal(signal.SIGALRM, lambda *_: 1 / 0); signal.setitimer(signal.ITIMER_REAL, 0.05)",
+        status="ok",
+        info={},
+    ),
+    Bad(
+        "kills its keeper",
+        "os.kill(os.getppid(), signal.SIGKILL); time.sleep(9)",
+        "3 workers in a row ended when they were given this sample",
+        "crash",
+    ),
+    Bad(
+        "stops its keeper",
+        "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(9)",
+        "3 workers in a row ended when they were given this sample",
+        "crash",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardPool, Path]]:
+    folder = tmp_path_factory.mktemp("rewards")
+    path = folder / "reward.py"
+    path.write_text(SCORER.format(folder=str(folder)))
+    patch = pytest.MonkeyPatch()
+    patch.setattr("jaxrl.rewards.workers.ASK_AFTER_S", 0.3)
+    patch.setattr("jaxrl.rewards.workers.ANSWER_S", 0.5)
+    reward = {"kind": "custom", "path": str(path), "num_workers": 2, "timeout_s": 2.0, "max_memory_gib": 1.0}
+    config = from_mapping({"model": {"path": "x"}, "reward": reward})
+    pool = build_pool(config, build_scorer(config), log=folder / "rewards.log")
+    pool.warm()
+    path.unlink()  # read once: what becomes of it later is nothing to the run
+    yield pool, path
+    pool.close()
+    patch.undo()
+    assert _left(str(folder)) == []
+
+
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in BAD])
+def test_a_scorer_that_misbehaves(bad: Bad, running: tuple[RewardPool, Path]):
+    pool, path = running
+    for i in range(7):
+        sample = Sample.empty(SampleKey(0, 0, i))
+        sample.text = "bad" if i == 3 else f"say {i}"
+        pool.submit(Prompt(0, 0, (1,), "?", "test", "a", {"code": bad.code.replace("{{}}", "{}")}), sample)
+    verdicts: dict[int, Verdict] = {}
+    deadline = time.monotonic() + 60
+    while pool.num_pending and time.monotonic() < deadline:
+        for verdict in pool.wait(1.0):
+            assert verdict.key.sample_index not in verdicts
+            verdicts[verdict.key.sample_index] = verdict
+    assert {i: (v.status, v.reward) for i, v in verdicts.items() if i != 3} == {
+        i: ("ok", float(i)) for i in range(7) if i != 3
+    }
+    verdict = verdicts[3]
+    assert verdict.info == ({"error": bad.error.format(path=path)} if bad.info is None else bad.info)
+    assert (verdict.status, verdict.reward) == (bad.status, float(bad.status == "ok"))
+    assert not (path.parent / "ran_in_the_trainer").exists()
+    assert _left("time.sleep(300)") == []
+    assert sum(file.stat().st_size for file in path.parent.glob("rewards.log")) <= 17 << 20
+
+
+def _left(word: str, patience_s: float = 3.0) -> list[int]:
+    """Processes that have the word in their command line, after a moment for them to end."""
+    deadline = time.monotonic() + patience_s
+    while (found := _with(word)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _with(word: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if word.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found

@@ -1,0 +1,307 @@
+"""SIGINT and SIGTERM at any moment: one sentence or none, status 130 or 143 (0 where it was saved), no traceback.
+
+A signal while Python itself starts, before the first line of ours, is Python's: it may end the process with a traceback
+of Python's own modules, or by the signal's default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxrl.record.state import load_state
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 200.0
+INT, TERM = signal.SIGINT, signal.SIGTERM
+WORDS = {INT: "jaxrl: interrupted\n", TERM: "jaxrl: terminated\n"}
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 3\n"
+SLOW_IMPORT = "import time\ntime.sleep(600)\n" + REWARD
+
+
+class Command:
+    """A command in a process of its own; its output goes to files, so that nothing waits for a reader."""
+
+    def __init__(self, folder: Path, *arguments: str, python: Sequence[str] = ("-m", "jaxrl")) -> None:
+        self._files = [folder / "stdout", folder / "stderr"]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        with open(self._files[0], "wb") as out, open(self._files[1], "wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *python, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                cwd=folder,
+                # a test run in a shell's background hands its children an ignored SIGINT
+                preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),
+                start_new_session=True,
+            )
+
+    @property
+    def err(self) -> str:
+        return self._files[1].read_text()
+
+    @property
+    def out(self) -> str:
+        return self._files[0].read_text()
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Waits for something, or for the end of the process."""
+        ends = time.monotonic() + PATIENCE_S
+        while not happened() and self.process.poll() is None:
+            assert time.monotonic() < ends, self.err
+            time.sleep(0.002)
+
+    def send(self, *numbers: signal.Signals, between_s: float = 0.3) -> int:
+        """Sends signals; returns the exit status."""
+        for i, number in enumerate(numbers):
+            time.sleep(between_s if i else 0)
+            self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+class Runs:
+    """Tiny runs that share a model, data, and jax's compile cache."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        rows = [json.dumps({"question": "x" * (1 + i), "answer": str(i)}) for i in range(4)]
+        (folder / "train.jsonl").write_text("".join(f"{row}\n" for row in rows))
+        (folder / "reward.py").write_text(REWARD)
+        (folder / "slow.py").write_text(SLOW_IMPORT)
+        config = {
+            "model": {"path": str(model), "random_init": True},
+            "data": {
+                "train_files": [str(folder / "train.jsonl")],
+                "max_prompt_length": 64,
+                "max_response_length": 8,
+                "train_batch_size": 2,
+            },
+            "rollout": {"n": 2, "max_num_seqs": 4, "decode_steps": 4, "warmup": False},
+            "actor": {"ppo_max_token_len_per_gpu": 128},
+            "reward": {"kind": "custom", "path": str(folder / "reward.py"), "num_workers": 1},
+            "trainer": {
+                "total_training_steps": 400,
+                "save_freq": 3,
+                "compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+            },
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def start(self, name: str, *overrides: str, command: str = "train") -> Command:
+        key = "trainer" if command == "train" else "simulate"
+        file = self.folder / "config.yaml"
+        return Command(self.place(name), command, "--config", str(file), f"{key}.run_dir=run", *overrides)
+
+    def place(self, name: str) -> Path:
+        (self.folder / name).mkdir(exist_ok=True)
+        return self.folder / name
+
+    def lines(self, name: str) -> int:
+        file = self.folder / name / "run" / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), tiny_model)
+
+
+def left_behind(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*") if path.suffix in (".draft", ".partial")]
+
+
+def check(command: Command, number: signal.Signals, status: int, *, saved: bool = False) -> None:
+    """A run that has begun its loop may have saved; no other command may end with 0 unless it was done."""
+    err = command.err
+    if "Traceback" in err and not re.search(r"jaxrl/\S*\.py", err):
+        return  # Python's own start
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    if status == 0:
+        assert saved
+        assert err == ""
+    elif status != -number:  # the signal's default, before Python took it over
+        assert (err, status) == (WORDS[number], 128 + number)
+    assert left_behind(command._files[0].parent) == []
+
+
+@pytest.mark.parametrize(("number", "after_s"), [(INT, 0.0), (TERM, 0.02), (INT, 0.05), (TERM, 0.1), (INT, 0.3)])
+def test_while_it_starts(runs: Runs, number: signal.Signals, after_s: float):
+    name = f"start-{after_s}"
+    with runs.start(name) as command:
+        time.sleep(after_s)
+        check(command, number, command.send(number))
+    assert not (runs.folder / name / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(("number", "after_s"), [(TERM, 0.7), (INT, 1.2), (TERM, 2.0), (INT, 3.0)])
+def test_while_it_imports_loads_and_compiles(runs: Runs, number: signal.Signals, after_s: float):
+    with runs.start(f"load-{after_s}") as command:
+        time.sleep(after_s)
+        check(command, number, command.send(number), saved=True)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_in_the_loop_it_saves_says_so_and_goes_on_later(runs: Runs, number: signal.Signals):
+    name = f"loop-{number}"
+    with runs.start(name) as command:
+        command.until(lambda: runs.lines(name) >= 2)
+        assert command.send(number) == 0
+        assert command.err == ""
+        said = "the run saves its state and ends; a second signal ends it at once"
+        assert f"{WORDS[number][7:-1]}: {said}\n" in command.out
+        assert "stopped; run again to go on" in command.out
+    done = runs.lines(name)
+    with runs.start(name, f"trainer.total_training_steps={done + 2}") as command:
+        assert command.process.wait(PATIENCE_S) == 0
+        assert f"after step {done} of {done + 2}" in command.out
+    assert runs.lines(name) == done + 2
+    assert left_behind(runs.folder / name) == []
+
+
+def test_while_a_reward_file_hangs_at_its_import(runs: Runs):
+    with runs.start("slow", f"reward.path={runs.folder / 'slow.py'}") as command:
+        time.sleep(3)
+        check(command, TERM, command.send(TERM))
+
+
+STUCK = """
+import hashlib, sys, time
+from jaxrl.runtime.stop import Stop
+stop = Stop()
+stop.watch()
+if "loop" in sys.argv:
+    stop.save_first(lambda text: print(text, flush=True))
+def stuck():
+    print("stuck", flush=True)
+    {hang}
+stuck()
+"""
+NATIVE = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # releases the lock, and no signal interrupts it
+SWALLOWS = """
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass"""
+
+
+@pytest.mark.parametrize(
+    ("hang", "numbers"),
+    [
+        (NATIVE, (INT,)),
+        (SWALLOWS, (TERM,)),
+        (NATIVE, (TERM, TERM)),
+        (NATIVE, (TERM, INT)),
+        (SWALLOWS, (INT, INT)),
+        (SWALLOWS, (INT, TERM)),
+    ],
+    ids=["native", "swallows", "native-twice", "native-both", "swallows-twice", "swallows-both"],
+)
+def test_whatever_the_main_thread_does(tmp_path: Path, hang: str, numbers: tuple[signal.Signals, ...]):
+    in_loop = ["loop"] if len(numbers) == 2 else []
+    with Command(tmp_path, *in_loop, python=("-c", STUCK.format(hang=hang))) as command:
+        command.until(lambda: "stuck" in command.out)
+        began = time.monotonic()
+        status = command.send(*numbers)
+        assert time.monotonic() - began < 10
+        assert (command.err, status) == (WORDS[numbers[-1]], 128 + numbers[-1])
+        assert ("a second signal ends it at once" in command.out) == bool(in_loop)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_generate_that_waits_for_its_prompts(tmp_path: Path, number: signal.Signals):
+    with Command(tmp_path, "generate", "--model", "nowhere") as command:
+        time.sleep(0.5)
+        check(command, number, command.send(number))
+
+
+def test_a_simulation_goes_on_where_its_last_state_was(runs: Runs):
+    steps = "trainer.total_training_steps"
+    with runs.start("simulated", f"{steps}=100000", command="simulate") as command:
+        command.until(lambda: runs.lines("simulated") > 20)
+        check(command, TERM, command.send(TERM))
+    file = runs.folder / "simulated" / "run" / "state.json"
+    step = load_state(file.read_text(), str(file))["step"]
+    with runs.start("simulated", f"{steps}={step + 2}", command="simulate") as command:
+        assert command.process.wait(PATIENCE_S) == 0
+        assert f"after step {step}" in command.out
+    assert runs.lines("simulated") == step + 2
+
+
+def running_in(session: int) -> list[int]:
+    """Processes of a session that are not dead."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def test_control_c_in_a_terminal_reaches_tune_and_its_processes(runs: Runs):
+    lengths = (
+        "data.max_response_length=400",
+        "actor.ppo_max_token_len_per_gpu=1000",
+        "simulate.tasks=[{response: {median: 60}}]",
+    )
+    with runs.start("tuned", "trainer.total_training_steps=30", *lengths, command="simulate") as command:
+        assert command.process.wait(PATIENCE_S) == 0
+    long = ("--steps", "50000", "--seeds", "3", "--processes", "2", "--values", "1.5,2")
+    with Command(runs.place("tune"), "tune", "--run", str(runs.folder / "tuned" / "run"), *long) as command:
+        command.until(lambda: len(running_in(command.process.pid)) >= 4)  # the resource tracker is one of them
+        time.sleep(0.3)
+        os.killpg(command.process.pid, INT)
+        check(command, INT, command.process.wait(PATIENCE_S))
+        command.until(lambda: not running_in(command.process.pid))
+        assert running_in(command.process.pid) == []
+
+
+@pytest.mark.slow
+def test_sixty_moments(runs: Runs):
+    """From the start of the process to the end of the report; every run that was stopped goes on."""
+    ends: dict[int, int] = {}
+    for i in range(60):
+        number = (INT, TERM)[i % 2]
+        with runs.start("sweep", f"trainer.total_training_steps={runs.lines('sweep') + 4}") as command:
+            time.sleep(0.15 * i)
+            status = command.send(number)
+            check(command, number, status, saved=True)
+            ends[status] = ends.get(status, 0) + 1
+    print("statuses:", ends)
+    assert len(ends) >= 3
+    steps = runs.lines("sweep") + 2
+    with runs.start("sweep", f"trainer.total_training_steps={steps}") as command:
+        assert command.process.wait(PATIENCE_S) == 0, command.err
+    assert runs.lines("sweep") == steps

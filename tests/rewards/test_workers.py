@@ -1,0 +1,224 @@
+"""Worker processes: what they get of the trainer, what of them reaches it, and that nothing of them is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.rewards.frames import BadFrame, read_message, read_scored
+from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.scorers import build_scorer
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, Sample, SampleKey
+
+SCORER = """
+import os, subprocess, sys, time
+COUNT = 0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    global COUNT
+    COUNT += 1
+    result = {"score": 1.0, "pid": os.getpid(), "count": COUNT}
+    exec(solution_str, {**globals(), "result": result})
+    return result
+"""
+
+
+def make(folder: Path, source: str = SCORER, log: Path | None = None, **reward: Any) -> RewardPool:
+    path = folder / "reward.py"
+    path.write_text(source)
+    options = {"kind": "custom", "path": str(path), "timeout_s": 20.0, **reward}
+    config = from_mapping({"model": {"path": "x"}, "reward": options})
+    return build_pool(config, build_scorer(config), log=log)
+
+
+def score(pool: RewardPool, *codes: str) -> list[Verdict]:
+    for i, code in enumerate(codes):
+        sample = Sample.empty(SampleKey(0, 0, i))
+        sample.text = code
+        pool.submit(Prompt(0, 0, (1,), "?", "test", "a"), sample)
+    verdicts: list[Verdict] = []
+    deadline = time.monotonic() + 40
+    while pool.num_pending and time.monotonic() < deadline:
+        verdicts += pool.wait(1.0)
+    assert len(verdicts) == len(codes)
+    return sorted(verdicts, key=lambda verdict: verdict.key)
+
+
+def test_workers_start_while_the_trainer_goes_on(tmp_path: Path):
+    start = time.monotonic()
+    pool = make(tmp_path, source="import time\ntime.sleep(0.5)\n" + SCORER)
+    assert time.monotonic() - start < 0.3
+    pool.warm()
+    assert time.monotonic() - start > 0.5
+    pool.close()
+
+
+def test_the_file_is_read_once(tmp_path: Path):
+    """Its text travels: a worker that starts later runs what the run began with, and tracebacks have its lines."""
+    pool = make(tmp_path, source=SCORER.replace("exec(", "exec (", 1))
+    (tmp_path / "reward.py").write_text("raise RuntimeError('changed')\n")
+    pool.warm()
+    score(pool, "os._exit(1)")
+    (tmp_path / "reward.py").unlink()
+    lines = "import linecache; result['line'] = linecache.getline(compute_score.__code__.co_filename, 9)"
+    assert "exec (" in score(pool, "os._exit(1)", lines)[1].info["line"]
+    pool.close()
+
+
+def test_modules_beside_the_trainer_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "beside_the_run.py").write_text("ANSWER = 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = make(tmp_path, source="import beside_the_run\n" + SCORER)
+    assert score(pool, "result['n'] = beside_the_run.ANSWER")[0].info["n"] == 42
+    pool.close()
+
+
+def test_environment_and_standard_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("MY_SETTING", "7")
+    monkeypatch.setenv("LC_TIME", "C")
+    pool = make(tmp_path, log=tmp_path / "rewards.log", env=["MY_SETTING"], num_workers=1)
+    code = (
+        "result['env'] = dict(os.environ); print('hello'); os.system('echo there >&2'); result['in'] = sys.stdin.read()"
+    )
+    info = score(pool, code)[0].info
+    pool.close()
+    assert "WANDB_API_KEY" not in info["env"]
+    assert (info["env"]["MY_SETTING"], info["env"]["LC_TIME"], info["env"]["PATH"]) == ("7", "C", os.environ["PATH"])
+    assert info["in"] == ""
+    assert (tmp_path / "rewards.log").read_text() == "hello\nthere\n"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_samples_share_an_interpreter_unless_they_are_not_to(tmp_path: Path):
+    change = "import math; math.pi = 3"
+    pool = make(tmp_path, num_workers=1)
+    assert [verdict.info["count"] for verdict in score(pool, change, change, change)] == [1, 2, 3]
+    pool.close()
+    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=1.0)
+    look = "import math; result['whole'] = math.pi > 3"
+    verdicts = score(
+        pool, change, look, "os._exit(3)", look, "while True: pass", look, "os.kill(os.getpid(), 11)", look
+    )
+    assert [verdict.status for verdict in verdicts] == ["ok", "ok", "crash", "ok", "timeout", "ok", "crash", "ok"]
+    assert [verdict.info["whole"] for verdict in verdicts[1::2]] == [True] * 4
+    assert [verdict.info["count"] for verdict in verdicts[1::2]] == [1] * 4
+    assert len({verdict.info["pid"] for verdict in verdicts[1::2]}) == 4
+    assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3"
+    pool.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 20.0])
+def test_a_worker_that_is_stopped_while_it_has_nothing_to_do(tmp_path: Path, timeout_s: float):
+    pool = make(tmp_path, num_workers=1, timeout_s=timeout_s)
+    os.kill(score(pool, "")[0].info["pid"], signal.SIGSTOP)
+    start = time.monotonic()
+    assert [verdict.status for verdict in score(pool, "", "")] == ["ok", "ok"]
+    assert time.monotonic() - start < 3
+    assert pool.take_metrics()["reward/pool_restarts"] == 1
+    pool.close()
+
+
+def test_what_the_reward_file_started_stays(tmp_path: Path):
+    helper = (
+        "import subprocess, sys\nHELPER = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+    )
+    pool = make(tmp_path, source=helper + SCORER, num_workers=1)
+    alive = "result['alive'] = HELPER.poll() is None; result['helper'] = HELPER.pid"
+    verdicts = score(pool, alive, "subprocess.Popen(['sleep', '300'])", alive)
+    assert [verdict.info["alive"] for verdict in verdicts[::2]] == [True, True]
+    pool.close()
+    assert not _alive(verdicts[0].info["helper"])
+
+
+@pytest.mark.parametrize("who", ["keeper", "warden", "both"])
+def test_a_supervisor_that_is_killed_is_replaced(tmp_path: Path, who: str):
+    """Every sample has one verdict, and what the lost ones had below them is gone."""
+    pool = make(tmp_path, num_workers=2)
+    pids = (
+        "result['keeper'] = os.getppid(); result['warden'] = int(open(f'/proc/{os.getppid()}/stat').read().split()[3])"
+    )
+    info = score(pool, pids)[0].info
+    for i in range(6):
+        sample = Sample.empty(SampleKey(0, 1, i))
+        sample.text = "time.sleep(0.3)"
+        pool.submit(Prompt(0, 1, (1,), "?", "test", "a"), sample)
+    time.sleep(0.1)
+    for name in ("keeper", "warden") if who == "both" else (who,):
+        os.kill(info[name], signal.SIGKILL)
+    verdicts: list[Verdict] = []
+    while pool.num_pending:
+        verdicts += pool.wait(1.0)
+    assert sorted((verdict.key.sample_index, verdict.status) for verdict in verdicts) == [(i, "ok") for i in range(6)]
+    assert pool.take_metrics()["reward/pool_restarts"] >= 1
+    pool.close()
+    assert not _alive(info["pid"])
+
+
+def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
+    """Workers in loops of C code, their children, and daemons that left their session, all end with the trainer."""
+    code = (
+        "import json; pids = [os.getpid(), subprocess.Popen(['sleep', '300'], start_new_session=True).pid]; "
+        "pids.append(os.fork() or (os.setsid(), time.sleep(300))); "
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.pids', 'w').write(json.dumps(pids)); sum(iter(int, 1))"
+    )
+    (tmp_path / "trainer.py").write_text(
+        "import sys, time\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {os.getcwd()!r}]\n"
+        "import test_workers\n"
+        "from pathlib import Path\n"
+        f"test_workers.score(test_workers.make(Path({str(tmp_path)!r}), num_workers=2), *[{code!r}] * 2)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")])
+    deadline = time.monotonic() + 30
+    while len(files := list(tmp_path.glob("*.pids"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    trainer.kill()
+    trainer.wait()
+    pids = [pid for file in files for pid in json.loads(file.read_text())]
+    assert len(pids) == 6
+    assert not [pid for pid in pids if _alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"\x80\x04", "no JSON"),
+        (b"[1]", "JSON of type list"),
+        (b'{"status": NaN}', "NaN is no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b'{"status": "fine"}', "the status 'fine'"),
+        (b'{"status": "ok", "reward": 1e999, "duration_s": 0}', "the reward inf"),
+        (b'{"status": "ok", "reward": true, "duration_s": 0}', "the reward True"),
+        (b'{"status": "ok", "reward": "1", "duration_s": 0}', "the reward '1'"),
+        (b'{"status": "ok", "reward": 1, "duration_s": -1}', "after -1 s"),
+        (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": 3}', "info of type int"),
+        (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": {"a": 1e999}}', "cannot be recorded"),
+        (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": {"a": "\\ud800"}}', "cannot be recorded"),
+    ],
+)
+def test_what_is_no_verdict(text: bytes, problem: str):
+    with pytest.raises(BadFrame, match=problem):
+        read_scored(read_message(text))
+
+
+def _alive(pid: int, patience_s: float = 5.0) -> bool:
+    """Whether a process lives, after a moment for it to end; where no process reaps orphans, it stays as a zombie."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.02)
+    return True
