@@ -749,7 +749,7 @@ OTHERS = (
             "--device-gib",
             "nan",
         ),
-        "explain-config: --device-gib must be a number from 0 to 1.04858e+06, found nan",
+        "explain-config: --device-gib must be a number from 0 to 100000, found nan",
     ),
     Refusal(
         "device-gib-negative",
@@ -759,7 +759,7 @@ OTHERS = (
             "--device-gib",
             "-1",
         ),
-        "explain-config: --device-gib must be a number from 0 to 1.04858e+06, found -1",
+        "explain-config: --device-gib must be a number from 0 to 100000, found -1",
     ),
     Refusal(
         "device-gib-huge",
@@ -769,7 +769,7 @@ OTHERS = (
             "--device-gib",
             "1e30",
         ),
-        "explain-config: --device-gib must be a number from 0 to 1.04858e+06, found 1e30",
+        "explain-config: --device-gib must be a number from 0 to 100000, found 1e30",
     ),
     Refusal(
         "explain-devices",
