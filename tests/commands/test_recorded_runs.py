@@ -11,7 +11,8 @@ today, and simulations give the same results.
 A change that is meant to alter what a simulation writes needs a new recording: `OPTIONS` says how each was made.
 Recorded again since: `tail_filter` and `rollout_scored` (dynamic sampling launches ahead of verdicts), `oneoff` (a
 round's seconds stand in the line of its batch), `adapt2` and `resumed` (all-reduces by one kernel, rows dealt evenly,
-an evaluation's place in the journal); the metrics of all of them (saving is the first thing in the next step).
+an evaluation's place in the journal); the metrics of all of them (saving is the first thing in the next step),
+and their states (which carry a digest; `resumed-at-3` is as it was).
 """
 
 from __future__ import annotations
