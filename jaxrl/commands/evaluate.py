@@ -39,12 +39,13 @@ from jaxrl.runtime.build import (
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import refuse_other_model, restore_params
 from jaxrl.train.steps import whole_step
-from jaxrl.types import Group, Prompt, Sample, SamplingParams
+from jaxrl.types import Group, Prompt, RunFailed, Sample, SamplingParams
 
 RIGHT = 1.0
 """The reward from which on a sample counts as right."""
@@ -55,7 +56,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
 
-    `say` gets which checkpoint is used, and which newer one is damaged.
+    Args:
+      checkpoint: a run directory or a checkpoint: its parameters instead of those of `model.path`.
+      out: a file for every response and its verdict. It is written even where all rewards failed.
+      say: gets which checkpoint is used, which newer one is damaged, and how many rewards failed.
+
+    Raises:
+      ValueError: what a user can mend.
+      RunFailed: every reward failed, so that the figures would say nothing about the model.
     """
     if out:
         refuse_file(out, "--out")
@@ -82,9 +90,10 @@ def evaluate(
         use_compilation_cache(config)
         for line in said:
             say(line)
-        groups = _responses(config, mesh, tokenizer, model, params, prompts, pool)
+        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool)
         if file is not None:
             _write_samples(file, groups)
+    say_failed(errors, sum(len(group.samples) for group in groups), say)
     return figures(groups)
 
 
@@ -96,8 +105,8 @@ def _responses(
     params: Any,
     prompts: Sequence[Prompt],
     pool: RewardPool,
-) -> list[Group]:
-    """The scored responses to every prompt."""
+) -> tuple[list[Group], list[str]]:
+    """The scored responses to every prompt; why rewards failed, one text each."""
     executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
     val = config.rollout.val_kwargs
     sampling = SamplingParams(
@@ -113,10 +122,24 @@ def _responses(
     backend.enter_rollout(0)
     current = Round(prompts, val.n)
     backend.begin(0, sampling)
+    errors: list[str] = []
     while not current.done:
-        for command in current.handle(backend.wait()):
+        event = backend.wait()
+        if isinstance(event, Verdict) and event.status != "ok":
+            errors.append(str(event.info.get("error", event.status)))
+        for command in current.handle(event):
             backend.apply(command)
-    return current.groups()
+    return current.groups(), errors
+
+
+def say_failed(errors: Sequence[str], num_samples: int, say: Callable[[str], None]) -> None:
+    """Tells how many rewards failed, each of which counts as 0; RunFailed if all did."""
+    if not errors:
+        return
+    text = f"{len(errors)} of {num_samples} rewards failed; the last one: {errors[-1]}"
+    if len(errors) == num_samples:
+        raise RunFailed(text)
+    say(f"{text}. Each of them counts as 0")
 
 
 def figures(groups: Sequence[Group]) -> dict[str, float]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k
+from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k, say_failed
 from jaxrl.config import from_mapping
-from jaxrl.types import FinishReason, Group, Prompt, Sample, SampleKey
+from jaxrl.types import FinishReason, Group, Prompt, RunFailed, Sample, SampleKey
 
 
 def make_group(index: int, answers: Sequence[tuple[str | None, float]], length: int = 2) -> Group:
@@ -85,6 +85,16 @@ def test_one_sample_per_prompt():
     assert found["avg@1"] == found["pass@1"] == found["maj@1"] == 0.5
 
 
+def test_failed_rewards_are_told_and_nothing_but_failed_ones_is_no_result():
+    said: list[str] = []
+    say_failed([], 4, said.append)
+    assert said == []
+    say_failed(["late", "NameError: x"], 4, said.append)
+    assert said == ["2 of 4 rewards failed; the last one: NameError: x. Each of them counts as 0"]
+    with pytest.raises(RunFailed, match=r"^4 of 4 rewards failed; the last one: late$"):
+        say_failed(["late"] * 4, 4, said.append)
+
+
 def test_every_response_can_be_written(tmp_path: Path):
     path = tmp_path / "out.jsonl"
     with open(path, "wb") as file:
@@ -131,7 +141,7 @@ def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(
     assert len(seen[0]) == 2, "the draft is there before the first response"
     assert [(file.name, file.read_text()) for file in out.parent.iterdir()] == [("out.jsonl", "earlier\n")]
     groups = [make_group(0, [("7", 1.0), (None, float("nan"))])]
-    monkeypatch.setattr("jaxrl.commands.evaluate._responses", lambda *_: groups)
+    monkeypatch.setattr("jaxrl.commands.evaluate._responses", lambda *_: (groups, []))
     evaluate(config, out=str(out))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in out.read_text().splitlines()]
     assert [line["reward"] for line in lines] == [1.0, "nan"]

@@ -1,0 +1,57 @@
+"""Whole runs whose rewards all fail: they end with the cause and status 1, and go on when the scorer is mended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import Runs, end
+
+from jaxrl.cli import main
+
+BROKEN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    raise ConnectionError("the judge does not answer")
+"""
+MENDED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(solution_str.encode()) % 7 / 6
+"""
+
+
+def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(tmp_path: Path, tiny_model: Path):
+    runs, run_dir = Runs(tmp_path, tiny_model), tmp_path / "run"
+    (tmp_path / "reward.py").write_text(BROKEN)
+    options = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_bad_steps=2")
+    with runs.start(run_dir, *options) as process:
+        output = end(process, status=1)
+    why = "the last one: ConnectionError: the judge does not answer"
+    assert f"the last 16 rewards have all failed, the worth of one batch; {why}" in output, "said at once"
+    assert output.splitlines()[-1] == (
+        f"jaxrl: step 2: the last 32 rewards have all failed, the worth of 2 batches; {why} "
+        "(trainer.max_bad_steps=2); saved after step 1"
+    )
+    assert "Traceback" not in output
+    (tmp_path / "reward.py").write_text(MENDED)
+    assert "after step 1" in runs.finish(run_dir, *options)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward/errors"]) for line in lines] == [(1, 16), (2, 0), (3, 0)]
+
+
+def test_an_evaluation_whose_rewards_all_fail_is_no_result(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "reward.py").write_text(BROKEN)
+    (tmp_path / "val.jsonl").write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
+    options = [f"model.path=random:{tiny_model}", f"data.val_files=[{tmp_path}/val.jsonl]", "reward.kind=custom"]
+    options += [f"reward.path={tmp_path}/reward.py", "data.max_prompt_length=64", "data.max_response_length=8"]
+    options += ["trainer.compilation_cache_dir=", "trainer.num_devices=1"]
+    assert main(["eval", *options, "--out", str(tmp_path / "out.jsonl")]) == 1
+    captured = capsys.readouterr()
+    why = "the last one: ConnectionError: the judge does not answer"
+    assert captured.err.splitlines()[-1] == f"jaxrl: 1 of 1 rewards failed; {why}"
+    assert "pass@" not in captured.out
+    assert json.loads((tmp_path / "out.jsonl").read_text())["info"] == {
+        "error": "ConnectionError: the judge does not answer"
+    }
