@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,8 +49,6 @@ class Command:
                 stderr=err,
                 env=environment,
                 cwd=folder,
-                # a test run in a shell's background hands its children an ignored SIGINT
-                preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),
                 start_new_session=True,
             )
 
@@ -127,6 +125,14 @@ class Runs:
     def lines(self, name: str) -> int:
         file = self.folder / name / "run" / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_ignored() -> Iterator[None]:
+    """A shell's background hands an ignored SIGINT on, here and in what we start. A signal with a handler is not."""
+    earlier = signal.signal(INT, signal.default_int_handler)
+    yield
+    signal.signal(INT, earlier)
 
 
 @pytest.fixture(scope="module")
