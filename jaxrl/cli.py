@@ -347,7 +347,10 @@ def _prompts_from_input() -> list[str]:
 
 def _eval(options: argparse.Namespace) -> int:
     from jaxrl.commands.evaluate import evaluate
+    from jaxrl.record.outputs import refuse_overwriting
 
+    if options.out:
+        refuse_overwriting(options.out, "--out", [options.config or ""])
     result = evaluate(_config(options), options.checkpoint, options.out)
     width = max(map(len, result))
     for name, value in result.items():

@@ -94,6 +94,7 @@ class TextEngine:
             asked = f"the longest prompt ({longest}) + --max-tokens ({max_tokens}) = {max_length} tokens"
         check_length(model, max_length, asked, folder)
         mesh = make_mesh()
+        layout = Layout(mesh, tp)  # refuses a degree before weights load
         model, params = load_model(path, mesh, "float64" if dtype == "float64" else "float32")
         sizes = ExecutorConfig(
             num_slots=num_slots,
@@ -107,7 +108,7 @@ class TextEngine:
             truncate=truncate,
             max_tp=max_tp or tp,
         )
-        return cls.from_model(model, params, tokenizer, Layout(mesh, tp), sizes)
+        return cls.from_model(model, params, tokenizer, layout, sizes)
 
     @classmethod
     def from_model(

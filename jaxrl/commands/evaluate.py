@@ -24,6 +24,7 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import refuse_file, to_json, writing_whole
+from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.backend import RolloutBackend, text_by
@@ -67,6 +68,7 @@ def evaluate(
     """
     if out:
         refuse_file(out, "--out")
+        refuse_overwriting(out, "--out", inputs_of(config))
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices

@@ -18,6 +18,7 @@ from annotated_types import Ge
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.declared import Cap, fields_problem
 from jaxrl.record.files import refuse_file, write_whole
+from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
 from jaxrl.runtime.build import (
@@ -72,6 +73,7 @@ class ProfileOptions:
 def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
     """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
     refuse_file(out, "--out")
+    refuse_overwriting(out, "--out", inputs_of(config))
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
     config = replace(config, rollout=replace(config.rollout, num_devices=0))

@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.inputs import reading
 from jaxrl.loop import Hooks
-from jaxrl.record.files import write_whole
+from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
 from jaxrl.record.run_record import RunOutcome, open_record, refuse_damaged
 from jaxrl.record.state import dump_state, load_state
@@ -74,7 +74,7 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
             f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones",
             *(f"  {name.replace('_', ' ')}: {sources[name]}" for name in ("cost_model", "workload")),
             *([f"  {of_degree}"] if of_degree else []),
-            *([] if state is None else run_dir.resuming(run_dir.changes(config), step)),
+            *(_started_again(run_dir) if state is None else run_dir.resuming(run_dir.changes(config), step)),
         ]
 
         def begin() -> None:
@@ -95,6 +95,12 @@ def _earlier_state(run_dir: RunDir) -> dict[str, Any] | None:
     if not isinstance(state.get("step"), int):
         raise ValueError(f"{file}: a simulation's state without its step; remove it to start again")
     return state
+
+
+def _started_again(run_dir: RunDir) -> list[str]:
+    """What to say where an earlier simulation's metrics are there, and not its state."""
+    steps = len(read_lines(run_dir.file("metrics.jsonl")))
+    return [f"{run_dir.path} has no {STATE_FILE}: its {steps} lines of metrics are dropped"] if steps else []
 
 
 def _with_degree(config: Config, folder: str) -> tuple[Config, str]:

@@ -32,6 +32,7 @@ from jaxrl.config.rollouts import MAX_FACTOR
 from jaxrl.loop import Hooks
 from jaxrl.record.files import refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
+from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.simulation import build, rare_collections
@@ -83,6 +84,7 @@ class TuneOptions:
             raise ValueError(problem)
         if self.out:
             refuse_file(self.out, "--out")
+            refuse_overwriting(self.out, "--out")
         warm_up = SEARCHES[self.rule].warm_up
         if self.steps is not None and self.steps <= warm_up:
             raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")

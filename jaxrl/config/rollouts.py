@@ -132,7 +132,7 @@ class RolloutSection:
     max_num_batched_tokens: Annotated[
         int,
         Ge(1),
-        Cap(131072, "the activations of all of them exist at once"),
+        Cap(2**22, "the activations of all of them exist at once"),
         "Prefill tokens per plan, per dp group.",
     ] = 512
     decode_steps: Annotated[

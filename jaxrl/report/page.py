@@ -28,6 +28,7 @@ from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
 from jaxrl.record.layouts import read_layouts
 from jaxrl.record.live import duration
 from jaxrl.record.metrics import FILE_NAME, ROUND_PHASES, read_metrics, seconds_of, step_phases
+from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.report.layouts import layouts_section
@@ -76,6 +77,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page (default: `report.html` in the run's folder) and returns where it is."""
     if out is not None:
         refuse_file(out, "--out")
+        refuse_overwriting(out, "--out")
     run = read_run(run_dir)
     target = Path(out) if out is not None else run.folder / "report.html"
     write_whole(target, page(run))

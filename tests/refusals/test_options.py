@@ -159,7 +159,7 @@ SIZES = {
         "longest sequence), found 1000000000"
     ),
     "rollout.max_num_batched_tokens=1000000000": (
-        "rollout.max_num_batched_tokens must be at most 131072 (the activations of all of them exist at "
+        "rollout.max_num_batched_tokens must be at most 4194304 (the activations of all of them exist at "
         "once), found 1000000000"
     ),
     "rollout.decode_steps=1000000": (

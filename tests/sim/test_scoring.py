@@ -120,6 +120,7 @@ def test_rewards_and_times_are_those_of_the_step_of_the_first_token():
 
 def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
     bench = Bench(num_workers=2, drawing=tmp_path / "timeline.json")
+    bench.phases.begin()
     bench.submit(key(0), key(1), key(2))
     bench.phases.close()
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
