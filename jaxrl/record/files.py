@@ -20,7 +20,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -29,6 +29,8 @@ from jaxrl.config.inputs import reading
 
 T = TypeVar("T")
 
+Removing = Callable[[Path], AbstractContextManager[object]]
+"""Inside it, what ends the process at once removes a draft first (`jaxrl.runtime.stop.Stop.removing`)."""
 _LONGEST_NAME = 255  # bytes
 
 
@@ -174,18 +176,21 @@ def write_all(file: FileIO, content: bytes) -> None:
         raise
 
 
-def write_whole(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
+def write_whole(
+    path: str | Path, content: str | bytes, *, sync: bool = False, removing: Removing = nullcontext
+) -> None:
     """Writes a draft beside the file and renames it, so a reader finds either the old content or the new.
 
     Args:
       sync: the content is on the disk before it takes the old one's place.
+      removing: of the process's signals.
     """
-    with writing_whole(path, sync=sync) as file:
+    with writing_whole(path, sync=sync, removing=removing) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def writing_whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
+def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = nullcontext) -> Iterator[IO[bytes]]:
     """A draft beside the file, open for writing; it takes the file's place when the `with` ends without an error, and
     is removed otherwise. Its name is new (`draft_of`), so it is never another file's. A link is followed. What is no
     ordinary file (a terminal, a pipe) cannot be replaced and is written itself.
@@ -200,18 +205,19 @@ def writing_whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
-    try:
-        with _of(path, draft), open(draft, "xb") as file:
-            yield file
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        with _of(path, draft):
-            os.replace(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    with removing(draft):
+        try:
+            with _of(path, draft), open(draft, "xb") as file:
+                yield file
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            with _of(path, draft):
+                os.replace(draft, path)
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
 
 
 def draft_of(path: Path, ending: str = "draft") -> Path:
