@@ -23,6 +23,7 @@ import re
 import select
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from jaxrl import __version__
@@ -46,6 +47,7 @@ from jaxrl.runtime.stop import Stop
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
+    from jaxrl.record.files import Removing
 
 _MAX_SENTENCE = 2000  # characters; a longer one quotes what it should not
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -261,6 +263,11 @@ def _config(options: argparse.Namespace) -> Config:
     return load(options.config, options.overrides, say=lambda text: print(f"note: {text}", file=sys.stderr))
 
 
+def _removing(options: argparse.Namespace) -> Removing:
+    """What keeps a signal from leaving the draft of a command's file behind."""
+    return nullcontext if options.signals is None else options.signals.removing
+
+
 def _train(options: argparse.Namespace) -> int:
     from jaxrl.commands.start import start
 
@@ -293,7 +300,7 @@ def _tune(options: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             print(f"\r{done} of {total} runs", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    tune(options.run_dir, options.overrides, chosen, progress=progress)
+    tune(options.run_dir, options.overrides, chosen, progress=progress, removing=_removing(options))
     return 0
 
 
@@ -351,7 +358,7 @@ def _eval(options: argparse.Namespace) -> int:
 
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
-    result = evaluate(_config(options), options.checkpoint, options.out)
+    result = evaluate(_config(options), options.checkpoint, options.out, removing=_removing(options))
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
@@ -405,7 +412,7 @@ def _profile(options: argparse.Namespace) -> int:
     if not out:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
     sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
-    table = run(config, out, sizes)
+    table = run(config, out, sizes, _removing(options))
     print(f"{out}: {len(table.decode)} decode points, {len(table.prefill)} prefills, {len(table.switches)} switches")
     return 0
 
@@ -413,7 +420,7 @@ def _profile(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from jaxrl.report.page import write_report
 
-    print(write_report(options.run_dir, options.out))
+    print(write_report(options.run_dir, options.out, _removing(options)))
     return 0
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.record.files import refuse_file, to_json, writing_whole
+from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
@@ -53,7 +53,11 @@ RIGHT = 1.0
 
 
 def evaluate(
-    config: Config, checkpoint: str | None = None, out: str | None = None, say: Callable[[str], None] = print
+    config: Config,
+    checkpoint: str | None = None,
+    out: str | None = None,
+    say: Callable[[str], None] = print,
+    removing: Removing = nullcontext,
 ) -> dict[str, float]:
     """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
 
@@ -61,6 +65,7 @@ def evaluate(
       checkpoint: a run directory or a checkpoint: its parameters instead of those of `model.path`.
       out: a file for every response and its verdict. It is written even where all rewards failed.
       say: gets which checkpoint is used, which newer one is damaged, and how many rewards failed.
+      removing: of the process's signals, which may end it while `out` is open.
 
     Raises:
       ValueError: what a user can mend.
@@ -88,7 +93,7 @@ def evaluate(
         if place is not None:
             params = restore_params(place, abstract(params))
         # open from here on: that it cannot be written is known before the evaluation, not after it
-        file = stack.enter_context(writing_whole(out)) if out else None
+        file = stack.enter_context(writing_whole(out, removing=removing)) if out else None
         use_compilation_cache(config)
         for line in said:
             say(line)

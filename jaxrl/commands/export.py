@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.disk import system_error
-from jaxrl.record.files import DRAFTS, refuse_folder
+from jaxrl.record.files import draft_of, refuse_folder
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
 from jaxrl.runtime.build import abstract_params
 from jaxrl.runtime.stop import Stop
@@ -39,6 +38,11 @@ def export(
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):
         raise ValueError(_taken(target))
+    if os.path.ismount(target):  # a container's volume, say
+        raise ValueError(
+            f"the folder to write: {target} is a mount point, which an export cannot replace: name a folder inside it"
+        )
+    refuse_folder(target.parent, "the folder to write")  # the draft goes there
     config = _config_of_run(source)
     said: list[str] = []  # shown once nothing is refused any more
     place = None if config is None else whole_step(source, say=said.append)
@@ -54,7 +58,7 @@ def export(
     tokenizer = _tokenizer(path, said.append)
     for line in said:
         say(line)
-    draft = target.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
+    draft = draft_of(target, "partial")  # not as files end: a run may be going on in the folder above
     draft.mkdir(parents=True)
     try:
         with (stop or Stop()).removing(draft):

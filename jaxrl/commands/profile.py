@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ from annotated_types import Ge
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.declared import Cap, fields_problem
-from jaxrl.record.files import refuse_file, write_whole
+from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, pairs
@@ -70,7 +71,13 @@ class ProfileOptions:
             raise ValueError(problem)
 
 
-def profile(config: Config, out: str | Path, options: ProfileOptions, progress: OnProgress | None = None) -> Profile:
+def profile(
+    config: Config,
+    out: str | Path,
+    options: ProfileOptions,
+    progress: OnProgress | None = None,
+    removing: Removing = nullcontext,
+) -> Profile:
     """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
     refuse_file(out, "--out")
     refuse_overwriting(out, "--out", inputs_of(config))
@@ -98,7 +105,7 @@ def profile(config: Config, out: str | Path, options: ProfileOptions, progress: 
     use_compilation_cache(config)
     executor.sync_weights(params, 0)
     executor.allocate()
-    return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress)
+    return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress, removing)
 
 
 def _continued(path: Path, table: Profile) -> Profile:
@@ -152,6 +159,7 @@ def _measure(
     degrees: tuple[int, ...],
     path: Path,
     progress: OnProgress | None,
+    removing: Removing,
 ) -> Profile:
     decode, prefill = missing_points(table.decode, points), missing_points(table.prefill, prefill_points(points))
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
@@ -175,14 +183,14 @@ def _measure(
         if progress is not None:
             progress(done, total, text)
         table = measure(table)
-        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n")
+        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n", removing=removing)
         done += 1
     if progress is not None:
         progress(done, total, "done")
     return table
 
 
-def run(config: Config, out: str | Path, options: ProfileOptions) -> Profile:
+def run(config: Config, out: str | Path, options: ProfileOptions, removing: Removing = nullcontext) -> Profile:
     """`profile` with a progress bar on a terminal, and elsewhere with a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -201,4 +209,4 @@ def run(config: Config, out: str | Path, options: ProfileOptions) -> Profile:
                 last_s = time.monotonic()
                 print(f"{done}/{total} {text}", flush=True)
 
-        return profile(config, out, options, show)
+        return profile(config, out, options, show, removing)

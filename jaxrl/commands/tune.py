@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -30,7 +30,7 @@ from jaxrl.config import files as config_files
 from jaxrl.config.declared import Cap, fields_problem
 from jaxrl.config.rollouts import MAX_FACTOR
 from jaxrl.loop import Hooks
-from jaxrl.record.files import refuse_file, to_json, write_whole
+from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start
@@ -117,6 +117,7 @@ def tune(
     options: TuneOptions,
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    removing: Removing = nullcontext,
 ) -> Table:
     """Searches, and says what was found; raises ValueError for what a user can mend."""
     search = SEARCHES[options.rule]
@@ -151,7 +152,7 @@ def tune(
         say(line)
     if options.out:
         size = {"seeds": options.seeds, "steps": steps}
-        _write(options.out, {"run": run_dir, "given": list(overrides), **size, **facts, **table.to_json()})
+        _write(options.out, {"run": run_dir, "given": list(overrides), **size, **facts, **table.to_json()}, removing)
     return table
 
 
@@ -293,6 +294,6 @@ def _run(jobs: Sequence[Job], processes: int, progress: Callable[[int, int], Non
     return done
 
 
-def _write(out: str, record: Mapping[str, Any]) -> None:
+def _write(out: str, record: Mapping[str, Any], removing: Removing) -> None:
     written = {"written": datetime.now(UTC).isoformat(timespec="seconds")}
-    write_whole(Path(out), to_json(written | dict(record), indent=1) + "\n")
+    write_whole(Path(out), to_json(written | dict(record), indent=1) + "\n", removing=removing)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -28,8 +29,9 @@ from jaxrl.config.inputs import reading
 
 T = TypeVar("T")
 
-DRAFTS = ".jaxrl-*.draft"
-"""The names of files that are being written, until they are renamed (a pattern of `glob`)."""
+Removing = Callable[[Path], AbstractContextManager[object]]
+"""Inside it, what ends the process at once removes a draft first (`jaxrl.runtime.stop.Stop.removing`)."""
+_LONGEST_NAME = 255  # bytes
 
 
 class JsonLines:
@@ -174,20 +176,23 @@ def write_all(file: FileIO, content: bytes) -> None:
         raise
 
 
-def write_whole(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
+def write_whole(
+    path: str | Path, content: str | bytes, *, sync: bool = False, removing: Removing = nullcontext
+) -> None:
     """Writes a draft beside the file and renames it, so a reader finds either the old content or the new.
 
     Args:
       sync: the content is on the disk before it takes the old one's place.
+      removing: of the process's signals.
     """
-    with writing_whole(path, sync=sync) as file:
+    with writing_whole(path, sync=sync, removing=removing) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def writing_whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
+def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = nullcontext) -> Iterator[IO[bytes]]:
     """A draft beside the file, open for writing; it takes the file's place when the `with` ends without an error, and
-    is removed otherwise. Its name is new (`DRAFTS`), so it is never another file's. A link is followed. What is no
+    is removed otherwise. Its name is new (`draft_of`), so it is never another file's. A link is followed. What is no
     ordinary file (a terminal, a pipe) cannot be replaced and is written itself.
 
     Raises:
@@ -199,19 +204,43 @@ def writing_whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]
             yield file
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(DRAFTS.replace("*", secrets.token_hex(6)))
-    try:
-        with _of(path, draft), open(draft, "xb") as file:
-            yield file
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        with _of(path, draft):
-            os.replace(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    draft = draft_of(path)
+    with removing(draft):
+        try:
+            with _of(path, draft), open(draft, "xb") as file:
+                yield file
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            with _of(path, draft):
+                os.replace(draft, path)
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+
+
+def draft_of(path: Path, ending: str = "draft") -> Path:
+    """A new name beside `path` for what is to take its place: `.jaxrl-<name>-<12 hexadecimal digits>.draft`."""
+    start, end = _around_number(path, ending)
+    return path.with_name(f"{start}{secrets.token_hex(6)}{end}")
+
+
+def drafts_left(path: Path) -> list[Path]:
+    """The drafts of the file at `path`, whose name has no link: of writers that were killed, or that go on."""
+    start, end = _around_number(path, "draft")
+    form = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(end))
+    with os.scandir(path.parent) as entries:
+        return [Path(each) for each in entries if form.fullmatch(each.name) and each.is_file(follow_symlinks=False)]
+
+
+def _around_number(path: Path, ending: str) -> tuple[str, str]:
+    start, end = ".jaxrl-", f".{ending}"
+    room = _LONGEST_NAME - len(start) - len("-") - 12 - len(end)
+    name = os.fsencode(path.name)
+    if len(name) > room:  # the cut may be inside a character
+        return f"{start}{name[:room].decode(errors='ignore')}-", end
+    return f"{start}{path.name}-", end
 
 
 @contextmanager

@@ -4,10 +4,9 @@
     run.json         config, versions, commit, devices, seeds, command; one entry per start
     metrics.jsonl    one line per step
     samples.jsonl    a few samples per step, for people
-    rewards.log      what reward workers print, the first MiB of it
+    rewards.log      what reward functions and their workers print, the first 16 MiB of it
     layouts.jsonl    the layout over each round, where it adapts
     journal.jsonl    decisions of the clock since the last checkpoint
-    rewards.log      what reward functions print
     timeline.json    Chrome trace; Perfetto opens it
     checkpoints/     Orbax; a simulated run has one file, state.json
     report.html      written at the end, or by `jaxrl report`
@@ -29,6 +28,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,11 @@ import yaml
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import DRAFTS, refuse_folder, to_json, write_whole
+from jaxrl.record.files import drafts_left, refuse_folder, to_json, write_whole
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
+_REPLACED = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "layouts.jsonl", "journal.jsonl", "state.json")
+"""The files that only the run itself replaces as a whole. `report.html` is written by `jaxrl report` as well."""
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -115,9 +117,9 @@ class RunDir:
             with suppress(OSError):  # it was not made, or something else is in it by now
                 folder.rmdir()
 
-    @property
+    @cached_property
     def earlier(self) -> Config | None:
-        """The configuration that this directory was last run with; None: never."""
+        """The configuration that this directory was last run with; None: never. It is read once."""
         return recorded_config(self.path)
 
     def changes(self, config: Config) -> list[str]:
@@ -133,9 +135,11 @@ class RunDir:
         """Writes config.yaml, and an entry about this start to run.json, which gets `more` as well."""
         earlier = recorded_start(self.path)
         self._started = True
-        for draft in self.path.glob(DRAFTS):  # of a start that was killed: no other can write here now
-            draft.unlink()
-        write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False))
+        self.__dict__.pop("earlier", None)  # from here on it is this start's
+        for name in _REPLACED:
+            for draft in drafts_left(self.file(name)):  # of a start that was killed: no other run can write here now
+                draft.unlink()
+        write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False), sync=True)
         starts = [] if earlier is None else earlier.get("starts", [])
         now = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -146,12 +150,18 @@ class RunDir:
             "versions": versions(),
         }
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
-        write_whole(self.file(RUN_FILE), to_json(record | now | {"starts": [*starts, now]} | more, indent=1))
+        self._write_record(record | now | {"starts": [*starts, now]} | more)
 
     def record_checkpoint(self, step: int) -> None:
         """Notes in run.json that checkpoint `step` is complete: a start that finds none can tell that it was lost."""
         file = self.file(RUN_FILE)
-        write_whole(file, to_json(json.loads(file.read_text(encoding="utf-8")) | {"checkpoint": step}, indent=1))
+        with reading(file):
+            record = json.loads(file.read_text(encoding="utf-8"))
+        self._write_record(record | {"checkpoint": step})
+
+    def _write_record(self, record: Mapping[str, Any]) -> None:
+        """A checkpoint is on the disk before it is told of here; this must not be lost or cut where power fails."""
+        write_whole(self.file(RUN_FILE), to_json(record, indent=1), sync=True)
 
 
 def recorded_config(folder: str | Path) -> Config | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -23,7 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 from jaxrl.config import Config, flatten, to_mapping
-from jaxrl.record.files import read_lines, refuse_file, write_whole
+from jaxrl.record.files import Removing, read_lines, refuse_file, write_whole
 from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
 from jaxrl.record.layouts import read_layouts
 from jaxrl.record.live import duration
@@ -73,14 +74,14 @@ class Run:
         return flatten(self.section("config")).get(path)
 
 
-def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+def write_report(run_dir: str | Path, out: str | Path | None = None, removing: Removing = nullcontext) -> Path:
     """Writes the page (default: `report.html` in the run's folder) and returns where it is."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
     run = read_run(run_dir)
     target = Path(out) if out is not None else run.folder / "report.html"
-    write_whole(target, page(run))
+    write_whole(target, page(run), removing=removing)
     return target
 
 

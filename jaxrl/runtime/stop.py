@@ -78,7 +78,7 @@ class Stop:
 
     @contextmanager
     def removing(self, draft: os.PathLike[str]) -> Iterator[None]:
-        """A signal inside removes the folder `draft` before it ends the process."""
+        """A signal inside removes `draft`, a file or a folder, before it ends the process."""
         self._drafts.append(draft)
         try:
             yield
@@ -102,10 +102,14 @@ class Stop:
             if self._held and self._waiting is None:
                 self._waiting = number
                 return
-        for draft in self._drafts:
-            import shutil  # slow to import, and it is there already where a draft is
+        for draft in tuple(self._drafts):
+            if os.path.isdir(draft):
+                import shutil  # slow to import, and it is there already where a folder is written
 
-            shutil.rmtree(draft, ignore_errors=True)
+                shutil.rmtree(draft, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    os.unlink(draft)
         _end_by(number)
 
 

@@ -18,6 +18,7 @@ cannot be made, Orbax's threads would wait for it for five minutes.
 from __future__ import annotations
 
 import io
+import logging
 import re
 import shutil
 import sys
@@ -42,6 +43,7 @@ from jaxrl.types import RunFailed
 Tree = Any
 
 _LEFTOVER = re.compile(r"\d+\.(draft|removed|orbax-checkpoint-tmp).*")
+_log = logging.getLogger(__name__)
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
 
@@ -115,7 +117,8 @@ class Checkpointer:
         Args:
           folder: of this run.
           max_to_keep: newest steps kept; None keeps all.
-          on_commit: called with each step that is complete, in the background thread.
+          on_commit: called with each step that is complete, in the background thread. The step stays even if this
+            cannot write what it notes (OSError), which ends the run.
         """
         self._folder = Path(folder).absolute()
         self._max_to_keep, self._on_commit = max_to_keep, on_commit
@@ -128,13 +131,14 @@ class Checkpointer:
         self._pending: tuple[int, Future[None]] | None = None
 
     def tidy(self) -> None:
-        """Gives damaged steps that were passed over another name, and removes what saves that were cut off left."""
+        """Gives damaged steps that were passed over another name, and removes what saves that were cut off left.
+        What cannot be removed is told of, and tried again by the next save."""
         while self._damaged:
             step = self._damaged.pop()
             (self._folder / str(step)).rename(free_name(self._folder / f"{step}.damaged"))
         for leftover in self._folder.glob("*"):
             if _LEFTOVER.fullmatch(leftover.name):
-                shutil.rmtree(leftover)
+                _remove(leftover)
 
     def save(self, step: int, train_state: Tree, host_state: HostState | None = None) -> None:
         """Writes a step in the background. Returns when the arrays are copied: they may be donated right after.
@@ -146,7 +150,7 @@ class Checkpointer:
 
         Raises:
           ValueError: the step exists already.
-          RunFailed: this step, or the one that was being written, cannot be written.
+          RunFailed: this step, or the one that was being written, cannot be written, or `on_commit` cannot note it.
         """
         host = HostState() if host_state is None else host_state
         self.wait()
@@ -156,6 +160,8 @@ class Checkpointer:
             stack.enter_context(_one_error())
             self._folder.mkdir(parents=True, exist_ok=True)
             self.tidy()
+            for draft in self._folder.glob(f"{step}.draft*"):  # could not be removed, and is in this one's way
+                shutil.rmtree(draft)
             self._orbax.save(
                 self._draft(step),
                 args=_ItemArgs(
@@ -247,27 +253,44 @@ class Checkpointer:
             self._draft(step).rename(self._folder / str(step))
             manifest.sync_folder(self._folder)
         self._found.append(step)
-        self._on_commit(step)
-        while self._max_to_keep is not None and len(self._found) > self._max_to_keep:
-            oldest = min(self._found)
-            if jax.process_index() == 0:
-                # renamed first: a kill half-way leaves nothing that is named like a step
-                shutil.rmtree((self._folder / str(oldest)).rename(free_name(self._folder / f"{oldest}.removed")))
+        try:
+            self._on_commit(step)
+        except OSError as error:
+            where = error.filename or self._folder.parent
+            raise RunFailed(
+                f"{where} cannot be written: {reason(error)}; {self.last_good()}: {_way_on(error)}"
+            ) from error
+        for oldest in sorted(self._found)[: -self._max_to_keep] if self._max_to_keep else ():
+            if jax.process_index() == 0 and not self._remove_step(oldest):
+                return  # the next one tries again
             self._found.remove(oldest)
+
+    def _remove_step(self, step: int) -> bool:
+        """Whether it is no step any more. Renamed first: a kill half-way leaves nothing that is named like a step."""
+        place = self._folder / str(step)
+        try:
+            renamed = place.rename(free_name(self._folder / f"{step}.removed"))
+        except OSError as error:
+            _log.warning("%s cannot be removed: %s", place, reason(error))
+            return False
+        _remove(renamed)
+        return True
 
     @contextmanager
     def _saving(self, step: int) -> Iterator[None]:
         """What goes wrong while a step is written leaves no draft behind; what the system refuses ends the run."""
         try:
             yield
+        except RunFailed:  # of a step that is written
+            raise
         except Exception as error:
             self._remove_drafts(step)
             cause = system_error(error)
             if cause is None:
                 raise
-            way_on = "make room and run again" if is_full(cause) else "mend that and run again"
             raise RunFailed(
-                f"checkpoint {step} cannot be written to {self._folder}: {reason(cause)}; {self.last_good()}: {way_on}"
+                f"checkpoint {step} cannot be written to {self._folder}: {reason(cause)}; {self.last_good()}: "
+                f"{_way_on(cause)}"
             ) from error
 
     def _remove_drafts(self, step: int) -> None:
@@ -288,6 +311,18 @@ class Checkpointer:
             wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
             raise FileNotFoundError(f"{wanted} in {self._folder}: found {steps}")
         return step
+
+
+def _remove(folder: Path) -> None:
+    """Removes what is no checkpoint (any more); a failure costs no more than its room."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        _log.warning("%s cannot be removed: %s", error.filename or folder, reason(error))
+
+
+def _way_on(error: OSError) -> str:
+    return "make room and run again" if is_full(error) else "mend that and run again"
 
 
 def refuse_other_model(place: Path, abstract_params: Tree) -> None:

@@ -2,26 +2,43 @@
 
 `write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. The manifest
 vouches for itself as well: it holds the digest of its own content, and is compared byte by byte with what `write` makes
-of that content. So every changed, cut, missing, renamed or added file of a checkpoint is found.
+of that content. So every changed, cut, missing or renamed file of a checkpoint is found, and every file that was added
+where a reader would take it as a part. Files of others pass: notes beside the items, and hidden files (a file manager's
+`.DS_Store`, the `.nfs...` of a file that another machine has removed).
+
+A file that is missing or cannot be read on a sound system is damage. Other errors (a server that does not answer, no
+memory, too many open files) say nothing about the checkpoint: they pass as they are, and another try may succeed.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from jaxrl.config.inputs import reading
 
 FILE_NAME = "manifest.json"
 _THREADS = min(8, os.cpu_count() or 1)  # hashing lets go of the interpreter; one thread does about 1 GB/s
 
 
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
+
+
 class Damaged(Exception):
     """A checkpoint is not as it was written. The text says in what, as the end of a sentence."""
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether an error of reading tells of what is stored, and not of the system that reads it at this moment."""
+    return error.errno in _DAMAGE
 
 
 def write(folder: Path, schema_version: int, step: int) -> None:
@@ -50,18 +67,22 @@ def read(folder: Path, step: int | None) -> Mapping[str, Any]:
 
     Raises:
       Damaged: it is missing, damaged, or that of another step.
-      PermissionError: it may not be read, which says nothing about what is in it.
+      OSError: it cannot be read now, which says nothing about what is in it (`is_damage`).
     """
     file = folder / FILE_NAME
     if not file.is_file():
         raise Damaged(f"{FILE_NAME} is missing")
+    written = b""
     try:
-        written = file.read_bytes()
+        with reading(file):
+            written = file.read_bytes()
+    except OSError as error:
+        if not is_damage(error):
+            raise
+    try:
         content = json.loads(written)["content"]
         whole = written == _encoded(content)
-    except PermissionError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         whole, content = False, {}
     if not whole:
         raise Damaged(f"{FILE_NAME} has changed since it was written")
@@ -70,17 +91,25 @@ def read(folder: Path, step: int | None) -> Mapping[str, Any]:
     return content
 
 
-def check(folder: Path, content: Mapping[str, Any]) -> None:
+def check(folder: Path, content: Mapping[str, Any], items: Collection[str]) -> None:
     """Compares a checkpoint's files with the manifest that `read` returned.
 
+    Args:
+      items: the folders in it in which no other file may be, unless it is hidden.
+
     Raises:
-      Damaged: a file is missing, has changed, or was not there when the checkpoint was written.
-      PermissionError: as in `read`.
+      Damaged: a file is missing, has changed, or was not in an item when the checkpoint was written.
+      OSError: as in `read`.
     """
-    files, names = content["files"], set(_names(folder))
+    try:
+        files, names = content["files"], set(_names(folder))
+    except OSError as error:
+        if not is_damage(error):
+            raise
+        raise Damaged(f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})") from None
     if missing := sorted(files.keys() - names):
         raise Damaged(f"{missing[0]} is missing" + _others(missing))
-    if extra := sorted(names - files.keys()):
+    if extra := sorted(name for name in names - files.keys() if _is_part(name, items)):
         raise Damaged(f"{extra[0]} does not belong to it" + _others(extra))
     with ThreadPoolExecutor(_THREADS) as threads:
         for fault in threads.map(lambda name: _fault(folder / name, name, files[name]), sorted(files)):
@@ -93,6 +122,10 @@ def sync_folder(folder: Path) -> None:
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)
+    except OSError as error:
+        # some mounts (FUSE, SMB) sync files but know no sync of a folder; there is nothing else to be done there
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(number)
 
@@ -104,14 +137,24 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 
 def _names(folder: Path) -> Iterator[str]:
     """All but folders and the manifest itself, relative to the folder."""
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if name != FILE_NAME and not path.is_dir():
-            yield name
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, _, names in os.walk(folder, onerror=fail):  # `rglob` passes over folders that it may not read
+        for name in names:
+            if (path := Path(place, name).relative_to(folder).as_posix()) != FILE_NAME:
+                yield path
+
+
+def _is_part(name: str, items: Collection[str]) -> bool:
+    """Whether a reader of the items might take a file as a part of one."""
+    parts = name.split("/")
+    return len(parts) > 1 and parts[0] in items and not any(part.startswith(".") for part in parts)
 
 
 def _described(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         if sync:
             os.fsync(file.fileno())
         return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -126,9 +169,9 @@ def _fault(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
             return f"{name} has {found.st_size} bytes and must have {expected['size']}"
         if _described(path) != expected:
             return f"{name} has changed since it was written"
-    except PermissionError:
-        raise
     except OSError as error:
+        if not is_damage(error):
+            raise
         return f"{name} cannot be read ({(error.strerror or str(error)).lower()})"
     return None
 

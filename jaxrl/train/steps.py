@@ -52,7 +52,7 @@ def choose(folder: str | Path) -> Choice | None:
 
     Raises:
       ValueError: each step is damaged, or one was written by a later version.
-      OSError: the folder may not be read, or is a file.
+      OSError: the folder is a file, or something in it cannot be read now.
     """
     folder, faults = Path(folder).absolute(), dict[int, str]()
     for step in reversed(steps_of(folder)):
@@ -131,7 +131,7 @@ def _verify(place: Path, step: int | None) -> int:
         return _verify_first_schema(place)
     content = manifest.read(place, step)
     _refuse_later(place, content["schema_version"])
-    manifest.check(place, content)
+    manifest.check(place, content, (STATE, HOST, ARRAYS))
     return content["schema_version"]
 
 
@@ -140,11 +140,11 @@ def _verify_first_schema(place: Path) -> int:
     for name in _JSON_FILES:
         try:
             found = json.loads((place / name).read_bytes())
-        except PermissionError:
-            raise
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError) as error:
+            if isinstance(error, OSError) and not manifest.is_damage(error):
+                raise
             raise Damaged(f"{name} has changed since it was written") from None
         if name.startswith(HOST):
             version = found.get("schema_version") if isinstance(found, Mapping) else None

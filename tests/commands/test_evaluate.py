@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k, say_failed
 from jaxrl.config import from_mapping
+from jaxrl.runtime.stop import Stop
 from jaxrl.types import FinishReason, Group, Prompt, RunFailed, Sample, SampleKey
 
 
@@ -130,14 +133,19 @@ def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(
         }
     )
     seen: list[list[str]] = []
+    stop = Stop()
 
     def fails(*_: object) -> list[Group]:
         seen.append(sorted(file.name for file in out.parent.iterdir()))
+        with pytest.raises(SystemExit, match="terminated"):
+            stop._take(signal.SIGTERM)
+        assert len(list(out.parent.iterdir())) == 1, "a signal removes the draft"
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("jaxrl.runtime.stop.end", lambda sentence, status: sys.exit(sentence))
     monkeypatch.setattr("jaxrl.commands.evaluate._responses", fails)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(config, out=str(out))
+        evaluate(config, out=str(out), removing=stop.removing)
     assert len(seen[0]) == 2, "the draft is there before the first response"
     assert [(file.name, file.read_text()) for file in out.parent.iterdir()] == [("out.jsonl", "earlier\n")]
     groups = [make_group(0, [("7", 1.0), (None, float("nan"))])]

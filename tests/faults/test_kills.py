@@ -40,7 +40,11 @@ def wait_for_a_save(process, run_dir: Path) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_model: Path):
     runs = Runs(tmp_path, tiny_model)
-    whole, run_dir, overrides = tmp_path / "whole", tmp_path / "killed", (*RULES[rule], f"trainer.total_training_steps={STEPS.get(rule, 40)}")
+    whole, run_dir, overrides = (
+        tmp_path / "whole",
+        tmp_path / "killed",
+        (*RULES[rule], f"trainer.total_training_steps={STEPS.get(rule, 40)}"),
+    )
     began = time.monotonic()
     runs.finish(whole, *overrides)
     starting_s = max(time.monotonic() - began - 40 * 0.25, 1.0)

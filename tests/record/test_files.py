@@ -13,7 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.record.files import JsonLines, read_lines, refuse_file, refuse_folder, write_whole, writing_whole
+from jaxrl.record.files import (
+    JsonLines,
+    draft_of,
+    drafts_left,
+    read_lines,
+    refuse_file,
+    refuse_folder,
+    write_whole,
+    writing_whole,
+)
 
 ENTRIES = [{"step": 1, "text": "é\n"}, {"step": 3, "x": 0.5}, {"note": "no step"}, {"step": 2}, {"step": 3}]
 
@@ -177,7 +186,7 @@ def test_a_crash_while_it_is_replaced_leaves_the_old_content(path: Path, moment:
     """An error leaves no draft; one that a killed process left is in nothing's way."""
     write(path, ENTRIES)
     old = path.read_bytes()
-    draft = path.with_name(".jaxrl-000000000000.draft")
+    draft = path.with_name(f".jaxrl-{path.name}-000000000000.draft")
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_hex", lambda size: "0" * 2 * size)
         if moment == "open":
@@ -264,6 +273,22 @@ def test_an_error_inside_leaves_the_old_content_and_no_draft(path: Path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [(path.name, "old")]
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "a" + "é" * 127])
+def test_a_file_with_the_longest_name_has_a_draft_too(tmp_path: Path, name: str):
+    assert len(os.fsencode(draft_of(tmp_path / name).name)) in (254, 255)
+    write_whole(tmp_path / name, "text")
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_the_drafts_of_one_file_are_told_from_others(tmp_path: Path):
+    file = tmp_path / "a.json"
+    drafts = [draft_of(file), draft_of(file)]
+    for each in (*drafts, draft_of(tmp_path / "b.json"), draft_of(tmp_path / "a.json-2"), tmp_path / "a.draft"):
+        each.write_text("")
+    draft_of(file).mkdir()
+    assert sorted(drafts_left(file)) == sorted(drafts)
 
 
 def test_an_error_names_the_file_and_not_its_draft(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from refusals import contents
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.files import load
+from jaxrl.record.files import draft_of
 from jaxrl.record.run_dir import RunDir, commit, recorded_config, recorded_start, versions
 
 HOLD = """
@@ -143,13 +145,55 @@ def test_what_a_refused_start_has_appended_is_taken_back(tmp_path: Path):
 
 def test_a_start_leaves_its_lock_and_clears_drafts_of_one_that_was_killed(tmp_path: Path):
     with closing(RunDir(tmp_path / "run")) as run_dir:
-        run_dir.file(".jaxrl-0123456789ab.draft").write_text("half")
+        for name in ("run.json", "metrics.jsonl", "state.json"):
+            run_dir.file(f".jaxrl-{name}-0123456789ab.draft").write_text("half")
         run_dir.file("notes.draft").write_text("the user's")
         run_dir.record_start(make_config(), {}, 0)
     assert {file.name for file in run_dir.path.iterdir()} == {".lock", "config.yaml", "run.json", "notes.draft"}
     before = contents(tmp_path)
     RunDir(tmp_path / "run").close()
     assert contents(tmp_path) == before
+
+
+def test_a_start_leaves_the_drafts_of_others(tmp_path: Path):
+    """An evaluation's, a report's and an export's may go on in the folder; a killed export leaves a folder."""
+    with closing(RunDir(tmp_path / "run")) as run_dir:
+        kept = {draft_of(run_dir.file("report.html")), draft_of(run_dir.file("e.jsonl"))}
+        kept |= {draft_of(run_dir.file("metrics.jsonl-2")), draft_of(run_dir.file("hf"), "partial")}
+        folders = {run_dir.file(".jaxrl-0123456789ab.draft"), draft_of(run_dir.file("metrics.jsonl"))}
+        for file in kept:
+            file.write_text("half")
+        for folder in folders:
+            folder.mkdir()
+        run_dir.record_start(make_config(), {}, 0)
+        assert all(draft.exists() for draft in kept | folders)
+
+
+def test_the_earlier_configuration_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for seed in (3, 4):
+        with closing(RunDir(tmp_path)) as run_dir:
+            run_dir.record_start(make_config(seed=seed), {}, 0)
+    read: list[Path] = []
+    monkeypatch.setattr(
+        "jaxrl.record.run_dir.recorded_config", lambda folder: read.append(folder) or recorded_config(folder)
+    )
+    with closing(RunDir(tmp_path)) as run_dir:
+        for _ in range(2):
+            assert run_dir.earlier is not None
+            assert run_dir.changes(make_config(seed=5)) == ["trainer.seed: 4 -> 5"]
+        assert len(read) == 1
+        run_dir.record_start(make_config(seed=5), {}, 0)
+        assert run_dir.changes(make_config(seed=5)) == []
+
+
+def test_what_the_start_and_checkpoints_record_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda n: synced.append(os.readlink(f"/proc/self/fd/{n}")) or fsync(n))
+    with closing(RunDir(tmp_path)) as run_dir:
+        run_dir.record_start(make_config(), {}, 0)
+        run_dir.record_checkpoint(10)
+    assert [Path(name).name.split("-")[1] for name in synced] == ["config.yaml", "run.json", "run.json"]
 
 
 @pytest.mark.parametrize(

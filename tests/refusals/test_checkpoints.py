@@ -120,12 +120,14 @@ DAMAGED = (
         "host/metadata is missing",
         file("host/metadata", lambda path: path.rename(path.with_suffix(".old"))),
     ),
-    damaged("a file of one's own", "notes.txt does not belong to it", rewritten("notes.txt", "the best so far")),
+    damaged(
+        "a file of one's own", "host/notes.txt does not belong to it", rewritten("host/notes.txt", "the best so far")
+    ),
     damaged(
         "two files of one's own",
-        "a.txt does not belong to it (and 1 more)",
-        rewritten("a.txt", ""),
-        rewritten("b.txt", ""),
+        "host/a.txt does not belong to it (and 1 more)",
+        rewritten("host/a.txt", ""),
+        rewritten("state/b.txt", ""),
     ),
     damaged(
         "a folder in place of a file",

@@ -1,12 +1,16 @@
 """Damaged checkpoints are found before anything is taken from them; the newest whole one is used, the others kept."""
 
+import builtins
 import errno
+import io
 import os
 import random
 import re
 import shutil
+import stat
 import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -42,7 +46,7 @@ def test_a_flip_or_a_cut_in_any_file_is_found_and_the_older_checkpoint_used(tmp_
         (lambda step: shutil.rmtree(step / "state"), r"state/.* is missing \(and \d+ more\)"),
         (lambda step: (step / "commit_success.txt").unlink(), "commit_success.txt is missing"),
         (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda step: (step / "notes.txt").write_text("mine"), "notes.txt does not belong to it"),
+        (lambda step: (step / "host" / "notes.txt").write_text("mine"), "host/notes.txt does not belong to it"),
         (lambda step: step.rename(step.with_name("9")), "its manifest.json is that of step 4"),
         (lambda step: cut(step / "host" / "metadata", 3), r"host/metadata has 3 bytes and must have \d+"),
         (lambda step: flip(step / "host" / "metadata"), "host/metadata has changed since it was written"),
@@ -71,6 +75,71 @@ def test_a_pipe_in_place_of_a_file_does_not_hold_the_check(tmp_path):
     chosen = choose(folder)
     assert chosen is not None
     assert chosen.faults == {4: "host/metadata is not a file"}
+
+
+def test_files_of_others_are_no_damage(tmp_path):
+    """A file manager's, those of a network's file system, and notes beside the items."""
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    for name in (".DS_Store", "state/.DS_Store", "state/d/.nfs00000000000000ab", "notes.txt", "plots/loss.png"):
+        (folder / "4" / name).parent.mkdir(exist_ok=True)
+        (folder / "4" / name).write_text("")
+    assert_restores(folder, 4)
+    (folder / "4" / "state" / "d" / "more").write_text("")
+    chosen = choose(folder)
+    assert chosen is not None
+    assert chosen.faults == {4: "state/d/more does not belong to it"}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "host/metadata"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_a_system_that_cannot_read_now_is_no_damage(tmp_path, monkeypatch, name, number):
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    monkeypatch.setattr("builtins.open", failing(folder / "4" / name, number, builtins.open))
+    monkeypatch.setattr("io.open", failing(folder / "4" / name, number, io.open))
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
+        choose(folder)
+    assert (caught.value.errno, caught.value.filename) == (number, str(folder / "4" / name))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "host/metadata"])
+def test_a_disk_that_has_lost_a_block_is_damage(tmp_path, monkeypatch, name):
+    folder = saved(tmp_path / "checkpoints", 2, 4)
+    monkeypatch.setattr("builtins.open", failing(folder / "4" / name, errno.EIO, builtins.open))
+    monkeypatch.setattr("io.open", failing(folder / "4" / name, errno.EIO, io.open))
+    chosen = choose(folder)
+    assert chosen is not None
+    assert (chosen.step, list(chosen.faults)) == (2, [4])
+
+
+def failing(place, number, really):
+    """`open`, which the system refuses for one file."""
+
+    def opened(path, *arguments, **options):
+        if str(path) == str(place):
+            raise OSError(number, os.strerror(number), str(path))
+        return really(path, *arguments, **options)
+
+    return opened
+
+
+@pytest.mark.parametrize(("number", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_a_mount_that_knows_no_sync_of_folders(tmp_path, monkeypatch, number, passes):
+    fsync = os.fsync
+
+    def refused(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", refused)
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(2, *state_at(2))
+    if passes:
+        checkpoints.close()
+        assert_restores(tmp_path, 2)
+    else:
+        with pytest.raises(RunFailed, match="checkpoint 2 cannot be written"):
+            checkpoints.close()
 
 
 def test_the_damaged_one_is_kept_aside_and_its_step_saved_again(tmp_path):
@@ -213,6 +282,48 @@ def test_a_commit_is_told_and_leftovers_are_removed(tmp_path):
             checkpoints.save(step, *state_at(step))
     assert told == [2, 4]
     assert [path.name for path in folder.iterdir()] == ["4"]
+
+
+def test_a_step_stays_good_where_it_cannot_be_noted(tmp_path):
+    folder, noted = saved(tmp_path / "checkpoints", 2), tmp_path / "run.json"
+
+    def full(step):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(noted))
+
+    checkpoints = Checkpointer(folder, on_commit=full)
+    checkpoints.save(4, *state_at(4))
+    with pytest.raises(RunFailed) as caught:
+        checkpoints.close()
+    assert str(caught.value) == (
+        f"{noted} cannot be written: no space left on the device; the last good checkpoint is step 4: make room and "
+        "run again"
+    )
+    assert_restores(folder, 4)
+
+
+@pytest.mark.parametrize("what", ["rmtree", "rename"])
+def test_an_old_step_that_cannot_be_removed_is_told_of_and_tried_again(tmp_path, monkeypatch, caplog, what):
+    folder = saved(tmp_path / "checkpoints", 2)
+
+    def refused(*_):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with Checkpointer(folder, max_to_keep=1) as checkpoints:
+        with monkeypatch.context() as patch:
+            if what == "rmtree":
+                patch.setattr(shutil, "rmtree", refused)
+            else:
+                rename = Path.rename
+                patch.setattr(Path, "rename", lambda self, to: refused() if self.name == "2" else rename(self, to))
+            checkpoints.save(4, *state_at(4))
+            checkpoints.wait()
+        left = "2.removed" if what == "rmtree" else "2"
+        assert sorted(path.name for path in folder.iterdir()) == sorted([left, "4"])
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{folder / left} cannot be removed: device or resource busy"
+        ]
+        checkpoints.save(6, *state_at(6))
+    assert [path.name for path in folder.iterdir()] == ["6"]
 
 
 def test_thirty_saves_leave_no_thread_and_no_open_file(tmp_path):
