@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 FILE_NAME = "manifest.json"
+_CHUNK_BYTES = 1 << 20
 _THREADS = min(8, os.cpu_count() or 1)  # hashing lets go of the interpreter; one thread does about 1 GB/s
 
 
@@ -24,16 +25,19 @@ class Damaged(Exception):
     """A checkpoint is not as it was written. The text says in what, as the end of a sentence."""
 
 
-def write(folder: Path, schema_version: int, step: int) -> None:
+def write(folder: Path, schema_version: int, step: int, progress: Callable[[], None] = lambda: None) -> None:
     """Writes the manifest of a folder's files. Everything is on the disk when it returns.
 
     Args:
       schema_version: of the checkpoint.
       step: that the checkpoint is of: a folder that is renamed to another step is found.
+      progress: called after each MiB, by several threads.
     """
     names = sorted(_names(folder))
     with ThreadPoolExecutor(_THREADS) as threads:
-        files = dict(zip(names, threads.map(lambda name: _described(folder / name, sync=True), names), strict=True))
+        files = dict(
+            zip(names, threads.map(lambda name: _described(folder / name, progress, sync=True), names), strict=True)
+        )
     with open(folder / FILE_NAME, "wb") as file:
         file.write(_encoded({"schema_version": schema_version, "step": step, "files": files}))
         file.flush()
@@ -70,8 +74,8 @@ def read(folder: Path, step: int | None) -> Mapping[str, Any]:
     return content
 
 
-def check(folder: Path, content: Mapping[str, Any]) -> None:
-    """Compares a checkpoint's files with the manifest that `read` returned.
+def check(folder: Path, content: Mapping[str, Any], progress: Callable[[], None] = lambda: None) -> None:
+    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `write`.
 
     Raises:
       Damaged: a file is missing, has changed, or was not there when the checkpoint was written.
@@ -83,7 +87,7 @@ def check(folder: Path, content: Mapping[str, Any]) -> None:
     if extra := sorted(names - files.keys()):
         raise Damaged(f"{extra[0]} does not belong to it" + _others(extra))
     with ThreadPoolExecutor(_THREADS) as threads:
-        for fault in threads.map(lambda name: _fault(folder / name, name, files[name]), sorted(files)):
+        for fault in threads.map(lambda name: _fault(folder / name, name, files[name], progress), sorted(files)):
             if fault is not None:
                 raise Damaged(fault)
 
@@ -110,21 +114,25 @@ def _names(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _described(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with open(path, "rb") as file:
+def _described(path: Path, progress: Callable[[], None], *, sync: bool = False) -> dict[str, Any]:
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
         if sync:
             os.fsync(file.fileno())
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+            progress()
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
 
 
-def _fault(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
+def _fault(path: Path, name: str, expected: Mapping[str, Any], progress: Callable[[], None]) -> str | None:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its other end
             return f"{name} is not a file"
         if found.st_size != expected["size"]:
             return f"{name} has {found.st_size} bytes and must have {expected['size']}"
-        if _described(path) != expected:
+        if _described(path, progress) != expected:
             return f"{name} has changed since it was written"
     except PermissionError:
         raise
