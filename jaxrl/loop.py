@@ -48,6 +48,7 @@ from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
 _SKIPPED = "actor/skipped_updates"
+_STOP = "a stop was asked for"
 UPDATE_PHASES = ("old_log_prob", "ref", "adv", "update_actor")
 A = TypeVar("A")
 B = TypeVar("B")
@@ -132,7 +133,8 @@ class Hooks:
     """What the loop calls: callbacks of the run that it belongs to.
 
     on_phase: a phase has begun. on_step: a step's metrics and groups. on_eval: an evaluation's metrics and groups.
-    save: write a checkpoint of (step, host state). stop: whether to stop at the next opportunity.
+    save: write a checkpoint of (step, host state). stop: whether to stop at the next opportunity. beat: an update has
+    ended.
     """
 
     on_phase: Callable[[int, str], None]
@@ -140,6 +142,7 @@ class Hooks:
     on_eval: Callable[[int, dict[str, float], Sequence[Group]], None]
     save: Callable[[int, dict[str, Any]], None]
     stop: Callable[[], bool]
+    beat: Callable[[], None] = lambda: None
 
 
 class Loop:
@@ -307,8 +310,8 @@ class Loop:
                 )
         except Interrupted as early:
             raise RunFailed(
-                f"step {step + 1}: its rollout ended early ({early}), beside update {step}, which cannot be taken "
-                "back: run again to go on from the last checkpoint"
+                f"step {step + 1}: its rollout ended early ({str(early) or _STOP}), beside update {step}, which cannot "
+                "be taken back: run again to go on from the last checkpoint"
             ) from early
         self._backend.leave_rollout()  # as when both take turns: no old weights and no KV lie there
         return result
@@ -423,6 +426,7 @@ class Loop:
                 indices = range(int(ends[first] - sizes[first]), int(ends[last - 1]))
                 self._trainer.accumulate(batch.select(list(indices)))
                 updates.append(self._trainer.apply())
+                self._hooks.beat()
         return updates
 
     # -- evaluation, saving, numbers ---------------------------------------------------------------------------------
@@ -447,10 +451,7 @@ class Loop:
         groups = current.groups()
         rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
         lengths = [len(sample) for group in groups for sample in group.samples]
-        measured = {
-            "val/accuracy": float(rewards.mean()),
-            f"val/best@{val.n}": float(rewards.max(axis=1).mean()),
-        }
+        measured = {"val/accuracy": float(rewards.mean()), f"val/best@{val.n}": float(rewards.max(axis=1).mean())}
         measured |= numbers.length_metrics(lengths, self.config.data.max_response_length, "val/response_length")
         self._hooks.on_eval(self.step, measured, groups)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +19,7 @@ from jaxrl.config import Config, from_mapping
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.timeline import Timeline
+from jaxrl.record.watchdog import Watchdog
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.scheduling.rounds.events import (
     Command,
@@ -170,7 +173,9 @@ class House:
                 on_eval=lambda *at: self.evaluations.append(at),
                 save=self.save,
                 stop=self.stop,
+                beat=more.pop("beat", lambda: None),
             ),
+            together=more.pop("together", None),
             rule=batch_rule(self.config),
             stop_token_ids=(2,),
             total_steps=more.pop("total_steps", 3),
@@ -483,3 +488,33 @@ def test_the_phases_of_a_step_add_up_to_it(build: Build):
         whole = measured["timing_s/step"]
         parts = sum(value for name, value in measured.items() if name.startswith("timing_s/")) - whole
         assert 0.98 * whole <= parts <= whole
+
+
+# ---------------------------------------------------------------- progress
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_many_slow_minibatches_are_progress_and_one_that_is_stuck_is_none(build: Build, stuck: bool):
+    ended, said = threading.Event(), list[str]()
+    with closing(Watchdog(2.0, lambda sentence: (said.append(sentence), ended.set()))) as watchdog:
+        values = {"actor.ppo_mini_batch_size": 1, "actor.ppo_epochs": 5}
+        house = build(values, total_steps=1, beat=watchdog.beat)
+        watchdog.follow(house.timeline, lambda text: None)
+        apply, updates = house.trainer.apply, []
+
+        def slow() -> dict[str, float]:
+            ended.wait(20.0 if stuck and len(updates) == 3 else 0.15)
+            updates.append(1)
+            return apply()
+
+        house.trainer.apply = slow
+        house.loop.run()
+    assert len(updates) == 20
+    assert ended.is_set() == stuck
+    assert not stuck or "> update_actor (" in said[0], "3 s of minibatches are no silence"
+
+
+def test_a_stop_beside_an_update_is_named(build: Build):
+    house = build({"trainer.one_step_off": True}, together=lambda first, second: (first(), second()), stop_after=18)
+    with pytest.raises(RunFailed, match=r"step 2: its rollout ended early \(a stop was asked for\), beside update 1, "):
+        house.loop.run()

@@ -5,7 +5,8 @@ The order of a start, here and in `jaxrl.commands.train`:
 1. the options (`jaxrl.config` and `batch_rule`);
 2. the run directory: locked, and what an earlier start left there read;
 3. everything else that needs no weights: data, loggers, folders, the reward function, then, with jax loaded, devices,
-   tokenizer, model config, prompts, latency profile, memory plan, reward workers;
+   tokenizer, model config, prompts, latency profile, memory plan; then the checkpoints, which are compared with their
+   checksums, and the reward workers;
 4. weights, then the checkpoint of a resumed run and its queues;
 5. the record: the first write. From here on, nothing about the start can be refused.
 """

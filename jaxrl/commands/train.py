@@ -50,7 +50,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
 from jaxrl.train.step import Trainer
-from jaxrl.train.steps import whole_step
+from jaxrl.train.steps import find_step, whole_step
 from jaxrl.types import RunFailed
 
 
@@ -78,25 +78,19 @@ class Run:
         self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
-        self.store = self._find_checkpoint()
-        first = self.config.trainer.init_from
-        self.init_from = whole_step(first, say=self.said.append) if first else None
-        latest = self.store.latest_step()
-        self.step, self.resuming = latest or 0, latest is not None
-        self.watchdog.saved_step = latest
+        if self.config.trainer.init_from:
+            find_step(self.config.trainer.init_from)
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
         refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
-        for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
-            if place is not None:
-                refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
         self._data(start.problems)
         mesh = self.layout.mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
+        self._checkpoints()
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
         self.watchdog.beat("loading the weights")
@@ -104,6 +98,23 @@ class Run:
         if self.resuming:
             self.watchdog.beat("restoring the checkpoint")
         self.host_state = self._restored() if self.resuming else None
+
+    def _checkpoints(self) -> None:
+        """Finds what the run goes on or begins from. That reads all of a checkpoint, which may take minutes: after
+        everything that a look at the options could have told."""
+        config = self.config
+        self.watchdog.beat("comparing the checkpoint with its checksums")
+        self.store = self._find_checkpoint()
+        latest = self.store.latest_step()
+        self.step, self.resuming = latest or 0, latest is not None
+        self.watchdog.saved_step = latest
+        self.init_from = None
+        # a run that goes on has its weights; only the reference is always that of the beginning
+        if config.trainer.init_from and (config.needs_ref or not self.resuming):
+            self.init_from = whole_step(config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
+        for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
+            if place is not None:
+                refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
 
     def _devices(self, start: Start) -> Config:
         """The meshes; returns the configuration with the degree that they allow."""
@@ -132,7 +143,9 @@ class Run:
         params = load_weights(config, self.mesh)
         if self.init_from is not None:
             params = restore_params(self.init_from, abstract(params))
-        self.trainer = Trainer(trained, self.model, params, self.mesh, total_updates=updates)
+        self.trainer = Trainer(
+            trained, self.model, params, self.mesh, total_updates=updates, on_progress=self.watchdog.beat
+        )
 
     def _find_checkpoint(self) -> Checkpointer:
         """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
@@ -140,6 +153,7 @@ class Run:
             self.run_dir.file("checkpoints"),
             max_to_keep=self.config.trainer.max_ckpt_to_keep,
             on_commit=self._committed,
+            progress=self.watchdog.beat,
         )
         chosen = store.chosen
         newest = None if chosen is None else max([chosen.step, *chosen.faults])
@@ -229,6 +243,7 @@ class Run:
             journal=journal,
             timeline=timeline,
             on_progress=record.on_progress,
+            beat=self.watchdog.beat,
             interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
             layouts=layouts,
         )
@@ -248,7 +263,7 @@ class Run:
             backend,
             self.trainer,
             timeline,
-            Hooks(record.on_phase, record.on_step, record.on_eval, save, self.stop),
+            Hooks(record.on_phase, record.on_step, record.on_eval, save, self.stop, self.watchdog.beat),
             rule=self.rule,
             stop_token_ids=stop_ids(self.tokenizer, self.model.eos_token_ids),
             total_steps=self.total_steps,

@@ -60,7 +60,7 @@ class Watchdog:
 
     def close(self) -> None:
         self._closed.set()
-        if self._thread.is_alive():
+        if self._thread.ident is not None:
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 

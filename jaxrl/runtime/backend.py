@@ -114,6 +114,7 @@ class RolloutBackend:
       journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
       timeline: where plans and busy rows are drawn; None: nowhere.
       on_progress: called with (rows busy, rows, tokens so far, samples finished, samples launched) after each plan.
+      beat: called whenever the pool has been asked for verdicts: it works, and ends what takes longer than its limits.
       interrupted: whether a stop was asked for; asked after every plan, because a response may be long.
       layouts: changes the layout between rounds and inside them; None: it stays.
     """
@@ -130,6 +131,7 @@ class RolloutBackend:
         journal: Journal | None = None,
         timeline: PlanTimeline | None = None,
         on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
+        beat: Callable[[], None] = lambda: None,
         interrupted: Callable[[], bool] = lambda: False,
         layouts: Layouts | None = None,
     ) -> None:
@@ -142,6 +144,7 @@ class RolloutBackend:
         self._journal = journal
         self._timeline = timeline
         self._on_progress = on_progress
+        self._beat = beat
         self._interrupted = interrupted
         self._layouts = layouts
         self._request_ids = itertools.count()
@@ -220,6 +223,7 @@ class RolloutBackend:
                 if not self._rewards.num_pending:
                     raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
                 self._take(self._rewards.wait(POLL_S))
+                self._beat()
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         event = self._events.popleft()

@@ -160,6 +160,14 @@ def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int
     return _device_numbers(padded, config.rollout.tp) * _BYTES[config.rollout.dtype]
 
 
+def _logits(config: Config, model_config: ModelConfig, num_devices: int) -> int:
+    """The logits of a dp group's rows on one device, which has its share of the vocabulary."""
+    rolling = config.rollout.num_devices or num_devices
+    vocab = padded_config(model_config, layout_degrees(config, rolling)[-1]).vocab_size
+    share = vocab // _splits(vocab, config.rollout.tp)
+    return _LOGITS_COPIES * config.rollout.max_num_seqs * share * 4
+
+
 def _resident(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
     numbers, size = _device_numbers(model_config, num_devices), _BYTES[config.actor.param_dtype]
     parts = {"master weights": numbers * size}
@@ -265,19 +273,23 @@ def memory_problem(
     """
     rollout, longest = config.rollout, config.max_model_length
     resident = plan.resident if trains else {"master weights": plan.resident["master weights"]}
-    logits = _LOGITS_COPIES * rollout.max_num_seqs * model_config.vocab_size * 4
-    pool = plan.rollout["KV pool"] + logits
-    needed = (sum(resident.values()) if plan.shared else 0) + sum(plan.rollout.values()) + logits
-    if needed > rollout.memory_fraction * bytes_each:
+    logits = _logits(config, model_config, num_devices)
+    held = (sum(resident.values()) if plan.shared else 0) + sum(plan.rollout.values())
+    needed, pool = held + logits, plan.rollout["KV pool"] + logits
+    limit = None
+    if held > rollout.memory_fraction * bytes_each:
+        limit = f"rollout.memory_fraction ({rollout.memory_fraction}) leaves "
+        limit += f"{in_bytes(rollout.memory_fraction * bytes_each)} on each of {num_devices}"
+    elif needed > bytes_each:  # logits are temporary: the fraction leaves room for them
+        limit = f"each of {num_devices} has {in_bytes(bytes_each)}"
+    if limit is not None:
         rows = f"rollout.max_num_seqs ({rollout.max_num_seqs} rows of up to {longest} tokens per dp group"
         rows += f", where a step has {config.data.train_batch_size * rollout.n} samples)"
         blocks = f"rollout.num_blocks ({rollout.num_blocks} blocks of {rollout.block_size} tokens)"
         lower = blocks if rollout.num_blocks and logits < pool / 2 else rows
         return (
             f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "
-            f"rollout.memory_fraction ({rollout.memory_fraction}) leaves "
-            f"{in_bytes(rollout.memory_fraction * bytes_each)} on each of {num_devices}: "
-            + (f"lower {lower}" if pool > needed / 2 else "use more devices, or a smaller model")
+            f"{limit}: " + (f"lower {lower}" if pool > needed / 2 else "use more devices, or a smaller model")
         )
     update = sum(plan.resident.values()) + sum(plan.update.values())
     if trains and update > _ESTIMATE_ROOM * bytes_each:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import shutil
 import sys
@@ -26,6 +27,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +46,7 @@ Tree = Any
 
 _LEFTOVER = re.compile(r"\d+\.(draft|removed|orbax-checkpoint-tmp).*")
 _log = logging.getLogger(__name__)
+_LOOK_EVERY_S = 1.0
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
 
@@ -111,6 +114,7 @@ class Checkpointer:
         *,
         max_to_keep: int | None = 2,
         on_commit: Callable[[int], None] = lambda step: None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Looks for the newest step that is whole (`choose`, with its errors).
 
@@ -119,10 +123,11 @@ class Checkpointer:
           max_to_keep: newest steps kept; None keeps all.
           on_commit: called with each step that is complete, in the background thread. The step stays even if this
             cannot write what it notes (OSError), which ends the run.
+          progress: called while files are compared or hashed, and while a save that is waited for grows.
         """
         self._folder = Path(folder).absolute()
-        self._max_to_keep, self._on_commit = max_to_keep, on_commit
-        self.chosen = choose(self._folder)
+        self._max_to_keep, self._on_commit, self._progress = max_to_keep, on_commit, progress
+        self.chosen = choose(self._folder, progress)
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         self._items = _Items()
@@ -187,7 +192,7 @@ class Checkpointer:
         step = self._existing(step)
         place = self._folder / str(step)
         if self.chosen is None or step != self.chosen.step:  # that one has been compared
-            verify_alone(place)
+            verify_alone(place, self._progress)
         with _naming(place), _one_error():
             _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
             size = _stored(place / ARRAYS)["npz"].shape
@@ -220,6 +225,11 @@ class Checkpointer:
         if self._pending is not None:
             (step, future), self._pending = self._pending, None
             with self._saving(step):
+                written = 0
+                while not wait_for([future], _LOOK_EVERY_S).done:
+                    before, written = written, _size(self._draft(step))
+                    if written != before:
+                        self._progress()
                 future.result()
 
     def close(self) -> None:
@@ -249,7 +259,7 @@ class Checkpointer:
                 self._remove_drafts(step)
                 raise
         if jax.process_index() == 0:
-            manifest.write(self._draft(step), SCHEMA_VERSION, step)
+            manifest.write(self._draft(step), SCHEMA_VERSION, step, self._progress)
             self._draft(step).rename(self._folder / str(step))
             manifest.sync_folder(self._folder)
         self._found.append(step)
@@ -345,6 +355,16 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
     with _naming(place), _one_error(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
         return reader.restore(place / STATE, args=arguments)["params"]
+
+
+def _size(draft: Path) -> int:
+    """The bytes of a folder in which others write, make and rename."""
+    total = 0
+    for folder, _, names in os.walk(f"{draft}"):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(folder, name))
+    return total
 
 
 def _stored(item: Path) -> Tree:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 from jaxrl.config.inputs import reading
 
 FILE_NAME = "manifest.json"
+_CHUNK_BYTES = 1 << 20
 _THREADS = min(8, os.cpu_count() or 1)  # hashing lets go of the interpreter; one thread does about 1 GB/s
 
 
@@ -41,16 +42,19 @@ def is_damage(error: OSError) -> bool:
     return error.errno in _DAMAGE
 
 
-def write(folder: Path, schema_version: int, step: int) -> None:
+def write(folder: Path, schema_version: int, step: int, progress: Callable[[], None] = lambda: None) -> None:
     """Writes the manifest of a folder's files. Everything is on the disk when it returns.
 
     Args:
       schema_version: of the checkpoint.
       step: that the checkpoint is of: a folder that is renamed to another step is found.
+      progress: called after each MiB, by several threads.
     """
     names = sorted(_names(folder))
     with ThreadPoolExecutor(_THREADS) as threads:
-        files = dict(zip(names, threads.map(lambda name: _described(folder / name, sync=True), names), strict=True))
+        files = dict(
+            zip(names, threads.map(lambda name: _described(folder / name, progress, sync=True), names), strict=True)
+        )
     with open(folder / FILE_NAME, "wb") as file:
         file.write(_encoded({"schema_version": schema_version, "step": step, "files": files}))
         file.flush()
@@ -91,8 +95,13 @@ def read(folder: Path, step: int | None) -> Mapping[str, Any]:
     return content
 
 
-def check(folder: Path, content: Mapping[str, Any], items: Collection[str]) -> None:
-    """Compares a checkpoint's files with the manifest that `read` returned.
+def check(
+    folder: Path,
+    content: Mapping[str, Any],
+    items: Collection[str],
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `write`.
 
     Args:
       items: the folders in it in which no other file may be, unless it is hidden.
@@ -112,7 +121,7 @@ def check(folder: Path, content: Mapping[str, Any], items: Collection[str]) -> N
     if extra := sorted(name for name in names - files.keys() if _is_part(name, items)):
         raise Damaged(f"{extra[0]} does not belong to it" + _others(extra))
     with ThreadPoolExecutor(_THREADS) as threads:
-        for fault in threads.map(lambda name: _fault(folder / name, name, files[name]), sorted(files)):
+        for fault in threads.map(lambda name: _fault(folder / name, name, files[name], progress), sorted(files)):
             if fault is not None:
                 raise Damaged(fault)
 
@@ -153,21 +162,25 @@ def _is_part(name: str, items: Collection[str]) -> bool:
     return len(parts) > 1 and parts[0] in items and not any(part.startswith(".") for part in parts)
 
 
-def _described(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with reading(path), open(path, "rb") as file:
+def _described(path: Path, progress: Callable[[], None], *, sync: bool = False) -> dict[str, Any]:
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    with reading(path), open(path, "rb", buffering=0) as file:
         if sync:
             os.fsync(file.fileno())
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+            progress()
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
 
 
-def _fault(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
+def _fault(path: Path, name: str, expected: Mapping[str, Any], progress: Callable[[], None]) -> str | None:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its other end
             return f"{name} is not a file"
         if found.st_size != expected["size"]:
             return f"{name} has {found.st_size} bytes and must have {expected['size']}"
-        if _described(path) != expected:
+        if _described(path, progress) != expected:
             return f"{name} has changed since it was written"
     except OSError as error:
         if not is_damage(error):

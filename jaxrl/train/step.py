@@ -79,6 +79,7 @@ class Trainer:
         total_updates: int = 0,
         trainable: optimizers.Trainable = optimizers.everything,
         interpret: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Places a copy of `params` on the mesh.
 
@@ -92,6 +93,7 @@ class Trainer:
           total_updates: optimizer updates in the whole run; only schedules that decay need it.
           trainable: which parameters are trained; the rest is kept as it is.
           interpret: run the GPU kernels of `actor.attention: pallas` as plain JAX, on any device (slow; for tests).
+          on_progress: called when a microbatch has run.
 
         Raises:
           ValueError: `actor.attention: pallas` on other devices than GPUs, or for a model that the kernels refuse.
@@ -112,6 +114,8 @@ class Trainer:
         if config.needs_ref:
             self._ref = _place(params, self._shardings, actor.dtype)
         self._accumulator: Accumulator | None = None
+        self._on_progress = on_progress
+        self._newest: jax.Array | None = None  # of the last microbatch that was handed to the devices
         self._build_programs()
         self._optimizer_state = self._rest(self._init_optimizer(self._trainable))
 
@@ -141,7 +145,10 @@ class Trainer:
             )
         params = self.params if which == "actor" else self._ref
         packed = self._pack(batch)
-        results = [self._logprobs(params, self._on_device(micro)) for micro in packed.microbatches]
+        results: list[jax.Array] = []
+        for micro in packed.microbatches:
+            results.append(self._logprobs(params, self._on_device(micro)))
+            self._handed_over(results[-1])
         return [x.astype(np.float32) for x in packed.unpack([np.asarray(x) for x in results])]
 
     def accumulate(self, batch: TrainBatch) -> None:
@@ -149,9 +156,10 @@ class Trainer:
         for micro in self._pack(batch).microbatches:
             if self._accumulator is None:
                 self._accumulator = self._zeros()
-            self._accumulator = self._accumulate(
+            self._accumulator, result = self._accumulate(
                 self._trainable, self._frozen, self._accumulator, self._on_device(micro)
             )
+            self._handed_over(result)
 
     def apply(self) -> dict[str, float]:
         """One optimizer update from everything accumulated since the last; the accumulator is released.
@@ -242,7 +250,7 @@ class Trainer:
         batch = TokenBatch.zeros(self.mesh.size, 16)
         empty = jax.eval_shape(self._gradients_of, self._trainable, self._frozen, batch)
         accumulator = jax.tree.map(lambda _: replicated, empty).replace(gradients=trained)
-        self._accumulate = jax.jit(self._add, donate_argnums=2, out_shardings=accumulator)
+        self._accumulate = jax.jit(self._add, donate_argnums=2, out_shardings=(accumulator, replicated))
         self._zeros = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty), out_shardings=accumulator
         )
@@ -307,9 +315,13 @@ class Trainer:
         (gradients,) = pull_back(_one_after(terms, total.dtype))
         return Accumulator(gradients, terms.denominator, terms.means, terms.maxima)
 
-    def _add(self, trainable: Tree, frozen: Tree, total: Accumulator, batch: TokenBatch) -> Accumulator:
+    def _add(
+        self, trainable: Tree, frozen: Tree, total: Accumulator, batch: TokenBatch
+    ) -> tuple[Accumulator, jax.Array]:
+        """`total` with a microbatch; and a number that is there when it has run, and that the next one leaves alone."""
         part = self._gradients_of(trainable, frozen, batch)
-        return jax.tree.map(jnp.add, total, part).replace(maxima=jax.tree.map(jnp.maximum, total.maxima, part.maxima))
+        added = jax.tree.map(jnp.add, total, part)
+        return added.replace(maxima=jax.tree.map(jnp.maximum, total.maxima, part.maxima)), part.denominator
 
     def _apply(self, trainable: Tree, state: Tree, total: Accumulator) -> tuple[Tree, Tree, dict[str, jax.Array]]:
         gradients = jax.tree.map(lambda g: g / total.denominator.astype(g.dtype), total.gradients)
@@ -320,6 +332,13 @@ class Trainer:
         finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
         skipped = 1 - outcome.applied.astype(jnp.int32)
         return trainable, state, metrics | {"actor/skipped_updates": skipped, "finite_weights": finite}
+
+    def _handed_over(self, result: jax.Array) -> None:
+        """Waits for the microbatch before this one: progress is told when there is some, and the queue is not empty."""
+        before, self._newest = self._newest, result
+        if before is not None:
+            before.block_until_ready()
+            self._on_progress()
 
     # ------------------------------------------------------------------ placing things
 

@@ -47,8 +47,11 @@ class Choice:
         return lines
 
 
-def choose(folder: str | Path) -> Choice | None:
+def choose(folder: str | Path, progress: Callable[[], None] = lambda: None) -> Choice | None:
     """The newest step of a folder of checkpoints that is as it was written; None: there is no step at all.
+
+    Args:
+      progress: called while files are compared (`manifest.check`).
 
     Raises:
       ValueError: each step is damaged, or one was written by a later version.
@@ -57,7 +60,7 @@ def choose(folder: str | Path) -> Choice | None:
     folder, faults = Path(folder).absolute(), dict[int, str]()
     for step in reversed(steps_of(folder)):
         try:
-            return Choice(step, faults, _verify(folder / str(step), step) > 1)
+            return Choice(step, faults, _verify(folder / str(step), step, progress) > 1)
         except Damaged as fault:
             faults[step] = str(fault)
     if faults:
@@ -66,39 +69,55 @@ def choose(folder: str | Path) -> Choice | None:
     return None
 
 
-def whole_step(path: str | Path, step: int | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
+def whole_step(
+    path: str | Path,
+    step: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[], None] = lambda: None,
+) -> Path:
     """The folder of a step that is as it was written.
 
     Args:
       path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
       step: default: the newest one that is whole; not with one step's folder.
       say: gets the step that is used, and what a user should know about it and newer ones.
+      progress: as in `choose`.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is damaged, or was written by a later version.
     """
-    folder = Path(path).absolute()
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    if (folder / STATE).is_dir() or (folder / manifest.FILE_NAME).exists():
-        chosen, place = None, folder
-    elif step is not None and (folder / str(step)).exists():
-        chosen, place = None, folder / str(step)
+    folder, place = find_step(path, step)
+    if place is None:
+        chosen = choose(folder, progress)
+        assert chosen is not None, "there are steps"
+        place, notes = folder / str(chosen.step), chosen.notes()
     else:
-        chosen = choose(folder) if step is None else None
-        if chosen is None:
-            wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
-            raise FileNotFoundError(f"{wanted} in {folder}: found {steps_of(folder)}")
-        place = folder / str(chosen.step)
-    for line in _notes_of_one(place) if chosen is None else chosen.notes():
+        notes = [] if verify_alone(place, progress) > 1 else [f"checkpoint {place.name} {_UNCHECKED}"]
+    for line in notes:
         say(line)
     say(f"parameters of {place}")
     return place
 
 
-def _notes_of_one(place: Path) -> list[str]:
-    return [] if verify_alone(place) > 1 else [f"checkpoint {place.name} {_UNCHECKED}"]
+def find_step(path: str | Path, step: int | None = None) -> tuple[Path, Path | None]:
+    """Where `whole_step` will look, before any file is compared: the folder of steps, and the only step that may be
+    taken (None: any).
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    folder = Path(path).absolute()
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    if (folder / STATE).is_dir() or (folder / manifest.FILE_NAME).exists():
+        return folder.parent, folder
+    if step is not None and (folder / str(step)).exists():
+        return folder, folder / str(step)
+    if step is None and steps_of(folder):
+        return folder, None
+    wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
+    raise FileNotFoundError(f"{wanted} in {folder}: found {steps_of(folder)}")
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -116,7 +135,7 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _verify(place: Path, step: int | None) -> int:
+def _verify(place: Path, step: int | None, progress: Callable[[], None]) -> int:
     """Compares a step's folder with what was written; returns its schema version.
 
     Raises:
@@ -131,7 +150,7 @@ def _verify(place: Path, step: int | None) -> int:
         return _verify_first_schema(place)
     content = manifest.read(place, step)
     _refuse_later(place, content["schema_version"])
-    manifest.check(place, content, (STATE, HOST, ARRAYS))
+    manifest.check(place, content, (STATE, HOST, ARRAYS), progress)
     return content["schema_version"]
 
 
@@ -156,11 +175,11 @@ def _verify_first_schema(place: Path) -> int:
     return 1
 
 
-def verify_alone(place: Path) -> int:
+def verify_alone(place: Path, progress: Callable[[], None] = lambda: None) -> int:
     """`_verify` where no other step may take this one's place: ValueError if it is damaged."""
     try:
         step = int(place.name) if place.name.isdigit() else None
-        return _verify(place, step)
+        return _verify(place, step, progress)
     except Damaged as fault:
         raise ValueError(f"checkpoint {place} is damaged: {fault}") from None
 

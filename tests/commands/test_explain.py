@@ -11,6 +11,7 @@ from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
+from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.memory import _device_numbers, memory_plan, memory_problem, plan_num_blocks, plan_remat
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -274,6 +275,38 @@ def test_a_pool_that_no_memory_holds_is_refused_with_the_option():
     text = problem(16 << 30, rollout={"num_blocks": 1_000_000})
     assert text is not None
     assert text.endswith("lower rollout.num_blocks (1000000 blocks of 16 tokens)")
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_devices", "tp"),
+    [
+        *(("SmolLM2-135M", 1, 1), ("SmolLM2-135M", 8, 1), ("Qwen2.5-1.5B", 1, 1), ("Qwen2.5-1.5B", 8, 2)),
+        *(("Qwen2.5-7B", 4, 1), ("Qwen2.5-7B", 8, 4), ("Llama-3.1-8B", 4, 2), ("Llama-3.1-8B", 8, 1)),
+    ],
+)
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_a_pool_that_the_plan_chose_is_not_refused(shape, num_devices, tp, rows):
+    """The plan fills `rollout.memory_fraction` to the last block; logits are temporary and lie in what it leaves."""
+    model, gib = SHAPES[shape], 80 << 30
+    for response in (256, 1024):
+        lengths = {"max_prompt_length": 256, "max_response_length": response}
+        c = config(data=lengths, rollout={"tensor_model_parallel_size": tp, "max_num_seqs": rows})
+        plan = memory_plan(c, model, num_devices, gib, "gpu")
+        assert memory_problem(c, model, plan, num_devices, gib) is None
+        assert memory_problem(c, model, plan, num_devices, gib, trains=False) is None
+        text = memory_problem(c, model, plan, num_devices, plan.rollout_bytes - 1)
+        assert text is not None, "less than weights and pool"
+        assert "rollout.memory_fraction (0.85) leaves " in text
+
+
+def test_logits_that_no_memory_holds_are_refused():
+    """16384 rows of 49152 float32 numbers, twice: 6 GiB beside a small pool; two devices of a group have half each."""
+    sizes = {"num_blocks": 1000, "max_num_seqs": 16384}
+    text = problem(6 << 30, rollout=sizes)
+    assert text is not None
+    assert "and each of 1 has 6.0 GiB: lower rollout.max_num_seqs (16384 rows of up to 384 tokens" in text
+    c = config(rollout=sizes | {"tensor_model_parallel_size": 2})
+    assert memory_problem(c, SMOLLM2, memory_plan(c, SMOLLM2, 2, None, "cpu"), 2, 6 << 30) is None
 
 
 def test_an_update_that_no_memory_holds_is_refused_where_there_is_one():

@@ -77,6 +77,29 @@ def test_nothing_is_written(name: str, fresh: bool, place: Path, capsys: pytest.
     assert contents(place) == before
 
 
+@pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
+@pytest.mark.parametrize("mistake", ["model.path={}/gone", "trainer.num_devices=64", "rollout.stop=['']"])
+def test_a_mistake_is_told_before_a_checkpoint_is_read(
+    mistake: str, fresh: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
+    begins = (f"trainer.init_from={place / 'run'}", f"trainer.run_dir={place / 'new' / 'run'}")
+    assert start(place, mistake.replace("{}", str(place)), *(begins if fresh else ())) == 2
+
+
+def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path: Path):
+    """Its weights are in the run's own checkpoint; only a reference is of the beginning."""
+    folder = tmp_path / "place"
+    shutil.copytree(place, folder)
+    shutil.copytree(place / "run", tmp_path / "first")
+    for file in (tmp_path / "first").rglob("checkpoints/1/state/**/*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    begins = f"trainer.init_from={tmp_path / 'first'}"
+    assert start(folder, begins, "actor.use_kl_loss=true", "trainer.total_training_steps=2") == 2
+    assert start(folder, begins, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
+
+
 def test_after_a_refused_start_the_run_is_exported_and_goes_on(place: Path, tmp_path: Path):
     folder = tmp_path / "place"
     shutil.copytree(place, folder)

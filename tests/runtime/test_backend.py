@@ -304,6 +304,15 @@ def test_a_stop_is_heard_while_no_event_comes(houses: Any):
     assert house.engine.is_idle
 
 
+def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
+    house = houses({key(0): 2}, Pool())
+    beats, answers = [], iter([[], [], [Verdict(1.0, key(0), 1.0)]])
+    house.pool.completed, house.pool.wait = list, lambda timeout_s: next(answers)
+    house.backend._beat = lambda: beats.append(1)
+    house.run_round([PROMPTS[0]], 1)
+    assert len(beats) == 3
+
+
 def begin(house: House, keys: Sequence[SampleKey], step: int = 1) -> RolloutBackend:
     """A round in which one prompt has been launched."""
     house.backend.begin(step, PARAMS)

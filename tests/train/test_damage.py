@@ -68,6 +68,36 @@ def test_what_is_wrong_is_said(tmp_path, damage, words):
     assert_restores(folder, 2)
 
 
+def test_comparing_and_hashing_tell_their_progress(tmp_path):
+    told, folder = [], saved(tmp_path / "checkpoints", 2)
+    (folder / "2" / "large").write_bytes(bytes(5 << 20))
+    manifest.write(folder / "2", 2, 2, lambda: told.append("write"))
+    count = len(told)
+    assert count >= len([file for file in files_of(folder) if file.stat().st_size]) + 3, "of a large file, parts"
+    assert choose(folder, lambda: told.append("choose")) is not None
+    whole_step(folder / "2", progress=lambda: told.append("alone"))
+    assert told == [name for name in ("write", "choose", "alone") for _ in range(count)]
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_save_that_is_waited_for_makes_progress_while_it_grows(tmp_path, monkeypatch, grows):
+    monkeypatch.setattr("jaxrl.train.checkpoint._LOOK_EVERY_S", 0.05)
+    told, enough = [], threading.Event()
+    with Checkpointer(tmp_path, progress=lambda: (told.append(1), len(told) > 3 and enough.set())) as checkpoints:
+
+        def write() -> None:
+            (tmp_path / "4.draft").mkdir()
+            for i in range(200):
+                (tmp_path / "4.draft" / f"{i}").write_bytes(b"12" if grows else b"")
+                if enough.wait(0.05 if grows else 0.002):
+                    return
+
+        checkpoints._pending = 4, checkpoints._thread.submit(write)
+        checkpoints.wait()
+    assert enough.is_set() == grows
+    assert grows or not told
+
+
 def test_a_pipe_in_place_of_a_file_does_not_hold_the_check(tmp_path):
     folder = saved(tmp_path / "checkpoints", 2, 4)
     (folder / "4" / "host" / "metadata").unlink()

@@ -250,6 +250,18 @@ def num_programs(trainer):
     return sum(program._cache_size() for program in (trainer._accumulate, trainer._logprobs))
 
 
+def test_each_microbatch_but_the_last_is_progress(make_config, make_batch, make_trainer):
+    """The last one may be running: what follows waits for it."""
+    told = []
+    trainer, batch = make_trainer(make_config(), on_progress=lambda: told.append(1)), make_batch(size=8)
+    count = len(trainer._pack(batch).microbatches)
+    assert count > 2
+    for rounds, work in enumerate((trainer.token_logprobs, trainer.accumulate, trainer.accumulate), 1):
+        work(batch)
+        assert len(told) == rounds * count - 1
+    assert np.isfinite(trainer.apply()["actor/grad_norm"])
+
+
 def test_no_recompilation(make_config, make_batch, make_trainer):
     trainer = make_trainer(make_config(), devices=4)
     for seed in range(4):
