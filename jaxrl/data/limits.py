@@ -13,6 +13,8 @@ def limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Sets one of `resource`'s limits, as far as the system allows it: a lower one that is there already stays, and
     macOS takes none below what is mapped."""
     there = resource.getrlimit(kind)[1]
-    wanted = (soft, soft if hard is None else hard)
+    most = soft if hard is None else hard
+    if there != resource.RLIM_INFINITY:
+        soft, most = min(soft, there), min(most, there)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(kind, wanted if there == resource.RLIM_INFINITY else tuple(min(x, there) for x in wanted))
+        resource.setrlimit(kind, (soft, most))
