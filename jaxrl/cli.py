@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Protocol
 from jaxrl import __version__
 from jaxrl.commands.arguments import (
     MAX_DEVICES,
-    MAX_SEED,
     MAX_TOKENS,
     Parser,
     add_command,
@@ -38,6 +37,7 @@ from jaxrl.commands.arguments import (
     numbers,
     one_of,
     parse,
+    seed,
     stop_string,
     utf8,
     whole,
@@ -190,7 +190,7 @@ def _add_generate(command: _Command) -> None:
         "--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="a stop string; may be repeated"
     )
     generate.add_argument("-n", type=whole(1, 100_000), default=1, help="responses per prompt (1)")
-    generate.add_argument("--seed", type=whole(0, MAX_SEED), default=0)
+    generate.add_argument("--seed", type=seed, default=0)
     _add_dtype(generate, "float32", "bfloat16", default="float32")
     generate.add_argument("--tp", type=whole(1, MAX_DEVICES), default=1, help="tensor parallelism over all devices (1)")
     generate.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 MAX_DEVICES = 16_384  # more than any machine has, and few enough to list
 MAX_TOKENS = 2**20  # the longest context of any model
-MAX_SEED = 2**63 - 1  # keys are made of 64 bits
 _MAX_SHOWN = 60  # characters of a value that a sentence shows
 _COMMAND = "_command"
 
@@ -34,7 +33,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.command}: {_in_our_words(message)}")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the stub's overloads
+    # the stub's overloads say more
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         try:
             return super().parse_known_args(args, namespace)
         except argparse.ArgumentError as error:  # here, so that the sentence names the command
@@ -84,6 +84,13 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         return int(_bounded(text, int, least, most, f"a whole number from {least} to {most}"))
 
     return parsed
+
+
+def seed(text: str) -> int:
+    """An argument's type: a seed, with the bounds of the configuration's seeds."""
+    from jaxrl.config.declared import MAX_SEED
+
+    return whole(0, MAX_SEED)(text)
 
 
 def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:

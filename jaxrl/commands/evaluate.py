@@ -1,5 +1,4 @@
-"""`jaxrl eval` and `jaxrl export`: a model or a run's last checkpoint, scored on held-out prompts or written as a
-folder for other programs.
+"""`jaxrl eval`: a model or a run's last checkpoint, scored on held-out prompts.
 
 pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1) from n
 samples of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent extracted answer of

@@ -11,6 +11,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxrl.config import Config, differences
 from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
@@ -162,14 +164,26 @@ class Run:
         return store
 
     def go(self) -> RunOutcome:
-        """Runs to the end. Raises RunFailed where the device has no space left, which says how to go on."""
+        """Runs to the end.
+
+        Raises:
+          RunFailed: the system refused a file or memory, with how to go on.
+        """
         try:
             return self._go()
         except OSError as error:
-            if not is_full(error):
-                raise
             place = error.filename or self.run_dir.path
-            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: make room and run again") from error
+            way_on = "make room and run again" if is_full(error) else "mend that and run again"
+            raise RunFailed(f"{place}: {reason(error)}; {self.store.last_good()}: {way_on}") from error
+        except jax.errors.JaxRuntimeError as error:
+            said = str(error).partition("\n")[0]
+            if not said.startswith("RESOURCE_EXHAUSTED"):
+                raise
+            raise RunFailed(
+                f"the memory of the device is full ({self.devices[0].device_kind}; {said}); {self.store.last_good()}: "
+                "lower rollout.memory_fraction or actor.ppo_max_token_len_per_gpu, or set actor.remat=full, and run "
+                "again"
+            ) from error
 
     def _go(self) -> RunOutcome:
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first

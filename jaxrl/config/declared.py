@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
-MAX_INT = 2**31 - 1  # counts, seeds and token ids become 32-bit integers on the devices
+MAX_INT = 2**31 - 1  # counts and token ids become 32-bit integers on the devices
+MAX_SEED = 2**32 - 1  # as of numpy, torch and grain's shuffle
 MAX_FLOAT = 3.4028234663852886e38  # the largest float32
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
@@ -27,6 +28,9 @@ class Cap:
 
     most: float
     why: str
+
+
+SEED = Cap(MAX_SEED, "the largest unsigned 32-bit integer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,8 @@ def allowed_text(option: Declared) -> str:
 def number_problem(name: str, value: int | float, option: Declared) -> str | None:
     """Why a number cannot be an option's value, as a sentence that begins with `name`; None if it can.
 
-    Whatever a declaration says, a float is finite as a float32, and an integer has 32 bits, but for `Or` values.
+    Whatever a declaration says, a float is finite as a float32, and an integer has 32 bits, but for `Or` values and
+    what a cap allows.
     """
     if option.other is not None and value == option.other.value:
         return None
@@ -133,7 +138,7 @@ def number_problem(name: str, value: int | float, option: Declared) -> str | Non
         return f"{name} must be at most {option.cap.most} ({option.cap.why}), found {shown(value)}"
     if isinstance(value, float) and not abs(value) <= MAX_FLOAT:
         return f"{name} must be a finite number (at most {MAX_FLOAT:.3g}, the largest float32), found {shown(value)}"
-    if isinstance(value, int) and not -MAX_INT <= value <= MAX_INT:
+    if option.cap is None and isinstance(value, int) and not -MAX_INT <= value <= MAX_INT:
         return f"{name} must be at most {MAX_INT} (the largest 32-bit integer), found {shown(value)}"
     return None
 

@@ -166,7 +166,7 @@ def _versions(place: str) -> list[str]:
     try:
         written = json.loads((file.parent / "run.json").read_text(encoding="utf-8"))["versions"]["jaxrl"]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # no run's, or a damaged one, which whoever reads the run says
+        return []  # no run's, or a damaged one, of which the command that reads the run speaks
     if file.name != "config.yaml" or not isinstance(written, str) or _ordered(written) == _ordered(__version__):
         return []
     if _ordered(written) > _ordered(__version__):

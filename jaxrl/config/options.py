@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, overload
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.config.declared import MAX_INT, Cap, Names, Or
+from jaxrl.config.declared import MAX_INT, SEED, Cap, Names, Or
 from jaxrl.config.devices import MAX_DEVICES
 from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
 from jaxrl.config.simulation import SimulateSection
@@ -95,7 +95,7 @@ class DataSection:
         "has them.",
     ] = field(default_factory=dict)
     shuffle: Annotated[bool, "Give the prompts in a new random order in each epoch; false: in the files' order."] = True
-    seed: Annotated[int, Ge(0), "Seed of the procedural problems and of the order of the prompts."] = 0
+    seed: Annotated[int, Ge(0), SEED, "Seed of the procedural problems and of the order of the prompts."] = 0
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class TrainerSection:
     max_ckpt_to_keep: Annotated[int, Ge(1), "Checkpoints that are kept, the newest ones."] = 2
     test_freq: Annotated[int, Ge(0), "Steps between evaluations; 0: none."] = 0
     val_before_train: Annotated[bool, "Evaluate before the first step."] = False
-    seed: Annotated[int, Ge(0), "Seed of random weights and of sampling."] = 0
+    seed: Annotated[int, Ge(0), SEED, "Seed of random weights and of sampling."] = 0
     num_devices: Annotated[int, Ge(0), MAX_DEVICES, "Devices of the run; 0: all that there are."] = 0
     one_step_off: Annotated[bool, "Roll out for step t + 1 with the weights before update t."] = False
     init_from: Annotated[

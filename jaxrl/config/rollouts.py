@@ -169,7 +169,7 @@ class RolloutSection:
 
     @property
     def tp(self) -> int:
-        """`tensor_model_parallel_size`. Raises ValueError while that is auto: whoever starts a run chooses first."""
+        """`tensor_model_parallel_size`. Raises ValueError while that is auto: the start of a run chooses first."""
         if self.tensor_model_parallel_size == "auto":
             raise ValueError("rollout.tensor_model_parallel_size is auto, and must be a number here: nothing chose one")
         return self.tensor_model_parallel_size

@@ -5,7 +5,7 @@ A template is a program that came with the model, and jinja's sandbox bounds nei
 in a process of its own with limits of the operating system. Only then is it compiled here; each conversation that it
 renders has a limit of time, which is looked at between two pieces of the output, and one of size.
 
-This file is also the program of that process, so it imports nothing of jaxrl.
+This file is also the program of that process, so it imports nothing large of jaxrl.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxrl.data.limits import limit
 
 TIME_LIMIT_S = 2
 """Processor time of the trial, and of one conversation: a template takes a millisecond."""
@@ -115,7 +117,7 @@ def _usable(source: str, place: str, context: str) -> jinja2.Template:
 
 
 def _try(source: str, place: str, context: str) -> None:
-    paths = os.pathsep.join(path for path in sys.path if path)
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     done = subprocess.run(
         [sys.executable, "-P", __file__],
         input=json.dumps([source, json.loads(context)]),
@@ -140,9 +142,9 @@ def _try(source: str, place: str, context: str) -> None:
 def _trial() -> int:
     """The trial's process: the status says which limit was exceeded. Other faults are found when messages come."""
     source, context = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (TIME_LIMIT_S, TIME_LIMIT_S + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CPU, TIME_LIMIT_S, TIME_LIMIT_S + 1)
+    limit(resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES)
     for messages in _TRIED:
         try:
             _rendered(_compiled(source), messages, context)

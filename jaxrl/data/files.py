@@ -22,7 +22,7 @@ _KINDS = {_GZIP: "gzip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x
 
 
 def data_files(names: Sequence[str], option: str) -> list[Path]:
-    """The files that an option names, each of them there and named once; ValueError otherwise."""
+    """The files that an option names, each of them there; ValueError otherwise. One named twice counts twice."""
     files: list[Path] = []
     for name in names:
         if "://" in name:
@@ -39,8 +39,6 @@ def data_files(names: Sequence[str], option: str) -> list[Path]:
         if not path.is_file():
             kind = "a folder" if path.is_dir() else "no regular file"
             raise ValueError(f"{path}: {kind}; {option} must name files")
-        if any(path.samefile(other) for other in files):
-            raise ValueError(f"{option}: {path} is named twice")
         files.append(path)
     return files
 

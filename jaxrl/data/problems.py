@@ -21,14 +21,15 @@ from jaxrl.data.files import data_files, rows, shown
 ROLES = ("system", "user", "assistant")
 """What the author of a message may be."""
 
+_PASSED_ON = ("name", "reasoning_content")
+"""Text of a message beside its role and content that goes to the chat template, which may show it."""
+
 # fields of messages that chat templates render; a message in which one of them holds something is refused
 _UNSUPPORTED = (
     "tool_calls",
     "tool_call_id",
     "tool_responses",
     "function_call",
-    "name",
-    "reasoning_content",
     "thinking",
 )
 
@@ -40,7 +41,8 @@ class Problem:
     Attributes:
       index: its position in the data set.
       where: file and line (or row), or task and number; for messages to people.
-      messages: the conversation so far, as {"role", "content"}; a plain question is one user message.
+      messages: the conversation so far, as {"role", "content"}, and "name" or "reasoning_content" where a
+        message has one; a plain question is one user message.
       answer: the reference answer, None where `data.answer_key` is empty.
       source: the data set's or task's name.
       extra: all columns not used otherwise; a task's problem has its reasoning-gym entry under "entry".
@@ -137,6 +139,11 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
                 raise ValueError(f"{named}: message {number} has {name!r}, which is not supported")
         if not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise ValueError(f"{rule}, found {shown(repr(message))}")
+        for name in _PASSED_ON:
+            if not isinstance(message.get(name) or "", str):
+                raise ValueError(
+                    f"{named}: message {number} must have text in {name!r}, found {shown(repr(message[name]))}"
+                )
         if message["role"] not in ROLES:
             raise ValueError(
                 f"{named}: message {number} has the role {shown(repr(message['role']))}, which is not supported; "
@@ -147,7 +154,11 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
         raise ValueError(f"{named}: the last message must be the user's, which is to be answered, found {last['role']}")
     if not last["content"].strip():
         raise ValueError(f"{named}: the last message must hold some text, found {shown(repr(last['content']))}")
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+    return tuple(
+        {"role": message["role"], "content": message["content"]}
+        | {name: message[name] for name in _PASSED_ON if message.get(name)}
+        for message in value
+    )
 
 
 def _answer(value: Any, where: str, data: DataSection) -> str:

@@ -4,9 +4,12 @@ After half of its time without a beat it only reports: the stacks of all threads
 After all of it the run is ended, again with the stacks: it would hold its devices for ever, and it resumes from its
 last checkpoint.
 
+Time in which the process is suspended (Ctrl-Z, SIGSTOP) does not count: two looks that are far apart tell of it.
+
 A thread of Python looks at the time. Where native code holds the interpreter's lock no such thread runs: for that case
 a thread of faulthandler's, which needs no lock, is armed at every look to end the process a little later. It has no
-sentence, only the stacks.
+sentence, only the stacks. Its clock goes on while the process is suspended, and it may be first on waking: a run that
+was suspended for longer than what was left of its time and the grace on top of it ends then.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from jaxrl.record.timeline import Timeline
 
 _STDERR = 2
 _LOOK_EVERY_S = 1.0
+_SUSPENDED_PERIODS = 5  # between two looks that are made every period; fewer are a machine under load
 
 
 class Watchdog:
@@ -65,9 +69,12 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        reported = False
+        reported, looked_s = False, time.monotonic()
         while not self._closed.wait(self._period_s):
-            silent_s = time.monotonic() - self._last_s
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > _SUSPENDED_PERIODS * self._period_s:
+                self._last_s = min(self._last_s + looked_s - before_s, looked_s)
+            silent_s = looked_s - self._last_s
             self._arm(max(self._timeout_s - silent_s, 0.0))
             if silent_s >= self._timeout_s:
                 faulthandler.dump_traceback(_STDERR, all_threads=True)

@@ -9,7 +9,7 @@ Which sample is to blame for a death: the worker writes the sample's id into sha
 foreign code sees it. A worker that ended without that mark costs the sample an attempt, of which it has `MAX_ATTEMPTS`.
 
 A worker that is stopped (SIGSTOP) while it has nothing to do is replaced. With a sample, its time limit counts; without
-a limit it has `STOPPED_S`.
+a limit it has `STOPPED_S` to go on.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class _Worker:
     is_ready: bool = False
     kept: frozenset[int] = frozenset()  # processes that loading the scorer started
     exit_code: int | None = None  # of one that has ended
+    is_stopped: bool = False  # its deadline is then for going on, where there was none
 
 
 @dataclass
@@ -123,10 +124,10 @@ class Keeper:
                 self._take(frame)
 
     def _reap(self) -> None:
-        """Notes which children have ended or stopped: the worker, and orphans of its making."""
+        """Notes which children have ended, stopped or gone on: the worker, and orphans of its making."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
                 if pid == 0:
                     return
                 worker = self._worker
@@ -134,6 +135,9 @@ class Keeper:
                     continue
                 if os.WIFSTOPPED(status):
                     self._stopped(worker)
+                elif os.WIFCONTINUED(status):
+                    worker.deadline = math.inf if worker.is_stopped else worker.deadline
+                    worker.is_stopped = False
                 else:
                     worker.exit_code = os.waitstatus_to_exitcode(status)
 
@@ -146,6 +150,7 @@ class Keeper:
                 self._restart("a worker was stopped before it had taken its sample")
         elif not math.isfinite(worker.deadline):
             worker.deadline = time.monotonic() + STOPPED_S
+            worker.is_stopped = True
 
     def _keep_time(self) -> None:
         worker = self._worker
@@ -179,6 +184,7 @@ class Keeper:
         if worker is not None and worker.is_ready and task is not None:
             self._taken[:] = bytes(TASK_ID_BYTES)
             worker.deadline = time.monotonic() + (self._settings.timeout_s or math.inf)
+            worker.is_stopped = False
             worker.channel.send(task.frame)
 
     # -- from the worker ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ these costs only the sample at hand (reward 0, a status, a counted warning).
 
 Nothing of the user's runs in the trainer, not even the reward file's import, and no object that a worker made gets
 there: only JSON text, whose length and values are checked. Workers have an environment of named variables, no terminal,
-bounded memory, and do not outlive the pool, nor what they start the sample.
+and bounded memory. They end with the pool, and what a sample starts ends with the sample.
 
 Only the scoring itself is timed: a worker loads the scorer before its first task, and the clock starts when it is
 handed a task. `duration_s` is measured in the worker; for a sample that timed out it is the limit, for a crashed one 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import queue
 import signal
 import time
 from collections import deque
@@ -24,6 +25,7 @@ SLACK_S = 60.0
 """Beyond a scorer's own limits, for ray to start an actor, or to carry a request and a verdict."""
 GET_S = 30.0
 """For a value that ray says is there."""
+_LOOK_EVERY_S = 1.0  # whether an actor's workers can still answer
 
 
 class RayHost:
@@ -41,7 +43,12 @@ class RayHost:
 
     def score(self, request: bytes) -> bytes:
         self._workers.submit(0, request)
-        _, scored, _ = self._workers.ended.get()
+        while True:
+            try:
+                _, scored, _ = self._workers.ended.get(timeout=_LOOK_EVERY_S)
+                break
+            except queue.Empty:
+                self._workers.check()
         return to_bytes(message_of(scored, ""))
 
 
@@ -249,7 +256,10 @@ class RayRewardPool:
 def _our_signals() -> Iterator[None]:
     """Puts the handlers of SIGINT and SIGTERM back that ray replaces: with them a run saves, and ends."""
     earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in earlier.items():
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            # None: one in C, which Python cannot put back
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

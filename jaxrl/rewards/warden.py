@@ -54,9 +54,10 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 def start_warden(sock: socket.socket, env: Mapping[str, str], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
     """A new warden, which has the other end of the socket `sock` is one end of."""
+    # -P: before the path is set, nothing comes from the working folder, such as a json.py of the user's
     path = [os.getcwd() if entry == "" else entry for entry in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, json.dumps(path), str(sock.fileno())],
+        [sys.executable, "-P", "-c", _BOOT, json.dumps(path), str(sock.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=stderr,

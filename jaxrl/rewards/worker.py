@@ -23,6 +23,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from jaxrl.data.limits import limit
 from jaxrl.rewards.frames import MAX_VERDICT_BYTES, TASK_ID_BYTES, message_of, read_frame, to_bytes, write_frame
 from jaxrl.rewards.processes import close_all_but, die_with_parent
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
@@ -88,12 +89,9 @@ def _limit_memory(gib: float) -> None:
 
     Not the address space on Linux: libraries reserve much more of it than they use.
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit(resource.RLIMIT_CORE, 0)
     if gib:
-        kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
-        most, hard = round(gib * GIB), resource.getrlimit(kind)[1]
-        with contextlib.suppress(OSError, ValueError):  # macOS takes no limit below what is mapped
-            resource.setrlimit(kind, (most, hard) if hard != resource.RLIM_INFINITY and hard < most else (most, most))
+        limit(resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS, round(gib * GIB))
 
 
 class _Worker:

@@ -97,20 +97,23 @@ class Stop:
                 self.asked = True
                 text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
                 # in a thread of its own: the view may be busy, and the second signal must be heard
-                threading.Thread(target=self._say, args=(text,), daemon=True).start()
+                if not _start(threading.Thread(target=self._say, args=(text,), daemon=True)):
+                    _tell(text)
                 return
             if self._held and self._waiting is None:
                 self._waiting = number
                 return
-        for draft in tuple(self._drafts):
-            if os.path.isdir(draft):
-                import shutil  # slow to import, and it is there already where a folder is written
+        try:
+            for draft in tuple(self._drafts):
+                if os.path.isdir(draft):
+                    import shutil  # slow to import, and it is there already where a folder is written
 
-                shutil.rmtree(draft, ignore_errors=True)
-            else:
-                with suppress(OSError):
-                    os.unlink(draft)
-        _end_by(number)
+                    shutil.rmtree(draft, ignore_errors=True)
+                else:
+                    with suppress(OSError):
+                        os.unlink(draft)
+        finally:
+            _end_by(number)
 
 
 def _forget() -> None:
@@ -151,17 +154,33 @@ def _end_by(number: signal.Signals) -> None:
 
 def end(sentence: str, status: int) -> None:
     """Ends this process and its children at once, whatever any thread is doing; says why on stderr."""
-    flush = threading.Thread(target=_flush, daemon=True)
-    flush.start()
-    flush.join(_FLUSH_S)
-    if "multiprocessing" in sys.modules:
-        for child in sys.modules["multiprocessing"].active_children():
-            child.kill()
+    try:
+        flush = threading.Thread(target=_flush, daemon=True)
+        if _start(flush):
+            flush.join(_FLUSH_S)
+        with suppress(Exception):  # other threads may be at work on the list of children; the rest still has to be done
+            for child in getattr(sys.modules.get("multiprocessing"), "active_children", list)():  # or half imported
+                child.kill()
+        with suppress(OSError):  # the terminal may be gone
+            if os.isatty(1):
+                os.write(1, _SHOW_CURSOR)
+        _tell(sentence)
+    finally:
+        os._exit(status)
+
+
+def _start(thread: threading.Thread) -> bool:
+    """Starts a thread; False where the system allows no more of them."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tell(sentence: str) -> None:
     with suppress(OSError):  # the terminal may be gone
-        if os.isatty(1):
-            os.write(1, _SHOW_CURSOR)
         os.write(2, f"jaxrl: {sentence}\n".encode())
-    os._exit(status)
 
 
 def _flush() -> None:

@@ -1,6 +1,9 @@
 """Chat templates: what they give, and the limits of time, size and memory."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +70,16 @@ def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch):
     for text in ("a", "b"):
         assert render("once {{ messages[0].content }}", "file", [{"content": text}], {}) == f"once {text}"
     assert len(trials) == 1
+
+
+def test_below_a_lower_limit_of_the_shell():
+    asked = "render('{{ messages[0].content }}', 'file', [dict(content='hi')], {})"
+    program = f"from jaxrl.data.chat_template import render; print({asked})"
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -v 900000; exec "$0" -c "{program}"', sys.executable],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("hi\n", "")

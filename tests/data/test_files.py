@@ -8,8 +8,10 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
+from jaxrl.config import DataSection
 from jaxrl.data import files
 from jaxrl.data.files import data_files, rows, shown
+from jaxrl.data.problems import read_problems
 
 
 def read(path: Path) -> list[tuple[str, object]]:
@@ -77,3 +79,23 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_what_a_message_shows():
     assert shown("x" * 80) == "x" * 80
     assert shown("x" * 81) == "x" * 77 + "..."
+
+
+def test_a_file_named_twice_counts_twice(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "1 + 1", "answer": 2}\n')
+    assert data_files([str(path), str(path)], "data.train_files") == [path, path]
+    assert len(read_problems([str(path), str(path)], "data.train_files", DataSection())) == 2
+
+
+def test_fields_of_messages_that_templates_show(tmp_path: Path):
+    said = [
+        {"role": "user", "content": "1 + 1", "name": "ann"},
+        {"role": "assistant", "content": "2", "reasoning_content": "two ones", "name": None, "id": 3},
+        {"role": "user", "content": "2 + 2"},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": said, "answer": 4}) + "\n")
+    (problem,) = read_problems([str(path)], "data.train_files", DataSection(messages_key="messages"))
+    shown = {"role": "assistant", "content": "2", "reasoning_content": "two ones"}
+    assert list(problem.messages) == [said[0], shown, said[2]]

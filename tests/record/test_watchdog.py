@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -125,3 +127,23 @@ def test_it_ends_the_process_whatever_hangs(name: str):
     else:
         assert done.stderr.splitlines()[-1].startswith("jaxrl: no progress for 1")
         assert done.stderr.endswith("s in the update (trainer.hang_timeout_s); there is no checkpoint yet\n")
+
+
+def test_time_in_which_the_process_is_suspended_does_not_count():
+    program = """
+import os, time
+from jaxrl.record.watchdog import Watchdog
+from jaxrl.runtime.stop import end
+watchdog = Watchdog(4.0, lambda sentence: end(sentence, 1))
+print("up", flush=True)
+time.sleep(5.5)  # most of it suspended, for longer than half of the time and less than the grace that ends it
+print("done")
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4.3)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.stdout.read() == "done\n"
+    assert process.returncode == 0

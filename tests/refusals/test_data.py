@@ -78,11 +78,6 @@ def added_tokens(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(found))
 
 
-def twice(folder: Path) -> None:
-    writes(LINE)(folder)
-    (folder / "b.jsonl").symlink_to("a.jsonl")
-
-
 def files(name: str, sentence: str, prepare: Prepare, *options: str, path: str = FILE) -> Refusal:
     return Refusal(name, (*EVAL, f"data.val_files=[{path}]", *options), sentence, prepare)
 
@@ -165,12 +160,6 @@ NAMES = [
         "{tmp}/a.csv: a data file must end in .jsonl, .jsonl.gz or .parquet",
         writes("question,answer\n1 + 1,2\n", "a.csv"),
         path="{tmp}/a.csv",
-    ),
-    files(
-        "one file twice",
-        "data.val_files: {tmp}/b.jsonl is named twice",
-        twice,
-        path=f"{FILE},{{tmp}}/b.jsonl",
     ),
     files(
         "training file in no folder",
@@ -355,6 +344,7 @@ MESSAGES = [
         ": message 2 has 'tool_calls', which is not supported",
         [ASK, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}, ASK],
     ),
+    messages("a name that is no text", ": message 1 must have text in 'name', found 7", [{**ASK, "name": 7}]),
     messages(
         "the answer is there already",
         ": the last message must be the user's, which is to be answered, found assistant",

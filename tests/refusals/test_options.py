@@ -199,7 +199,7 @@ SIZES = {
         "reward.num_workers must be at most 1024 (each is a process with its own Python), found 100000"
     ),
     "trainer.seed=4294967296": (
-        "trainer.seed must be at most 2147483647 (the largest 32-bit integer), found 4294967296"
+        "trainer.seed must be at most 4294967295 (the largest unsigned 32-bit integer), found 4294967296"
     ),
     "rollout.top_k=9223372036854775807": (
         "rollout.top_k must be at most 2147483647 (the largest 32-bit integer), found 9223372036854775807"
@@ -313,7 +313,7 @@ OTHERS = (
             "data.seed=1" + 300 * "0",
         ),
         (
-            "data.seed must be at most 2147483647 (the largest 32-bit integer), found a number of 997 "
+            "data.seed must be at most 4294967295 (the largest unsigned 32-bit integer), found a number of 997 "
             "bits (command line: "
             "data.seed=100000000000000000000000000000000000000000000000000000000000000000000000000000000000000000...)"
         ),

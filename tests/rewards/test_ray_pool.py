@@ -3,6 +3,7 @@
 `tests/rewards/test_pool.py` runs the pool on ray itself, where it is installed.
 """
 
+import queue
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.rewards import ray_pool
 from jaxrl.rewards.frames import message_of, to_bytes
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
@@ -158,3 +160,29 @@ def test_a_scorer_that_cannot_be_loaded_is_the_users(ray: FakeRay, tmp_path: Pat
     with pytest.raises(ValueError, match=r"^reward.path: importing a.py failed \(in a ray actor\)$"):
         pool.warm()
     pool.close()
+
+
+def test_an_actor_whose_workers_are_gone_does_not_wait_for_ever():
+    def check() -> None:
+        raise RunFailed("reward: the pool's own thread ended")
+
+    host = ray_pool.RayHost.__new__(ray_pool.RayHost)
+    host._workers = types.SimpleNamespace(submit=lambda *_: None, ended=queue.SimpleQueue(), check=check)  # pyright: ignore
+    with pytest.raises(RunFailed, match="own thread ended"):
+        host.score(b"")
+
+
+def test_signals_when_ray_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    earlier = signal.getsignal(signal.SIGTERM)
+
+    @ray_pool._our_signals()
+    def fails() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        fails()
+    assert signal.getsignal(signal.SIGTERM) is earlier
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)  # as for a handler in C
+    with ray_pool._our_signals():
+        monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)

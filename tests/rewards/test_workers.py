@@ -1,6 +1,7 @@
 """Worker processes: what they get of the trainer, what of them reaches it, and that nothing of them is left."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.rewards.frames import BadFrame, read_message, read_scored
+from jaxrl.rewards.keeper import Keeper, _Worker
 from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import build_scorer
 from jaxrl.scheduling.rounds.events import Verdict
@@ -222,3 +224,27 @@ def _alive(pid: int, patience_s: float = 5.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def test_a_json_of_the_users_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('not the one of Python')\n")
+    monkeypatch.chdir(tmp_path)
+    pool = make(tmp_path, num_workers=1)
+    assert [verdict.status for verdict in score(pool, "")] == ["ok"]
+    pool.close()
+
+
+def test_a_worker_that_is_stopped_and_goes_on_keeps_its_time():
+    """With `timeout_s` 0."""
+    keeper = Keeper.__new__(Keeper)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        worker = _Worker(child.pid, None, math.inf, is_ready=True)  # pyright: ignore
+        keeper.__dict__ |= {"_worker": worker, "_task": object(), "_has_taken": lambda _: True}
+        for number, is_stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)) * 2:
+            os.kill(child.pid, number)
+            deadline = time.monotonic() + 5
+            while math.isfinite(worker.deadline) != is_stopped and time.monotonic() < deadline:
+                keeper._reap()
+                time.sleep(0.01)
+            assert math.isfinite(worker.deadline) == is_stopped
+        child.kill()

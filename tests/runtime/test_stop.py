@@ -1,0 +1,70 @@
+"""A signal ends the process whatever state its threads and modules are in. `tests/refusals/test_signals.py` has whole
+commands."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SIGNAL = """
+import os, signal, sys, threading, time, types
+from jaxrl.runtime.stop import Stop
+stop = Stop()
+stop.watch()
+{before}
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep({awake})
+{after}
+time.sleep(20)
+"""
+NO_THREADS = """
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+"""
+FAILING = """
+def changed():
+    raise RuntimeError("dictionary changed size during iteration")
+sys.modules["multiprocessing"] = types.SimpleNamespace(active_children=changed)
+"""
+SECOND = "assert stop.asked; os.kill(os.getpid(), signal.SIGTERM)"
+
+
+def run(before: str, after: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SIGNAL.format(before=before, after=after, awake=1 if after else 0)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["sys.modules['multiprocessing'] = types.ModuleType('multiprocessing')", FAILING, NO_THREADS],
+    ids=["half-imported", "children-change", "no-threads"],
+)
+def test_it_ends(before: str):
+    done = run(before)
+    assert (done.returncode, done.stderr) == (143, "jaxrl: terminated\n")
+
+
+def test_a_stop_is_told_without_a_thread():
+    done = run(f"stop.save_first(print)\n{NO_THREADS}", SECOND)
+    asked = "jaxrl: terminated: the run saves its state and ends; a second signal ends it at once\n"
+    assert (done.returncode, done.stderr) == (143, f"{asked}jaxrl: terminated\n")
+
+
+def test_drafts_that_end_while_they_are_removed():
+    before = """
+import shutil
+class Drafts(list):
+    def __iter__(self):
+        yield from ()
+        raise RuntimeError("changed")
+stop._drafts = Drafts()
+"""
+    assert run(before).returncode == 143
