@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.disk import is_full, reason
-from jaxrl.record.lost import missing_checkpoint
+from jaxrl.record.lost import missing_checkpoint, missing_metrics
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
@@ -110,6 +110,8 @@ class Run:
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
         self.watchdog.saved_step = latest
+        if self.resuming and (gone := missing_metrics(self.run_dir, self.step)) is not None:
+            self.said.append(gone)
         self.init_from = None
         # a run that goes on has its weights; only the reference is always that of the beginning
         if config.trainer.init_from and (config.needs_ref or not self.resuming):
@@ -171,6 +173,10 @@ class Run:
         """
         try:
             return self._go()
+        except RunFailed:
+            with suppress(OSError, ValueError):  # the cause is more than that its page cannot be written
+                write_report(self.run_dir.path)
+            raise
         except OSError as error:
             place = error.filename or self.run_dir.path
             way_on = "make room and run again" if is_full(error) else "mend that and run again"

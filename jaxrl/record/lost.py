@@ -38,6 +38,18 @@ def missing_checkpoint(run_dir: RunDir, found: int | None) -> str | None:
     )
 
 
+def missing_metrics(run_dir: RunDir, step: int) -> str | None:
+    """What to tell about lines of metrics that are gone, of steps up to the checkpoint that a run goes on from; None:
+    every line is there. They decide nothing, so that the run goes on."""
+    file = run_dir.file("metrics.jsonl")
+    there = {line.get("step") for line in read_lines(file)}
+    gone = [each for each in range(1, step + 1) if each not in there]
+    if not gone:
+        return None
+    shown = ", ".join(map(str, gone[:5])) + (f" and {len(gone) - 5} more" if len(gone) > 5 else "")
+    return f"{file} has no line of step {shown}: what was measured there is lost"
+
+
 def _saved_step(run_dir: RunDir) -> int | None:
     """The last step that is known to have been saved."""
     told = recorded_start(run_dir.path) or {}

@@ -33,6 +33,7 @@ def test_a_run_whose_rewards_all_fail_ends_and_goes_on_when_they_are_mended(tmp_
         "(trainer.max_bad_steps=2); saved after step 1"
     )
     assert "Traceback" not in output
+    assert (run_dir / "report.html").exists(), "a run that failed has its page"
     (tmp_path / "reward.py").write_text(MENDED)
     assert "after step 1" in runs.finish(run_dir, *options)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
