@@ -188,7 +188,8 @@ def test_bounds(path, option):
     taken = [end for end in (bounds.ge, bounds.le, option.cap and option.cap.most) if end is not None]
     refused = [end for end in (bounds.gt, bounds.lt) if end is not None]
     refused += [end - 1 if whole else math.nextafter(end, -math.inf) for end in (bounds.ge,) if end is not None]
-    for end in (bounds.le, option.cap and option.cap.most, MAX_INT if whole else MAX_FLOAT):
+    most = option.cap.most if option.cap else MAX_INT if whole else MAX_FLOAT  # a seed's cap is above 31 bits
+    for end in (bounds.le, most):
         if end is not None:
             refused.append(end + 1 if whole else math.nextafter(end, math.inf))
     refused += [10**400, -(10**400)] if whole else [math.nan, math.inf, -math.inf, 1e300]
