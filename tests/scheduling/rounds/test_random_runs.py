@@ -221,9 +221,10 @@ def test_random_runs_of_partial_rollout_keep_the_book(
     training = run_with_crashes(lambda: make(0), total, crashes)
     for trained_version, result in enumerate(training.results):
         assert len(result.groups) == batch.num_groups
-        assert (
-            result.metrics["rollout/queue_length"] <= PartialRollout(batch, options).max_under_way[0] - batch.num_groups
-        )
+        if not (batch.filter_groups.enable and options.max_staleness < 0):
+            # else filtered groups that were launched after the batch's last one are left over too, however many
+            most = PartialRollout(batch, options).max_under_way[0] - batch.num_groups
+            assert result.metrics["rollout/queue_length"] <= most
         for group in result.groups:
             assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
             for sample in group.samples:
