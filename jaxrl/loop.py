@@ -445,7 +445,7 @@ class Loop:
                 while not current.done:
                     self._handle(current)
             except Interrupted as early:
-                self._failing = str(early) or None
+                self._failing = self._failing or str(early) or None
                 return  # the step's update stands; only these numbers are missing
             self._backend.end()
         groups = current.groups()

@@ -467,6 +467,14 @@ def test_steps_without_an_update_end_the_run_with_all_saved(build: Build, steps_
     assert house.saves[-1][0] == 5
 
 
+def test_a_stop_while_it_evaluates_does_not_hide_that_the_run_fails(build: Build):
+    values = {"trainer.max_bad_steps": 1, "trainer.test_freq": 1, "trainer.save_freq": 0}
+    house = build(values, total_steps=3, stop_after=20)  # a round takes 17 events: inside the evaluation of step 1
+    house.trainer.skips = lambda update: True
+    with pytest.raises(RunFailed, match=r"^step 1: 1 of 1 updates skipped.*saved after step 1$"):
+        house.loop.run()
+
+
 def test_failing_rewards_of_an_evaluation_end_the_run_too(build: Build):
     values = {"trainer.max_bad_steps": 1, "trainer.val_before_train": True}  # 9 rewards, of which 8 are a batch's worth
     house = build(values)
