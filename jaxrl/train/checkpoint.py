@@ -24,6 +24,7 @@ import re
 import shutil
 import sys
 import time
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,6 +132,7 @@ class Checkpointer:
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         self._items = _Items()
+        logging.getLogger("asyncio").addFilter(_not_orbaxs_others)  # one function: added once however often
         self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
@@ -400,6 +402,16 @@ def _naming(place: Path) -> Iterator[None]:
             raise
         told = re.split(r"\n| \[tensorstore_spec", str(error))[0]
         raise ValueError(f"checkpoint {place} cannot be read ({told}): remove it to go on from an older one") from error
+
+
+def _not_orbaxs_others(record: logging.LogRecord) -> bool:
+    """A filter of asyncio's log. Of several arrays that Orbax writes at once it raises the first error; asyncio reports
+    each of the others with a traceback when the task is collected, at any moment up to the end of the process."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None or not record.getMessage().startswith("Task exception was never retrieved"):
+        return True
+    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return not any(module.startswith("orbax.") for module in modules)
 
 
 @contextmanager

@@ -10,9 +10,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from damage import cut, first_schema, flip, saved
-from refusals import Refusal, cases, check
+from refusals import Refusal, cases
 
 from jaxrl.train import manifest
 
@@ -311,11 +310,5 @@ PARAMETERS = (
 
 
 @cases((*DAMAGED, *OTHERS, *MISSING, *PARAMETERS))
-def test_refused(
-    refusal: Refusal,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
+    refused(refusal)

@@ -10,10 +10,11 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from refusals import Refusal, cases, check
+from refusals import Refusal, cases
 
 from jaxrl.cli import main, one_line
 from jaxrl.types import RunFailed
@@ -400,14 +401,8 @@ REFUSALS = [Refusal(name, tuple(shlex.split(line)), sentence, a_file) for name, 
 
 
 @cases(REFUSALS)
-def test_is_refused(
-    refusal: Refusal,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+def test_is_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
+    refused(refusal)
 
 
 def test_the_class_has_its_size():

@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from refusals import Refusal, cases, check, contents
+from refusals import Refusal, cases, contents
 
 from jaxrl.cli import main
 from jaxrl.commands.export import export
@@ -73,16 +73,9 @@ def problems(folder: Path) -> None:
         Refusal("simulate", SIMULATE, HELD.replace("trainer.run_dir", "simulate.run_dir")),
     ]
 )
-def test_a_folder_that_another_start_has(
-    refusal: Refusal,
-    holder: None,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_folder_that_another_start_has(refusal: Refusal, holder: None, refused: Callable[[Refusal], None]):
     """While the other one is still loading, before it has written anything; while it trains; in its first save."""
-    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+    refused(refusal)
 
 
 @pytest.mark.parametrize("holder", [["started"]], indirect=True, ids="-".join)

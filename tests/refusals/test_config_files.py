@@ -8,8 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-from refusals import Refusal, cases, check
+from refusals import Refusal, cases
 
 MODEL = "model:\n  path: m\n"
 MINI = MODEL + "rollout:\n  n: 4\nactor:\n  ppo_mini_batch_size: 4\n"
@@ -832,11 +831,5 @@ REFUSALS = (
 
 
 @cases(REFUSALS)
-def test_refusal(
-    refusal: Refusal,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+def test_refusal(refusal: Refusal, refused: Callable[[Refusal], None]):
+    refused(refusal)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet as parquet
-from refusals import Refusal, cases, check
+from refusals import Refusal, cases
 from tiny import CHAT_TEMPLATE, write_tiny_model
 
 Prepare = Callable[[Path], None]
@@ -654,8 +654,8 @@ ALL = [*NAMES, *CONTENTS, *PARQUETS, *COLUMNS, *MESSAGES, *PROMPTS, *TASKS, *TOK
 
 
 @cases(ALL)
-def test_refused(refusal, tmp_path, tiny_model, capsys, monkeypatch):
-    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
+    refused(refusal)
 
 
 def test_the_class_is_whole():

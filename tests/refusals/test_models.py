@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from refusals import Refusal, cases, check
+from refusals import Refusal, cases
 from tiny import CONFIG, write_tiny_model
 
 from jaxrl.models import decoder
@@ -650,14 +650,8 @@ def test_the_class_has_its_number():
 
 
 @cases(ALL)
-def test_refused(
-    refusal: Refusal,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
+    refused(refusal)
 
 
 def test_a_null_quantization_config_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
-from refusals import Refusal, cases, check
+from refusals import Refusal, cases
 
 from jaxrl.config import from_mapping, to_mapping
 
@@ -287,11 +286,5 @@ OTHERS = (
 
 
 @cases([*PLACES, *DAMAGED, *SIMULATIONS, *OTHERS])
-def test_refused(
-    refusal: Refusal,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    check(refusal, tmp_path, tiny_model, capsys, monkeypatch)
+def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
+    refused(refusal)

@@ -1,10 +1,13 @@
 """Checkpoints come back bit for bit, on other meshes, and never half-written."""
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Awaitable
 from pathlib import Path
 
 import jax
@@ -122,3 +125,24 @@ def test_killed_half_way_is_never_chosen(tmp_path):
         assert checkpoints.latest_step() == 1
         found, _ = checkpoints.restore({"params": {"a": jax.ShapeDtypeStruct((3,), np.float64)}})
         assert_same(found, {"params": {"a": np.arange(3.0)}})
+
+
+def test_only_one_error_of_a_save_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """asyncio would report those of the other arrays when their tasks are collected. A user's tasks keep theirs."""
+
+    async def forget(failing: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(failing)
+        await asyncio.wait([task])
+
+    namespace = {"__name__": "orbax.checkpoint.some_writer"}
+    exec("async def write():\n    raise ValueError('no space')", namespace)
+
+    async def read() -> None:
+        raise ValueError("of the user")
+
+    with Checkpointer(tmp_path):
+        pass
+    for failing in (namespace["write"], read):
+        asyncio.run(forget(failing()))
+    gc.collect()
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["of the user"]
