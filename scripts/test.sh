@@ -3,6 +3,9 @@
 #
 # ruff check, ruff format --check, pyright, pytest; the first that fails ends it, with its exit status. Makes .venv the
 # first time (see scripts/_venv.sh for PYTHON and JAXRL_VENV).
+#
+# Environment: JAXRL_TEST_PROCESSES  processes that share the tests; by default one per core, four at the most (each may
+#              take 3 GB); 0: none beside pytest's own, for -s and --pdb
 set -euo pipefail
 
 # shellcheck source=scripts/_venv.sh
@@ -31,4 +34,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 stage 'ruff check' "$venv_python" -m ruff check .
 stage 'ruff format' "$venv_python" -m ruff format --check .
 stage 'pyright' "$venv_python" -m pyright --pythonpath "$venv_python"
-stage 'pytest' "$venv_python" -m pytest "$@"
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+# work stealing: the longest tests come last, and one process would be left with all of them
+stage 'pytest' "$venv_python" -m pytest --numprocesses "${JAXRL_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}" \
+    --dist worksteal "$@"
