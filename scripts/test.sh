@@ -34,7 +34,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 stage 'ruff check' "$venv_python" -m ruff check .
 stage 'ruff format' "$venv_python" -m ruff format --check .
 stage 'pyright' "$venv_python" -m pyright --pythonpath "$venv_python"
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+cores=$(getconf _NPROCESSORS_ONLN) # nproc would count OMP_NUM_THREADS
 # work stealing: the longest tests come last, and one process would be left with all of them
 stage 'pytest' "$venv_python" -m pytest --numprocesses "${JAXRL_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}" \
     --dist worksteal "$@"
