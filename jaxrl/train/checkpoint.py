@@ -29,8 +29,9 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Checkpointer:
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         self._items = _Items()
-        logging.getLogger("asyncio").addFilter(_not_orbaxs_others)  # one function: added once however often
+        _tell_one_error()
         self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
@@ -163,8 +164,7 @@ class Checkpointer:
         self.wait()
         if step in self._found:
             raise ValueError(f"checkpoint {step} exists already in {self._folder}")
-        with ExitStack() as stack, self._saving(step):
-            stack.enter_context(_one_error())
+        with self._saving(step):
             self._folder.mkdir(parents=True, exist_ok=True)
             self.tidy()
             for draft in self._folder.glob(f"{step}.draft*"):  # could not be removed, and is in this one's way
@@ -177,7 +177,7 @@ class Checkpointer:
                     arrays=ocp.args.PyTreeSave({"npz": _to_bytes(host.arrays)}),
                 ),
             )
-            self._pending = step, self._thread.submit(self._commit, step, stack.pop_all())
+            self._pending = step, self._thread.submit(self._commit, step)
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, HostState]:
         """(train_state, host_state) of a step, on whatever mesh `abstract_state` names.
@@ -195,7 +195,7 @@ class Checkpointer:
         place = self._folder / str(step)
         if self.chosen is None or step != self.chosen.step:  # that one has been compared
             verify_alone(place, self._progress)
-        with _naming(place), _one_error():
+        with _naming(place):
             _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
             size = _stored(place / ARRAYS)["npz"].shape
             found = self._orbax.restore(
@@ -251,15 +251,14 @@ class Checkpointer:
     def _draft(self, step: int) -> Path:
         return self._folder / f"{step}.draft"
 
-    def _commit(self, step: int, stack: ExitStack) -> None:
+    def _commit(self, step: int) -> None:
         """In the background: waits for Orbax, adds the manifest, gives the step its name, removes the oldest."""
-        with stack:
-            try:
-                self._orbax.wait_until_finished()
-            except BaseException:
-                self._items.wait()
-                self._remove_drafts(step)
-                raise
+        try:
+            self._orbax.wait_until_finished()
+        except BaseException:
+            self._items.wait()
+            self._remove_drafts(step)
+            raise
         if jax.process_index() == 0:
             manifest.write(self._draft(step), SCHEMA_VERSION, step, self._progress)
             self._draft(step).rename(self._folder / str(step))
@@ -354,7 +353,8 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
     """
     target = {"params": abstract_params}
     refuse_other_model(place, abstract_params)
-    with _naming(place), _one_error(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    _tell_one_error()
+    with _naming(place), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
         return reader.restore(place / STATE, args=arguments)["params"]
 
@@ -404,32 +404,33 @@ def _naming(place: Path) -> Iterator[None]:
         raise ValueError(f"checkpoint {place} cannot be read ({told}): remove it to go on from an older one") from error
 
 
+@cache
+def _tell_one_error() -> None:
+    """From now on, of several arrays that cannot be written or read, only the error that Orbax raises is told.
+
+    The others come as reports that cannot be caught, with tracebacks, at any moment up to the end of the process:
+    asyncio's, of tasks whose error was never asked for, and TensorStore's, of the event loop that Orbax has closed by
+    then. All other reports stay as they are.
+    """
+    logging.getLogger("asyncio").addFilter(_not_orbaxs_others)
+    earlier = sys.unraisablehook
+
+    def told(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not (closed and unraisable.object is None):  # TensorStore's callbacks are no objects of Python
+            earlier(unraisable)
+
+    sys.unraisablehook = told
+
+
 def _not_orbaxs_others(record: logging.LogRecord) -> bool:
-    """A filter of asyncio's log. Of several arrays that Orbax writes at once it raises the first error; asyncio reports
-    each of the others with a traceback when the task is collected, at any moment up to the end of the process."""
+    """A filter of asyncio's log: False for errors that Orbax's tasks have left behind."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None or not record.getMessage().startswith("Task exception was never retrieved"):
         return True
     modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
     return not any(module.startswith("orbax.") for module in modules)
-
-
-@contextmanager
-def _one_error() -> Iterator[None]:
-    """Where several arrays cannot be written or read, Orbax raises the first error and ends its event loop. TensorStore
-    reports each of the others as an error about that loop that cannot be raised, with a traceback: they are dropped."""
-    earlier = sys.unraisablehook
-
-    def told(unraisable: sys.UnraisableHookArgs) -> None:
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            earlier(unraisable)
-
-    sys.unraisablehook = told
-    try:
-        yield
-    finally:
-        sys.unraisablehook = earlier
 
 
 def _restore_args(abstract: Tree) -> Any:

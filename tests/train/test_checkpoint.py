@@ -8,13 +8,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Awaitable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxrl.train import manifest
+from jaxrl.train import checkpoint, manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params
 from jaxrl.train.steps import whole_step
 
@@ -127,8 +130,10 @@ def test_killed_half_way_is_never_chosen(tmp_path):
         assert_same(found, {"params": {"a": np.arange(3.0)}})
 
 
-def test_only_one_error_of_a_save_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """asyncio would report those of the other arrays when their tasks are collected. A user's tasks keep theirs."""
+def test_only_one_error_of_a_save_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the other arrays, asyncio reports lost tasks and TensorStore a closed event loop. A user's own stay."""
 
     async def forget(failing: Awaitable[None]) -> None:
         task = asyncio.ensure_future(failing)
@@ -140,9 +145,17 @@ def test_only_one_error_of_a_save_is_told(tmp_path: Path, caplog: pytest.LogCapt
     async def read() -> None:
         raise ValueError("of the user")
 
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(str(unraisable.object)))
+    monkeypatch.setattr(checkpoint, "_tell_one_error", cache(checkpoint._tell_one_error.__wrapped__))
     with Checkpointer(tmp_path):
         pass
     for failing in (namespace["write"], read):
         asyncio.run(forget(failing()))
     gc.collect()
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["of the user"]
+    for owner in (None, "a transport"):
+        closed = RuntimeError("Event loop is closed")
+        hook: Any = sys.unraisablehook
+        hook(SimpleNamespace(exc_value=closed, exc_type=RuntimeError, object=owner))
+    assert told == ["a transport"]
