@@ -139,7 +139,7 @@ def test_only_one_error_of_a_save_is_told(
         task = asyncio.ensure_future(failing)
         await asyncio.wait([task])
 
-    namespace = {"__name__": "orbax.checkpoint.some_writer"}
+    namespace: dict[str, Any] = {"__name__": "orbax.checkpoint.some_writer"}
     exec("async def write():\n    raise ValueError('no space')", namespace)
 
     async def read() -> None:
