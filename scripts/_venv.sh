@@ -116,3 +116,21 @@ prepare_venv() {
     printf '%s\n' "$now" >"$stamp"
     say "installed in $((SECONDS - started)) s"
 }
+
+# The CUDA plugin, which compiles for a GPU without one, in a folder of its own ($venv/compile-gpu): beside the other
+# packages it would complain in every process that there is no cuDNN.
+prepare_gpu_compiler() {
+    local folder=$venv/compile-gpu started=$SECONDS
+    case "$(uname -s)" in Linux) ;; *) return ;; esac
+    if [ -f "$folder/installed" ] && cmp -s "$constraints" "$folder/installed"; then
+        return
+    fi
+    say "installing the CUDA plugin into $folder (0.7 GB; log: $venv/install.log)"
+    rm -rf "$folder"
+    if ! pip_install --no-deps --target "$folder" jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm; then
+        tail -n 15 "$venv/install.log" >&2
+        fail "the installation failed; the whole log is $venv/install.log"
+    fi
+    cp "$constraints" "$folder/installed"
+    say "installed in $((SECONDS - started)) s"
+}

@@ -30,6 +30,9 @@ from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 Shape = tuple[str, int, int, int]
 """(program, rows, positions per row, table width); of a decode program over windows, tiles instead of positions."""
 
+_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+"""What XLA records into CUDA graphs, as `--xla_gpu_enable_command_buffer` names it: its defaults, and loops."""
+
 _TILE = 128
 """The most positions of a window's tile (or one block, if that is more): fewer are more products, more are padding."""
 
@@ -195,7 +198,7 @@ class LayoutPrograms:
                 self.recompiles += self.is_warm
         if is_mine:
             try:
-                found.set_result(self._compile(*shape))
+                found.set_result(self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0])))
             except BaseException as error:
                 with self._lock:
                     del self._compiled[shape]  # the next caller tries again
@@ -212,7 +215,15 @@ class LayoutPrograms:
         self.is_warm = True
         return len(shapes)
 
-    def _compile(self, kind: str, rows: int, length: int, width: int) -> Any:
+    def compiler_options(self, kind: str) -> dict[str, Any]:
+        """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
+        plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
+        if kind != "decode" or self.layout.mesh.devices.flat[0].platform != "gpu":
+            return {}
+        return {"xla_gpu_enable_command_buffer": _GRAPHS}
+
+    def lower(self, kind: str, rows: int, length: int, width: int) -> Any:
+        """The program of a shape, traced for this layout's devices."""
         groups, truncate = self.layout.dp, self.config.truncate
         by_group = self.programs.rows_sharding
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
@@ -238,7 +249,7 @@ class LayoutPrograms:
             arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
             program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
         jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
-        return jitted.lower(*live, *arguments).compile()
+        return jitted.lower(*live, *arguments)
 
     # -- what programs are compiled for ----------------------------------------------------------------------------
 

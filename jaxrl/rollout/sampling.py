@@ -96,37 +96,49 @@ def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, tru
     """
     greedy = state.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, state.temperature).astype(logits.dtype)[..., None]
-    top = jnp.max(scaled, axis=-1, keepdims=True)
-    weights = jnp.exp(scaled - top)
-    total = jnp.sum(weights, axis=-1)
+    blocks = _in_blocks(scaled)
+    highest = jnp.max(blocks, axis=-1)
+    top = jnp.max(highest, axis=-1)[..., None]
+    mass = _mass(blocks, highest, top)
+    kept = mass
     if truncate:
-        kept = jnp.where(scaled >= truncation_threshold(scaled, weights, state), weights, 0)
-        kept_total = jnp.sum(kept, axis=-1)
-    else:
-        kept, kept_total = weights, total
-    raced = _race(kept, positions, state.keys)
-    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), raced)
-    chosen = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0] - top[..., 0]
-    return Drawn(token, jnp.where(greedy, 0.0, chosen - jnp.log(kept_total)), chosen - jnp.log(total))
-
-
-def _race(weights: jax.Array, positions: jax.Array, keys: jax.Array) -> jax.Array:
-    """int32 [...]: index i of weights [..., V] with probability weights[i] / Σ weights."""
-    vocab = weights.shape[-1]
-    num_blocks = -(-vocab // BLOCK)
-    padding = [(0, 0)] * (weights.ndim - 1) + [(0, num_blocks * BLOCK - vocab)]
-    blocks = jnp.pad(weights, padding).reshape(*weights.shape[:-1], num_blocks, BLOCK)
+        threshold = truncation_threshold(scaled, state)[..., None]
+        blocks = jnp.where(blocks >= threshold, blocks, -jnp.inf)
+        kept = _mass(blocks, highest, top)
     # Counters of blocks count down from the top, so that no token has the same counter as a block.
-    block_ids = jnp.uint32(0xFFFFFFFF) - jnp.arange(num_blocks, dtype=jnp.uint32)
-    block_noise = exponential_noise(keys, positions, block_ids, weights.dtype)
-    block = jnp.argmin(block_noise / jnp.sum(blocks, axis=-1), axis=-1).astype(jnp.int32)
-    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    block_ids = jnp.uint32(0xFFFFFFFF) - jnp.arange(blocks.shape[-2], dtype=jnp.uint32)
+    raced = _first(kept, block_ids, positions, state.keys)
+    block = jnp.where(greedy, jnp.argmax(highest, axis=-1), raced).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :] - top
     token_ids = block[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    noise = exponential_noise(keys, positions, token_ids, weights.dtype)
-    return block * BLOCK + jnp.argmin(noise / inside, axis=-1).astype(jnp.int32)
+    raced = _first(jnp.exp(inside), token_ids, positions, state.keys)
+    index = jnp.where(greedy, jnp.argmax(inside, axis=-1), raced).astype(jnp.int32)
+    chosen = jnp.take_along_axis(inside, index[..., None], axis=-1)[..., 0]
+    sampled = jnp.where(greedy, 0.0, chosen - jnp.log(jnp.sum(kept, axis=-1)))
+    return Drawn(block * BLOCK + index, sampled, chosen - jnp.log(jnp.sum(mass, axis=-1)))
 
 
-def truncation_threshold(scaled: jax.Array, weights: jax.Array, state: SamplingState) -> jax.Array:
+def _in_blocks(scaled: jax.Array) -> jax.Array:
+    """[..., V] -> [..., V / BLOCK, BLOCK], filled up with -inf."""
+    num_blocks = -(-scaled.shape[-1] // BLOCK)
+    padding = [(0, 0)] * (scaled.ndim - 1) + [(0, num_blocks * BLOCK - scaled.shape[-1])]
+    padded = jnp.pad(scaled, padding, constant_values=-jnp.inf)
+    return padded.reshape(*scaled.shape[:-1], num_blocks, BLOCK)
+
+
+def _mass(blocks: jax.Array, highest: jax.Array, top: jax.Array) -> jax.Array:
+    """[..., B]: the sum of exp(x - top) over each of blocks [..., B, BLOCK]. Summed relative to the block's own
+    maximum, so that a block is read once for both, and one pass over the vocabulary is enough."""
+    own = jnp.maximum(highest, jnp.finfo(blocks.dtype).min)  # a block that is all padding has -inf
+    return jnp.sum(jnp.exp(blocks - own[..., None]), axis=-1) * jnp.exp(own - top)
+
+
+def _first(weights: jax.Array, counters: jax.Array, positions: jax.Array, keys: jax.Array) -> jax.Array:
+    """int [...]: the competitor that arrives first, of those with weights [..., N]."""
+    return jnp.argmin(exponential_noise(keys, positions, counters, weights.dtype) / weights, axis=-1)
+
+
+def truncation_threshold(scaled: jax.Array, state: SamplingState) -> jax.Array:
     """The smallest scaled logit [..., 1] that survives top-k, then top-p of what top-k left, then min-p.
 
     Tokens tied with the last one that survives survive too.

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Compiles jaxrl's programs for an H100 on a machine without a GPU, and prints what XLA made of them.
+
+    python scripts/compile_for_gpu.py decode --shape Qwen2.5-1.5B --rows 64 --context 1024 --layers 2
+    python scripts/compile_for_gpu.py prefill --tokens 512 --json
+
+Needs the CUDA plugin of JAX (`pip install 'jaxrl[compile-gpu]'`, best into a folder of its own that PYTHONPATH
+names: without cuDNN the plugin complains in every process that finds it). CUDA and a driver are not needed. Autotuning
+needs a device and is off, so tilings of products are guesses. Everything else is what a machine with the GPU would run:
+fusions, copies, aliasing, loops, CUDA graphs, buffer sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# Read when jax looks for backends: this machine's devices are its CPUs, and the plugin has no CUDA beside it.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+from gpu import compiled
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.shapes import named_shape
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("program", choices=["decode", "prefill"])
+    made.add_argument("--shape", default="Qwen2.5-1.5B", help="of a model (jaxrl.models.shapes; Qwen2.5-1.5B)")
+    made.add_argument("--layers", type=int, default=2, help="how many of its layers (2)")
+    made.add_argument("--dtype", default="bfloat16", help="of weights and activations (bfloat16)")
+    made.add_argument("--rows", type=int, default=64, help="rows of the program (64)")
+    made.add_argument("--context", type=int, default=1024, help="tokens of the longest sequence (1024)")
+    made.add_argument("--tokens", type=int, default=512, help="prefill: tokens of a chunk (512)")
+    made.add_argument("--tp", type=int, default=1, help="decode, prefill: tensor parallelism, on as many devices (1)")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--hlo", default="", metavar="FILE", help="write the optimised HLO there")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles and prints; the exit status is 2 where there is no plugin, or the request is none."""
+    options = parser().parse_args(arguments)
+    try:
+        config = dataclasses.replace(named_shape(options.shape), num_layers=options.layers)
+        found, facts = _rollout(options, config)
+    except (ValueError, RuntimeError) as error:
+        print(f"compile_for_gpu: {error}", file=sys.stderr)
+        return 2
+    if options.hlo:
+        with open(options.hlo, "w") as file:
+            file.write(found.text)
+    told = facts | {
+        "graphs": found.graphs,
+        "host_loops": found.host_loops,
+        "kernels": dict(found.kernels),
+        "copies": found.copies,
+        "memory": dict(found.memory),
+    }
+    print(json.dumps(told) if options.json else _page(told))
+    return 0
+
+
+def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
+    """The largest program of its kind that an executor of these sizes has."""
+    from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
+    from jaxrl.sharding.layout import Layout
+    from jaxrl.sharding.mesh import make_mesh
+
+    sizes = ExecutorConfig(
+        num_slots=options.rows,
+        max_length=options.context,
+        max_prefill_tokens=options.tokens,
+        dtype=options.dtype,
+        attention="pallas",
+        max_tp=options.tp,
+    )
+    programs = LayoutPrograms(config, Layout(make_mesh(compiled.devices(options.tp)), options.tp), sizes)
+    shape = next(shape for shape in reversed(programs.shapes()) if shape[0] == options.program)
+    with compiled.as_default_device():
+        lowered = programs.lower(*shape)
+    pool = programs.abstract_pool()[0][0]
+    return compiled.compile_program(lowered, programs.compiler_options(options.program)), {
+        "program": list(shape),
+        "pool_array_bytes": pool.size * pool.dtype.itemsize // options.tp,
+    }
+
+
+def _page(told: dict[str, Any]) -> str:
+    """The same as a few lines of text."""
+    lines = [f"{name}: {value}" for name, value in told.items() if name not in ("kernels", "copies", "memory")]
+    lines.append(f"kernels, each counted once however often its loop turns: {sum(told['kernels'].values())}")
+    lines += [f"  {count:4} {name}" for name, count in sorted(told["kernels"].items(), key=lambda item: -item[1])]
+    lines += [f"copy of {size / 1e6:.1f} MB: {name} in {where}" for where, name, size in told["copies"]]
+    lines += [f"{name}: {size / 1e6:.1f} MB" for name, size in told["memory"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Compiles programs for an H100 on a machine without one, and reads what XLA made of them.
+
+JAX makes compile-only devices from a description of the hardware (`jax.experimental.topologies`) with the CUDA plugin
+alone; CUDA and a driver are not needed. Fusions, copies, aliasing, loops, CUDA graphs and buffer sizes are those that a
+machine with the GPU would get. Autotuning needs a device and is off, so tilings of products are guesses, and whether a
+product goes to cuBLAS or to Triton may differ.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+KIND = "NVIDIA H100 80GB HBM3"
+_TARGET = f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 }} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{KIND}"
+"""
+_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+_NO_KERNEL = ("kSequential", "kWhile", "kConditional", "kCommandBuffer")
+_THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)")
+
+
+def devices(count: int = 1) -> list[Any]:
+    """Compile-only H100s, linked with each other in one machine.
+
+    Raises:
+      RuntimeError: this JAX has no CUDA plugin.
+    """
+    try:
+        found = topologies.get_topology_desc(platform="cuda", target_config=_TARGET, topology=f"1x1x{count}")
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        raise RuntimeError(f"no CUDA plugin to compile with ({error}): pip install 'jaxrl[compile-gpu]'") from error
+    return list(found.devices)
+
+
+@dataclass(slots=True)
+class Thunk:
+    """A step of a compiled program: a kernel, a copy, a loop with what its condition and its body run, a CUDA graph."""
+
+    kind: str
+    name: str
+    inner: list[Thunk] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Thunk]:
+        yield self
+        for each in self.inner:
+            yield from each.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What XLA made of one program.
+
+    Attributes:
+      thunks: what the program runs, in order.
+      text: the optimised HLO.
+      copies: arrays of more than a megabyte that are written anew without a computation: (computation, name, bytes).
+      memory: bytes of `arguments`, `results`, `aliased` and `temporaries`.
+    """
+
+    thunks: list[Thunk]
+    text: str
+    copies: list[tuple[str, str, int]]
+    memory: Mapping[str, int]
+
+    def all_thunks(self) -> Iterator[Thunk]:
+        for thunk in self.thunks:
+            yield from thunk.walk()
+
+    @property
+    def graphs(self) -> int:
+        """CUDA graphs."""
+        return sum(thunk.kind == "kCommandBuffer" for thunk in self.all_thunks())
+
+    @property
+    def host_loops(self) -> list[str]:
+        """Loops that the host runs, reading a predicate back for each turn: those outside of CUDA graphs."""
+
+        def outside(thunks: list[Thunk]) -> Iterator[str]:
+            for thunk in thunks:
+                if thunk.kind == "kWhile":
+                    yield thunk.name
+                if thunk.kind != "kCommandBuffer":
+                    yield from outside(thunk.inner)
+
+        return list(outside(self.thunks))
+
+    @property
+    def kernels(self) -> Counter[str]:
+        """Kernels and copies by name, each counted once however often its loop turns; numbers of names dropped."""
+        found = [thunk for thunk in self.all_thunks() if thunk.kind not in _NO_KERNEL]
+        return Counter(re.sub(r"[._]\d+$", "", thunk.name) for thunk in found)
+
+
+def compile_program(lowered: Any, options: Mapping[str, Any] | None = None) -> Compiled:
+    """Compiles what `jax.jit(...).lower(...)` gave, for the devices of its shardings.
+
+    Args:
+      options: XLA's, beside those that the product sets itself.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_gpu_autotune_level": 0}
+        executable = lowered.compile(compiler_options=dump | dict(options or {}))
+        return read(executable, Path(folder))
+
+
+def read(executable: Any, folder: Path) -> Compiled:
+    """What is in an executable, and in XLA's dump of its compilation."""
+    dumped = {path.name.split(".", 2)[2]: path for path in folder.glob("*thunk_sequence*.txt")}
+    last = next((dumped[name] for name in sorted(dumped, key=len, reverse=True)), None)
+    text, stats = executable.as_text(), executable.memory_analysis()
+    memory = {
+        "arguments": stats.argument_size_in_bytes,
+        "results": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+    }
+    return Compiled(_thunks(last.read_text()) if last else [], text, list(_copies(text)), memory)
+
+
+def _thunks(text: str) -> list[Thunk]:
+    """A dumped sequence of thunks as a tree: what is indented further belongs to the thunk before it."""
+    roots: list[Thunk] = []
+    open_thunks: list[tuple[int, Thunk]] = []
+    for line in text.splitlines():
+        match = _THUNK.match(line)
+        if match is None:
+            continue
+        indent, thunk = len(match["indent"]), Thunk(match["kind"], match["name"])
+        while open_thunks and open_thunks[-1][0] >= indent:
+            open_thunks.pop()
+        (open_thunks[-1][1].inner if open_thunks else roots).append(thunk)
+        open_thunks.append((indent, thunk))
+    return roots
+
+
+def _copies(text: str) -> Iterator[tuple[str, str, int]]:
+    """Copies and transposes in computations that run as they are (not inside a fusion)."""
+    computation = ""
+    for line in text.splitlines():
+        if found := re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            computation = found[1]
+        found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\S+) (?:copy|transpose)\(", line)
+        if found is None or "fused" in computation:
+            continue
+        size = sum(_size(dtype, dims) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", found[2]))
+        if size > 1 << 20:
+            yield computation, found[1], size
+
+
+def _size(dtype: str, dims: str) -> int:
+    size = _BYTES.get(dtype, 4)
+    for dim in filter(None, dims.split(",")):
+        size *= int(dim)
+    return size
+
+
+def as_default_device() -> Any:
+    """A context in which what is traced is traced for an H100: Pallas asks for the device's kind."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice(KIND, None, "gpu"))
+    return jax.sharding.use_abstract_mesh(mesh)
