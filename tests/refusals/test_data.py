@@ -481,6 +481,11 @@ TOKENIZERS = [
         model(text("tokenizer_config.json", "[]")),
     ),
     own(
+        "map a pipe",
+        f"{MODEL}/special_tokens_map.json: must be a file, found a pipe",
+        model(lambda folder: os.mkfifo(folder / "special_tokens_map.json")),
+    ),
+    own(
         "map a number",
         f"{MODEL}/special_tokens_map.json: must hold a JSON object, found int",
         model(text("special_tokens_map.json", "7")),
