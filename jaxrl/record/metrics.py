@@ -79,10 +79,13 @@ class MetricsWriter:
         for name in self._names:
             sink_package(name)
         self._path = self._folder / FILE_NAME
-        self._lines = JsonLines(
-            self._path, lambda step: resume_step is None or step <= resume_step, sync=True, begin=False
-        )
-        self._last_step = max((int(row["step"]) for row in read_metrics(self._folder)), default=-1)
+
+        def stays(step: int) -> bool:
+            return resume_step is None or step <= resume_step
+
+        self._lines = JsonLines(self._path, stays, sync=True, begin=False)
+        steps = (int(row["step"]) for row in read_metrics(self._folder))
+        self._last_step = max(filter(stays, steps), default=-1)
         if begin:
             self.open_sinks()
             self.begin()
@@ -96,12 +99,11 @@ class MetricsWriter:
     def begin(self) -> None:
         """Removes the lines of later steps; from here on, steps can be written."""
         self._lines.begin()
-        self._last_step = max((int(row["step"]) for row in read_metrics(self._folder)), default=-1)
         self._lines.make()
 
     @property
     def last_step(self) -> int:
-        """The last step in the file; -1 where there is none."""
+        """The last step in the file that counts; -1 where there is none."""
         return self._last_step
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
