@@ -32,7 +32,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels.paged_pallas import (
-    HEAD_DIMS,
     MAX_QUERIES,
     NEVER,
     PagedTileSizes,

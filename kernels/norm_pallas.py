@@ -51,7 +51,9 @@ def add_norm(
     return x_RE, normed_RE
 
 
-def _kernel(x_ref: Any, parts_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, width: int, eps: float) -> None:
+def _kernel(
+    x_ref: Any, parts_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, width: int, eps: float
+) -> None:
     parts, features = parts_ref.shape
     dtype = x_ref.dtype
     at = jnp.arange(width, dtype=jnp.int32)

@@ -14,7 +14,6 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.reshard import rollout_to_rollout
 
 
-
 def tiny(num_heads, num_kv_heads, family) -> ModelConfig:
     return ModelConfig(
         family=family,
