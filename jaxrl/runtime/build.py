@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,13 +23,14 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
+from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_problem, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import train_shardings
 
-_log = logging.getLogger(__name__)
+_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
 
 
 def prepare_jax(config: Config) -> list[Any]:
@@ -64,6 +64,30 @@ def device_bytes(devices: Sequence[Any]) -> int | None:
     """Memory of one device; None if the backend does not report it (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def memory_share(platform: str) -> float | None:
+    """The share of a GPU's memory that JAX takes at its start; None on other platforms, which give all.
+
+    JAX reports what it was given (`device_bytes`) and not what the card has, so this is what it was told: the
+    environment variable, or else jax's own default (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return None
+    given = [os.environ.get(name) for name in ("XLA_CLIENT_MEM_FRACTION", _SHARE_VARIABLE)]
+    return float(next(filter(None, given), 0.75))
+
+
+def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
+    """What is to be said, once, where JAX was given so little of a GPU that the KV pool is much smaller for it."""
+    own, share = device_bytes(devices), memory_share(devices[0].platform)
+    if own is None or share is None or share >= _LEAST_SHARE:
+        return []
+    return [
+        f"JAX was given {share:g} of each GPU's memory ({in_bytes(own)} of about {in_bytes(own / share)}), and "
+        f"rollout.memory_fraction ({config.rollout.memory_fraction:g}) is of that: for a larger KV pool, set "
+        f"{_SHARE_VARIABLE}=0.92 in the environment"
+    ]
 
 
 def host_bytes() -> int:
