@@ -142,12 +142,13 @@ class MeshExecutor:
             self.config.dtype,
             self.config.max_tp,
             features_first=self._now.programs.features_first,
+            merged=self._now.programs.merged,
         )
         self.policy_version = policy_version
 
-    def allocate(self) -> None:
-        """Allocates the KV pool and blank row state."""
-        self._pool = kv_cache.allocate(self.layout, self.cache_shape)
+    def allocate(self, pool: kv_cache.Pool | None = None) -> None:
+        """Allocates the KV pool, or takes over one of `cache_shape` in this layout's shardings; row state is blank."""
+        self._pool = kv_cache.allocate(self.layout, self.cache_shape) if pool is None else pool
         self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:
@@ -266,8 +267,8 @@ class MeshExecutor:
             )
 
     def _shardings(self, programs: LayoutPrograms) -> Any:
-        first = programs.programs.features_first
-        return rollout_shardings(self.model, programs.layout, self.config.max_tp, features_first=first)
+        form = {"features_first": programs.programs.features_first, "merged": programs.programs.merged}
+        return rollout_shardings(self.model, programs.layout, self.config.max_tp, **form)
 
     def _move_weights(self, target: LayoutPrograms) -> Any:
         params, self._params = self._params, None
