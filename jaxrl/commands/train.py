@@ -20,7 +20,7 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.disk import is_full, reason
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
-from jaxrl.record.run_dir import RunDir
+from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
@@ -37,6 +37,7 @@ from jaxrl.runtime.build import (
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
+    retuning_note,
     share_notes,
     use_compilation_cache,
     with_planned_remat,
@@ -232,12 +233,16 @@ class Run:
         }
         self.watchdog.beat("opening what trainer.logger names")
         record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
+        cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
         with self.stop.held():
             newest = self.step if self.resuming else None
             self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)
             self.store.tidy()
             record.begin()
-        use_compilation_cache(self.config)
+        cache = use_compilation_cache(self.config)
+        note = retuning_note(cache_before, cache, self.devices[0].platform) if self.resuming else None
+        self.run_dir.record_cache(cache, note)
+        self.said += [] if note is None else [note]
         if self.resuming:
             self.said += self.run_dir.resuming(self.changes, self.step, self.total_steps)
         for line in self.said:
