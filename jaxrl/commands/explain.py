@@ -229,6 +229,7 @@ def render(e: Explanation) -> str:
         "",
         f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
         f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
+        f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
         *(f"note: {text}" for text in e.warnings),
     ]
     return "\n".join(line.rstrip() for line in lines)

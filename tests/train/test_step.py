@@ -390,3 +390,27 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
     others = {each.tokens.shape for each in plain._pack(batch).microbatches} - {shape}
     assert programs.recompiles == len(others)
     assert trainers[0].apply() == trainers[1].apply()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_gradients_of_the_kernels_are_those_of_float64(
+    dtype, limit, make_config, make_batch, make_trainer, model_config
+):
+    """The GPU kernels (interpreted) in the trainer, shared prompts included, on two devices; by norm."""
+    model = dataclasses.replace(model_config, head_dim=16)
+    batch = make_batch(size=24, same=True)
+    options = {"actor__ppo_max_token_len_per_gpu": 96, **EVERYTHING_ON}
+    with jax.enable_x64(True):
+        exact = make_trainer(make_config(**options, actor__dtype="float64", actor__param_dtype="float64"), 2, model)
+        exact._row_cost = float
+        exact.accumulate(batch)
+        expected = jax.tree.map(np.asarray, exact.gradients())
+    trainer = make_trainer(
+        make_config(**options, actor__dtype=dtype, actor__attention="pallas"), 2, model, interpret=True
+    )
+    trainer._row_cost = float
+    assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._pack(batch).microbatches)
+    trainer.accumulate(batch)
+    off = distance(trainer.gradients(), expected)
+    print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")
+    assert 0 < off <= limit
