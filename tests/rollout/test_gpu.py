@@ -167,8 +167,9 @@ def test_packed_kernels_are_the_reference(tokens, heads, kv_heads, dim, dtype):
 
     def run(implementation, q, k, v, d_out):
         def attend(q, k, v):
-            packed = attention.choose_packed(implementation, "gpu")
-            return packed.attend(q, k, v, segments, positions, prefixes, packed.tile_pairs(segments, prefixes))
+            packed = attention.choose_packed(implementation, "gpu", attention.Heads(heads, kv_heads, dim, dtype))
+            tiles = packed.tile_pairs(segments, positions, prefixes, dtype)
+            return packed.attend(q, k, v, segments, positions, prefixes, tiles)
 
         out, pull = jax.vjp(attend, q, k, v)
         return out, *pull(d_out)
