@@ -3,6 +3,7 @@
 
     python scripts/bench_decode.py [--rows 1 8 32] [--dtypes float32 bfloat16] [--json]
     python scripts/bench_decode.py --continuous
+    python scripts/bench_decode.py --at-context 1024 8192 [--rows 1 16 64 256] [--dtypes bfloat16] [--profile]
 
 All cases draw the same number of tokens: `new` for each of `rows` prompts, at temperature 1, no stop token. The first
 one comes out of the prompt's forward pass (prefill), the other new - 1 out of decode steps.
@@ -13,6 +14,15 @@ one comes out of the prompt's forward pass (prefill), the other new - 1 out of d
 - step: decode_s / (new - 1).
 - of bandwidth: (bytes of weights + keys and values of live positions) per step / step / measured bandwidth.
 - of FLOP/s: operations per step / step / measured matrix products of that dtype.
+
+With --at-context, rows are placed at their context, without a prefill, in a pool of random keys and values; the engine
+then decodes for some plans, its host one plan ahead of the device. Contexts are those of the middle of the timed steps.
+
+- step: seconds of the timed plans / their steps. of copy: bytes per step / step / measured copy.
+- host: what the host did per plan besides waiting for the device (scheduling, submitting, reading results), and its
+  share of a plan's time. The device works meanwhile, unless the share nears one.
+- kernels, gap (--profile): the sum of the kernels of a plan under JAX's profiler, per step; and the rest of the step.
+- left out: points whose pool does not fit into the device's memory beside the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from bench import continuous, costs, records, torch_cases
+from bench import at_context, continuous, costs, records, torch_cases
 from bench.ceilings import Ceilings, measure_ceilings
 from bench.decode_cases import BareCase, EngineCase, Setting
 from bench.loops import bare_weights
@@ -47,7 +57,9 @@ QUICK = {
     "slots": 2,
     "median_length": 6,
     "max_length": 16,
+    "plans": 2,
 }
+ROWS_AT_CONTEXT = [1, 16, 64, 256]
 RATIOS = (("engine", "bare-paged"), ("bare-paged", "bare-contiguous"), ("engine", "transformers"))
 
 
@@ -59,6 +71,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (64)")
     made.add_argument("--new", type=int, default=128, help="tokens drawn for each prompt (128)")
     made.add_argument("--decode-steps", type=int, default=16, help="the engine's decode steps per plan (16)")
+    made.add_argument(
+        "--prefill-tokens",
+        type=int,
+        default=8192,
+        help="the most prompt tokens in a plan, and in a call of a bare loop, which runs whole rows (8192)",
+    )
     made.add_argument("--without-transformers", action="store_true", help="leave transformers.generate out")
     group = made.add_argument_group("--continuous")
     group.add_argument(
@@ -72,20 +90,24 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--median-length", type=int, default=96, help="of the lognormal lengths, tokens (96)")
     group.add_argument("--sigma", type=float, default=0.9, help="of the logarithm of a length (0.9)")
     group.add_argument("--max-length", type=int, default=512, help="cap on a length, tokens (512)")
+    group = made.add_argument_group("--at-context")
+    group.add_argument(
+        "--at-context",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="instead: steps of rows with so many tokens each, placed there without a prefill (--rows 1 16 64 256)",
+    )
+    group.add_argument("--plans", type=int, default=8, help="timed plans of a repetition (8)")
+    group.add_argument("--profile", action="store_true", help="a plan more under JAX's profiler: kernels by group")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; the exit status says whether it kept its promises (1) or was asked for nonsense (2)."""
     try:
-        options = records.parse(
-            parser(),
-            arguments,
-            QUICK,
-            ("tp", "rows", "prompt", "decode_steps", "requests", "slots", "median_length", "max_length"),
-        )
-        if options.new < 2:
-            raise ValueError(f"--new ({options.new}) must be at least 2: the first token comes from the prompt")
+        options = _parse(arguments)
         record = _run(options, records.command(arguments))
     except ValueError as error:
         print(f"bench_decode: {error}", file=sys.stderr)
@@ -98,14 +120,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Checked options; ValueError for those that do not fit together."""
+    made = parser()
+    if made.parse_args(arguments).at_context:
+        made.set_defaults(rows=ROWS_AT_CONTEXT)
+    counts = ("tp", "rows", "prompt", "prefill_tokens", "decode_steps", "requests", "slots", "median_length")
+    options = records.parse(made, arguments, QUICK, (*counts, "max_length", "plans", "at_context"))
+    if options.new < 2:
+        raise ValueError(f"--new ({options.new}) must be at least 2: the first token comes from the prompt")
+    if options.continuous and options.at_context:
+        raise ValueError("--continuous and --at-context are two benchmarks: choose one")
+    if options.profile and not options.at_context:
+        raise ValueError("--profile needs --at-context: the other cases are not profiled")
+    at_context.check(options)
+    return options
+
+
 def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     model = records.model_of(options)
     devices = records.prepare_devices(options.devices)
     layout = Layout(make_mesh(devices), options.tp)
     on_cpu = devices[0].platform == "cpu"
-    with_torch = not options.continuous and _torch_fits(options, devices[0].platform)
+    alone = options.continuous or bool(options.at_context)
+    with_torch = not alone and _torch_fits(options, devices[0].platform)
     used = records.versions(*(("torch", "transformers") if with_torch else ()))
-    name = "decode-continuous" if options.continuous else "decode"
+    name = "decode-continuous" if options.continuous else "decode-at-context" if options.at_context else "decode"
     head = records.header(name, records.describe_devices(devices), used, called)
     records.print_header(head, say)
     bench = Bench(Gauge() if on_cpu else None, say)
@@ -114,6 +154,8 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if options.continuous:
         found = continuous.measure(setting)
+    elif options.at_context:
+        found = at_context.measure(setting)
     else:
         _uniform(setting, with_torch)
     ceilings = ceilings.best(measure_ceilings(len(devices), options.quick))
@@ -124,6 +166,8 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     summaries = summarise(bench.runs)
     if options.continuous:
         results = continuous.results(setting, summaries, found)
+    elif options.at_context:
+        results = at_context.results(setting, summaries, found, ceilings)
     else:
         results = _uniform_results(setting, summaries, ceilings)
     kept, dropped = bench.counts()
@@ -240,6 +284,7 @@ def _figures(setting: Setting, rows: int, dtype: str, summary: Summary, ceilings
         "bytes_per_step": weights + kv,
         "bytes_per_s": (weights + kv) / step_s,
         "bandwidth_fraction": (weights + kv) / step_s / ceilings.bandwidth,
+        "copy_fraction": (weights + kv) / step_s / ceilings.copy,
         "flops_fraction": flops / step_s / ceilings.flops[dtype],
         "kept": summary.kept,
         "dropped": summary.dropped,

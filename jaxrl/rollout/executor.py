@@ -144,9 +144,9 @@ class MeshExecutor:
         )
         self.policy_version = policy_version
 
-    def allocate(self) -> None:
-        """Allocates the KV pool and blank row state."""
-        self._pool = kv_cache.allocate(self.layout, self.cache_shape)
+    def allocate(self, pool: kv_cache.Pool | None = None) -> None:
+        """Allocates the KV pool, or takes over one of `cache_shape` in this layout's shardings; row state is blank."""
+        self._pool = kv_cache.allocate(self.layout, self.cache_shape) if pool is None else pool
         self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:

@@ -32,8 +32,12 @@ def decode_kv_bytes(config: ModelConfig, rows: int, prompt: int, new: int, items
 
     The first token comes from the prompt; the step that draws token i reads prompt + i positions, i = 1 .. new - 1.
     """
-    per_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    return rows * (prompt + new / 2) * per_position
+    return rows * (prompt + new / 2) * kv_bytes_per_token(config, itemsize)
+
+
+def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+    """Keys and values of one position, all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
 def decode_flops(config: ModelConfig, rows: int, prompt: int, new: int) -> float:

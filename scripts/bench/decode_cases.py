@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
+from jaxrl.rollout import kv_cache
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.sampling import SamplingState, request_key
@@ -51,9 +53,13 @@ class Setting:
 
 
 def build_executor(
-    setting: Setting, params: Any, dtype: str, *, slots: int, length: int, prefill_tokens: int
+    setting: Setting, params: Any, dtype: str, *, slots: int, length: int, prefill_tokens: int, is_filled: bool = False
 ) -> MeshExecutor:
-    """An executor with weights and a pool that holds `slots` sequences of `length` tokens per dp group."""
+    """An executor with weights and a pool that holds `slots` sequences of `length` tokens per dp group.
+
+    Args:
+      is_filled: the pool holds random keys and values, not zeros.
+    """
     options = setting.options
     executor = MeshExecutor(
         setting.config,
@@ -71,17 +77,28 @@ def build_executor(
         ),
     )
     executor.sync_weights(params, 0)
-    executor.allocate()
+    executor.allocate(_random_pool(executor) if is_filled else None)
     return executor
 
 
+def _random_pool(executor: MeshExecutor) -> kv_cache.Pool:
+    """Zeros would flatter: constant operands draw less power."""
+    shape, layout = executor.cache_shape, executor.layout
+    draw = jax.jit(
+        lambda key: jax.random.normal(key, shape.dims(layout), shape.dtype),
+        out_shardings=kv_cache.pool_sharding(layout, shape),
+    )
+    keys = jax.random.split(jax.random.key(executor.config.seed, impl="rbg"), (shape.num_layers, 2))
+    return [(draw(pair[0]), draw(pair[1])) for pair in keys]
+
+
 class EngineCase:
-    """The real engine; all prompts fit into one plan's prefill, so that all rows start to decode together."""
+    """The real engine. No row decodes before all prompts are there: a plan that lacks prefill budget has no decode."""
 
     def __init__(self, setting: Setting, params: Any, prompts: np.ndarray, dtype: str) -> None:
         options, rows = setting.options, len(prompts)
         slots = -(-rows // setting.layout.dp)
-        length, prefill_tokens = options.prompt + options.new, slots * options.prompt
+        length, prefill_tokens = options.prompt + options.new, min(slots * options.prompt, options.prefill_tokens)
         self.executor = build_executor(
             setting, params, dtype, slots=slots, length=length, prefill_tokens=prefill_tokens
         )
@@ -114,7 +131,8 @@ class BareCase:
         self, kind: Literal["contiguous", "paged"], setting: Setting, weights: Any, prompts: np.ndarray
     ) -> None:
         rows, options = len(prompts), setting.options
-        self.loop = BareLoop(kind, setting.config, Sizes(rows, options.prompt, options.new), options.seed)
+        sizes = Sizes(rows, options.prompt, options.new, options.prefill_tokens)
+        self.loop = BareLoop(kind, setting.config, sizes, options.seed)
         self.weights, self.prompts = weights, jnp.asarray(prompts)
         keys = np.stack([request_key(options.seed, SampleKey(0, row, 0)) for row in range(rows)])
         ones, zeros = jnp.ones((rows,), jnp.float32), jnp.zeros((rows,), jnp.float32)

@@ -40,13 +40,12 @@ class TrainSpec:
 def survey(num_devices: int, quick: bool) -> tuple[dict[str, Any], Ceilings]:
     """The devices' description and the machine's ceilings, found in a process that then ends."""
     found = once("ceilings", _survey, (num_devices, quick))
-    return found["device"], Ceilings(found["bandwidth"], found["flops"])
+    return found["device"], found["ceilings"]
 
 
 def _survey(spec: tuple[int, bool], ask: Ask) -> None:
     devices = prepare_devices(spec[0])
-    found = measure_ceilings(*spec)
-    ask({"device": describe_devices(devices), "bandwidth": found.bandwidth, "flops": found.flops})
+    ask({"device": describe_devices(devices), "ceilings": measure_ceilings(*spec)})
 
 
 def build_params(model: Model, config: ModelConfig, mesh: Any, dtype: str, seed: int) -> Any:

@@ -32,6 +32,8 @@ from jaxrl.rollout.sampling import SamplingState, sample
 Weights = dict[str, Any]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 BLOCK = 16
+QUERIES = 1024
+"""Of a prompt, at a time: scores of [T, T] for every row and head would not fit at 8k."""
 
 
 def bare_weights(params: Any, config: ModelConfig, dtype: str) -> Weights:
@@ -111,28 +113,39 @@ def _decode_attention(
 
 
 def _prompt_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal, q [B, T, H, D] over k, v [B, T, K, D] of the same tokens."""
+    """Causal, q [B, T, H, D] over k, v [B, T, K, D] of the same tokens; `QUERIES` queries at a time have scores."""
     rows, length, num_heads, dim = q.shape
     q = q.reshape(rows, length, k.shape[2], -1, dim)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * dim**-0.5
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, v, preferred_element_type=jnp.float32)
-    return out.reshape(rows, length, num_heads, dim)
+    parts = []
+    for start in range(0, length, QUERIES):
+        end = min(start + QUERIES, length)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q[:, start:end], k[:, :end], preferred_element_type=jnp.float32)
+        causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        weights = jax.nn.softmax(jnp.where(causal, scores * dim**-0.5, -jnp.inf), axis=-1).astype(v.dtype)
+        parts.append(jnp.einsum("bkgts,bskd->btkgd", weights, v[:, :end], preferred_element_type=jnp.float32))
+    return jnp.concatenate(parts, axis=1).reshape(rows, length, num_heads, dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """rows B, prompt tokens T, new tokens; the cache holds both."""
+    """rows B, prompt tokens T, new tokens; the cache holds both. At most `prefill_tokens` run at once, but a whole row
+    does."""
 
     rows: int
     prompt: int
     new: int
+    prefill_tokens: int = 8192
 
     @property
     def blocks(self) -> int:
         """W, blocks per row."""
         return -(-(self.prompt + self.new) // BLOCK)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a call of the prefill: they divide B, so that all calls are one program."""
+        most = max(1, self.prefill_tokens // self.prompt)
+        return next(count for count in range(min(most, self.rows), 0, -1) if self.rows % count == 0)
 
 
 class BareLoop:
@@ -149,25 +162,53 @@ class BareLoop:
         # arguments of the program, not constants of it: the compiler must not see that all rows keep step
         uniform = kind == "contiguous"
         self._at = jnp.int32(sizes.prompt) if uniform else jnp.full((sizes.rows,), sizes.prompt, jnp.int32)
-        self._prefill = jax.jit(self._prefill_of)
+        self._prefill = jax.jit(self._prefill_of, donate_argnums=1)
         self._decode = jax.jit(self._decode_of, donate_argnums=1)
 
     def prefill(self, weights: Weights, prompts: jax.Array, state: SamplingState) -> Any:
         """(caches, first tokens int32 [B]) of prompts int32 [B, T]."""
-        return jax.block_until_ready(self._prefill(weights, prompts, state))
+        caches = self._blank(weights["embed"].dtype)
+        first, count = [], self.sizes.rows_at_once
+        for row in range(0, self.sizes.rows, count):
+            own = jax.tree.map(lambda x, row=row: x[row : row + count], state)
+            caches, tokens = self._prefill(
+                weights, caches, prompts[row : row + count], own, self._tables[row : row + count], jnp.int32(row)
+            )
+            first.append(tokens)
+        return jax.block_until_ready((caches, jnp.concatenate(first)))
 
     def decode(self, weights: Weights, caches: Any, first: jax.Array, state: SamplingState) -> Any:
         """Tokens [B, new - 1] and both log-probabilities; uses the caches up."""
         out, _ = jax.block_until_ready(self._decode(weights, caches, first, state, self._tables, self._at))
         return out
 
-    def _prefill_of(self, weights: Weights, prompts: jax.Array, state: SamplingState) -> Any:
-        rows, length = prompts.shape
-        caches: list[Any] = []
+    def _blank(self, dtype: Any) -> list[Any]:
+        """Caches without anything in them."""
+        kv_heads, dim, blocks = self.config.num_kv_heads, self.config.head_dim, self.sizes.blocks
+        if self.kind == "contiguous":
+            shape = (self.sizes.rows, kv_heads, blocks * BLOCK, dim)
+        else:
+            shape = (kv_heads, self.sizes.rows * blocks + 1, BLOCK, dim)
+        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(self.config.num_layers)]
 
-        def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def _prefill_of(
+        self,
+        weights: Weights,
+        caches: list[Any],
+        prompts: jax.Array,
+        state: SamplingState,
+        tables: jax.Array,
+        first_row: jax.Array,
+    ) -> Any:
+        """Fills the caches of some rows and draws their first tokens."""
+        rows, length = prompts.shape
+        caches = list(caches)
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             q, k, v = (x.reshape(rows, length, *x.shape[1:]) for x in (q, k, v))
-            caches.append((self._filled(k), self._filled(v)))
+            caches[i] = tuple(
+                self._fill(cache, x, tables, first_row) for cache, x in zip(caches[i], (k, v), strict=True)
+            )
             return _prompt_attention(q, k, v).reshape(rows * length, *q.shape[2:])
 
         positions = jnp.tile(jnp.arange(length), rows)
@@ -176,15 +217,13 @@ class BareLoop:
         token, *_ = _draw(weights, last, jnp.full((rows,), length), state)
         return caches, token
 
-    def _filled(self, x: jax.Array) -> jax.Array:
-        """A layer's cache that holds x [B, T, K, D] and has room for the new tokens."""
-        rows, length, kv_heads, dim = x.shape
+    def _fill(self, cache: jax.Array, x: jax.Array, tables: jax.Array, first_row: jax.Array) -> jax.Array:
+        """A layer's cache with x [b, T, K, D] of b rows in it."""
+        rows, length = x.shape[:2]
         if self.kind == "contiguous":
-            cache = jnp.zeros((rows, kv_heads, self.sizes.blocks * BLOCK, dim), x.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(cache, jnp.swapaxes(x, 1, 2), 0, axis=2)
-        pool = jnp.zeros((kv_heads, rows * self.sizes.blocks + 1, BLOCK, dim), x.dtype)
+            return jax.lax.dynamic_update_slice(cache, jnp.swapaxes(x, 1, 2), (first_row, 0, 0, 0))
         at = jnp.arange(length)
-        return pool.at[:, self._tables[:, at // BLOCK], jnp.broadcast_to(at % BLOCK, (rows, length))].set(
+        return cache.at[:, tables[:, at // BLOCK], jnp.broadcast_to(at % BLOCK, (rows, length))].set(
             jnp.moveaxis(x, 2, 0)
         )
 
