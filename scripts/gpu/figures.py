@@ -64,12 +64,14 @@ class Figure:
     everywhere: bool = False
 
     def value(self, records: Sequence[Record]) -> float | None:
-        """From the newest record of its part that has the case; None if there is none, or the case does not know."""
+        """From the newest record of its part that has the case; None if there is none that knows it."""
         for record in reversed(records):
             if record["part"] == self.part and record["bench"] != "part":
                 for case in self._cases(record):
                     if all(case.get(name) == wanted for name, wanted in self.where.items()):
-                        return _number(case, self.key)
+                        value = _number(case, self.key)
+                        if value is not None:
+                            return value
         return None
 
     def _cases(self, record: Record) -> Sequence[Record]:

@@ -121,7 +121,8 @@ is not understood. The page is made from the code that the battery compares with
   a step has {kernels} kernels, {outside} are outside of the layers, and {gap:.1f} µs lie between two.
 - Assumed of training: products run at {products:.0f} % of the large product's rate, packed attention at
   {attention:.0f} % (cuDNN's at {cudnn:.0f} %). Beside that move {outer} bytes per token, layer and entry between
-  products; the float32 logits, {logits} times; {accumulate} bytes per weight and microbatch; {adamw} per weight and update.
+  products; the float32 logits, {logits} times; {accumulate} bytes per weight and microbatch; {adamw} per weight and
+  update.
 - [kernels.md](../kernels.md) has the roofline of a decode step without any of these assumptions.
 
 The small model is Qwen2.5-1.5B (`decode-1.5b`, training, the step, the rules), the large one Qwen2.5-7B, both in
