@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
 """One update: forward, backward, clipping and AdamW on rows x tokens, by jaxrl's Trainer and by PyTorch.
 
-    python scripts/bench_train.py [--rows 16] [--tokens 192] [--dtypes float32 bfloat16] [--json]
+    python scripts/bench_train.py [--rows 16] [--tokens 192] [--microbatches 1] [--dtypes float32 bfloat16] [--json]
 
 Every case lives in a process of its own and runs one repetition when it is asked to, so that cases take turns, never
 run at once, and have a peak memory of their own.
 
-- jaxrl: `Trainer.accumulate` and `Trainer.apply` of one microbatch that holds all rows, packing included. The dtype is
-  that of products; master weights, moments and the gradient's sum are float32.
+- jaxrl: `Trainer.accumulate` and `Trainer.apply` of the microbatches, packing included. The dtype is that of products;
+  master weights, moments and the gradient's sum are float32. Its attention, what it recomputes and how many tokens have
+  logits at once are options here as they are of a run.
 - torch: transformers' model, SDPA, the same loss, `AdamW(fused=True)` where this torch has it, as many threads.
   bfloat16 means weights, gradients and moments in bfloat16, as torch users run it: half of jaxrl's memory for them,
   and less exact updates.
 - loss of both: the clipped policy loss on the log-probabilities of each row's last `response` tokens, averaged over
   tokens; logits are computed for those tokens only. jaxrl also computes its metrics (entropy, KL).
 - tokens/s: rows * tokens / seconds. MFU: operations that the update needs (nothing that is computed twice counts) /
-  seconds / measured matrix products of that dtype.
+  seconds / measured matrix products of that dtype. of sheet: the same over the data sheet's rate, for bfloat16 on a
+  known device.
 - peak: the most that the process held, less what it held before the model was built; on GPUs the most that the
-  framework allocated on the device.
+  framework allocated on the device. of plan: over the bytes that jaxrl's memory plan foresees for the update.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from bench import costs, jax_cases, records, torch_cases
+from bench import costs, jax_cases, profiles, records, torch_cases
 from bench.ceilings import Ceilings
 from bench.measure import Bench, Gauge, Summary, say, summarise, verdict
 from bench.worker import Worker, once
@@ -44,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=192, help="tokens of a row (192)")
     made.add_argument("--response", type=int, default=128, help="its last tokens, which are learnt from (128)")
     made.add_argument("--remat", choices=["none", "dots", "full"], default="dots", help="actor.remat of jaxrl (dots)")
+    made.add_argument("--microbatches", type=int, default=1, help="microbatches of an update (1)")
+    made.add_argument("--attention", default="auto", help="actor.attention of jaxrl (auto)")
+    made.add_argument("--chunk", help="actor.logprob_chunk_tokens of jaxrl (its default)")
+    made.add_argument("--profile", action="store_true", help="an update more of jaxrl under its profiler")
     made.add_argument("--warmup", type=int, default=2, help="updates of each case before the timed ones (2)")
     made.add_argument("--without-torch", action="store_true", help="leave torch out")
     made.add_argument(
@@ -57,14 +63,17 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 where it was asked for nonsense."""
     try:
-        options = records.parse(parser(), arguments, QUICK, ("rows", "tokens", "response", "warmup"))
+        options = records.parse(parser(), arguments, QUICK, ("rows", "tokens", "response", "warmup", "microbatches"))
         if options.response >= options.tokens:
             raise ValueError(
                 f"--response ({options.response}) must be below --tokens ({options.tokens}): a row begins with a prompt"
             )
         if options.rows % options.devices:
             raise ValueError(f"--rows ({options.rows}) must be a multiple of --devices ({options.devices})")
-        record = _run(options, records.command(arguments))
+        model = records.model_of(options)
+        for dtype in options.dtypes:
+            jax_cases.train_config(_spec(options, model, dtype))  # refuses what a run would refuse
+        record = _run(options, model, records.command(arguments))
     except ValueError as error:
         print(f"bench_train: {error}", file=sys.stderr)
         return 2
@@ -73,8 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
-    model = records.model_of(options)
+def _run(options: argparse.Namespace, model: records.Model, called: str) -> dict[str, Any]:
     device, ceilings = jax_cases.survey(options.devices, options.quick)
     with_torch = _torch_fits(options, device["platform"])
     used = records.versions(*(("torch", "transformers") if with_torch else ()))
@@ -110,17 +118,34 @@ def _torch_fits(options: argparse.Namespace, platform: str) -> bool:
     return True
 
 
+def _spec(options: argparse.Namespace, model: records.Model, dtype: str) -> jax_cases.TrainSpec:
+    chunk = int(options.chunk) if options.chunk is not None and options.chunk.isdigit() else options.chunk
+    return jax_cases.TrainSpec(
+        model=model,
+        dtype=dtype,
+        devices=options.devices,
+        rows=options.rows,
+        microbatches=options.microbatches,
+        tokens=options.tokens,
+        response=options.response,
+        attention=options.attention,
+        chunk=chunk,
+        remat=options.remat,
+        lr=LR,
+        clip=CLIP,
+        grad_clip=GRAD_CLIP,
+        seed=options.seed,
+    )
+
+
 def _cases(
     options: argparse.Namespace, model: records.Model, device: dict[str, Any], folder: str, with_torch: bool
 ) -> dict[str, tuple[Any, Any]]:
     """(work, spec) by label."""
     cases: dict[str, tuple[Any, Any]] = {}
-    sizes = (options.rows, options.tokens, options.response)
+    sizes = (options.rows, options.microbatches, options.tokens, options.response)
     for dtype in options.dtypes:
-        spec = jax_cases.TrainSpec(
-            model, dtype, options.devices, *sizes, options.remat, LR, CLIP, GRAD_CLIP, options.seed
-        )
-        cases[f"jaxrl {dtype}"] = (jax_cases.train, spec)
+        cases[f"jaxrl {dtype}"] = (jax_cases.train, _spec(options, model, dtype))
         if with_torch:
             place = "cpu" if device["platform"] == "cpu" else "cuda"
             peer = torch_cases.TorchModel(
@@ -144,6 +169,9 @@ def _measure(bench: Bench, cases: dict[str, tuple[Any, Any]], options: argparse.
                     workers[label]()
                 say(f"{label}: ready")
             bench.interleave(workers, options.repetitions)
+            for label in group:
+                if options.profile and label.startswith("jaxrl"):
+                    infos[label] |= workers[label](profile=True)
     return infos
 
 
@@ -154,29 +182,41 @@ def _results(
     infos: dict[str, Any],
     ceilings: Ceilings,
 ) -> dict[str, Any]:
-    tokens = options.rows * options.tokens
-    flops = costs.train_flops(model.config(), options.rows, options.tokens, options.response)
+    rows = options.rows * options.microbatches
+    tokens = rows * options.tokens
+    flops = costs.train_flops(model.config(), rows, options.tokens, options.response)
     cases = []
-    print(f"{options.rows} x {options.tokens} tokens, the last {options.response} of each row learnt from")
-    print(f"{'case':<7}{'dtype':<9}{'seconds':>9}{'tokens/s':>10}{'MFU':>8}{'peak GB':>9}{'kept':>6}{'dropped':>9}")
+    print(f"{options.microbatches} x {options.rows} x {options.tokens} tokens, the last {options.response} learnt from")
+    print(f"{'case':<7}{'dtype':<9}{'seconds':>9}{'tokens/s':>10}{'MFU':>8}{'of sheet':>9}{'peak GB':>9}", end="")
+    print(f"{'of plan':>9}{'kept':>6}{'dropped':>9}")
     for label, summary in summaries.items():
         name, dtype = label.split()
-        m = summary.medians
+        m, rate = summary.medians, flops / summary.medians["seconds"]
         case = {"case": name, "dtype": dtype, "tokens": tokens, "flops": flops, **m, **infos[label]}
-        case |= {"tokens_per_s": tokens / m["seconds"], "mfu": flops / m["seconds"] / ceilings.flops[dtype]}
+        case |= {"tokens_per_s": tokens / m["seconds"], "mfu": rate / ceilings.flops[dtype]}
+        case |= {"mfu_datasheet": ceilings.of_datasheet(flops_per_s=rate, dtype=dtype)}
         case |= {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        if name == "jaxrl":
+            case |= {"peak_over_plan": m["peak_bytes"] / case["planned_bytes"], "profile": case.get("profile")}
         cases.append(case)
         print(
             f"{name:<7}{dtype:<9}{m['seconds']:>9.3f}{case['tokens_per_s']:>10.1f}{case['mfu']:>8.1%}"
-            f"{m['peak_bytes'] / 1e9:>9.2f}{summary.kept:>6}{summary.dropped:>9}"
-            f"{'  DISTURBED' if summary.disturbed else ''}  {infos[label]['optimizer']}"
+            f"{_share(case['mfu_datasheet']):>9}{m['peak_bytes'] / 1e9:>9.2f}{_share(case.get('peak_over_plan')):>9}"
+            f"{summary.kept:>6}{summary.dropped:>9}{'  DISTURBED' if summary.disturbed else ''}"
+            f"  {infos[label]['optimizer']}"
         )
+        if case.get("profile"):
+            print(profiles.table(case["profile"]))
     ratios = _ratios(cases)
     for r in ratios:
         mark = "  DISTURBED" if r["disturbed"] else ""
         print(f"jaxrl / torch {r['dtype']:<9} tokens/s {r['tokens_per_s']:.3f}, peak {r['peak']:.3f}{mark}")
-    sizes = {"rows": options.rows, "tokens": options.tokens, "response": options.response, "remat": options.remat}
-    return sizes | {"cases": cases, "ratios": ratios}
+    names = ("rows", "microbatches", "tokens", "response", "attention", "chunk", "remat")
+    return {name: getattr(options, name) for name in names} | {"cases": cases, "ratios": ratios}
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _ratios(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from jaxrl.config import Config, from_mapping
 from jaxrl.models.config import ModelConfig
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
+from . import profiles
 from .ceilings import Ceilings, measure_ceilings
 from .records import Model, describe_devices, prepare_devices
 from .worker import Ask, once, peak_bytes, resident_bytes
@@ -22,14 +23,21 @@ from .worker import Ask, once, peak_bytes, resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """One update of `rows` rows of `tokens` tokens, the last `response` of which are learnt from."""
+    """One update of `microbatches` times `rows` rows of `tokens` tokens, the last `response` of which are learnt from.
+
+    `attention`, `chunk` and `remat` are `actor.attention`, `actor.logprob_chunk_tokens` (None: its default) and
+    `actor.remat`.
+    """
 
     model: Model
     dtype: str
     devices: int
     rows: int
+    microbatches: int
     tokens: int
     response: int
+    attention: str
+    chunk: int | str | None
     remat: str
     lr: float
     clip: float
@@ -76,9 +84,13 @@ def export(spec: tuple[Model, str, str], ask: Ask) -> None:
 
 
 def train(spec: TrainSpec, ask: Ask) -> None:
-    """The real `Trainer`: `accumulate` and `apply`, packing included. Master weights and moments are float32."""
+    """The real `Trainer`: `accumulate` and `apply`, packing included. Master weights and moments are float32.
+
+    A request with `profile` adds the kernels of one update.
+    """
     import jax
 
+    from jaxrl.runtime.memory import memory_plan
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.packing import pack
     from jaxrl.train.step import Trainer
@@ -86,7 +98,8 @@ def train(spec: TrainSpec, ask: Ask) -> None:
     devices = prepare_devices(spec.devices)
     mesh = make_mesh(devices)
     model = spec.model.config()
-    config, batch = _config(spec), _batch(spec, model.vocab_size)
+    config, batch = train_config(spec), _batch(spec, model.vocab_size)
+    plan = memory_plan(config, model, mesh.size, None, devices[0].platform)
     packed = pack(
         batch,
         max_model_length=config.max_model_length,
@@ -97,44 +110,54 @@ def train(spec: TrainSpec, ask: Ask) -> None:
     baseline = resident_bytes()
     trainer = Trainer(config, model, build_params(spec.model, model, mesh, "float32", spec.seed), mesh)
     values: dict[str, Any] = {"microbatches": shapes, "optimizer": "AdamW, optax, float32 master weights"}
-    while ask(values) is not None:
-        began = time.perf_counter()
+    values["planned_bytes"] = plan.update_bytes
+    metrics: dict[str, float] = {}
+
+    def update() -> None:
         trainer.accumulate(batch)
-        metrics = trainer.apply()
+        metrics.update(trainer.apply())
         jax.block_until_ready(trainer.params)
+
+    while (request := ask(values)) is not None:
+        if request.get("profile"):
+            values = {"profile": profiles.during(update)}
+            continue
+        began = time.perf_counter()
+        update()
         seconds = time.perf_counter() - began
         peak = float(_peak(devices, baseline))
         values = {"seconds": seconds, "loss": metrics["actor/pg_loss"], "peak_bytes": peak}
 
 
-def _config(spec: TrainSpec) -> Config:
-    return from_mapping(
-        {
-            "model": {"path": spec.model.name},
-            "data": {"max_prompt_length": spec.tokens - spec.response, "max_response_length": spec.response},
-            "actor": {
-                "dtype": spec.dtype,
-                "remat": spec.remat,
-                "old_logprobs": "rollout",
-                "ppo_max_token_len_per_gpu": -(-spec.rows // spec.devices) * spec.tokens,
-                "clip_ratio_low": spec.clip,
-                "clip_ratio_high": spec.clip,
-                "grad_clip": spec.grad_clip,
-                "optim": {"lr": spec.lr},
-            },
-        }
-    )
+def train_config(spec: TrainSpec) -> Config:
+    """The options of an update. Raises ValueError for those that jaxrl refuses."""
+    actor: dict[str, Any] = {
+        "dtype": spec.dtype,
+        "remat": spec.remat,
+        "attention": spec.attention,
+        "old_logprobs": "rollout",
+        "ppo_max_token_len_per_gpu": -(-spec.rows // spec.devices) * spec.tokens,
+        "clip_ratio_low": spec.clip,
+        "clip_ratio_high": spec.clip,
+        "grad_clip": spec.grad_clip,
+        "optim": {"lr": spec.lr},
+    }
+    if spec.chunk is not None:
+        actor["logprob_chunk_tokens"] = spec.chunk
+    lengths = {"max_prompt_length": spec.tokens - spec.response, "max_response_length": spec.response}
+    return from_mapping({"model": {"path": spec.model.name}, "data": lengths, "actor": actor})
 
 
 def _batch(spec: TrainSpec, vocab_size: int) -> TrainBatch:
     """Random tokens; the recorded log-probabilities are those of a uniform guess, advantages alternate in sign."""
-    draw = np.random.default_rng(spec.seed).integers(vocab_size, size=(spec.rows, spec.tokens), dtype=np.int32)
+    rows = spec.rows * spec.microbatches
+    draw = np.random.default_rng(spec.seed).integers(vocab_size, size=(rows, spec.tokens), dtype=np.int32)
     split = spec.tokens - spec.response
     guess = np.full((spec.response,), -np.log(vocab_size), np.float32)
     versions = np.zeros((spec.response,), np.int32)
     prompts = [Prompt(0, i, tuple(row[:split].tolist()), "", "bench") for i, row in enumerate(draw)]
     samples = [Sample(SampleKey(0, i, 0), row[split:], guess, guess, versions) for i, row in enumerate(draw)]
-    advantages = [np.full((spec.response,), 1.0 if i % 2 == 0 else -1.0, np.float32) for i in range(spec.rows)]
+    advantages = [np.full((spec.response,), 1.0 if i % 2 == 0 else -1.0, np.float32) for i in range(rows)]
     return TrainBatch(prompts, samples, advantages)
 
 

@@ -39,10 +39,12 @@ class TorchModel:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """One optimizer step: `rows` rows of `tokens` tokens, the last `response` of which are learnt from."""
+    """One optimizer step: `microbatches` times `rows` rows of `tokens` tokens, the last `response` of which are learnt
+    from. Gradients of the microbatches are added."""
 
     model: TorchModel
     rows: int
+    microbatches: int
     tokens: int
     response: int
     lr: float
@@ -119,25 +121,29 @@ def train(spec: TrainSpec, ask: Ask) -> None:
     fused = device == "cuda" or _fused_on_cpu(torch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.lr, weight_decay=0.0, fused=fused, foreach=not fused)
     vocab = spec.model.hf_config["vocab_size"]
-    draw = np.random.default_rng(spec.model.seed).integers(vocab, size=(spec.rows, spec.tokens), dtype=np.int32)
+    rows = spec.rows * spec.microbatches
+    draw = np.random.default_rng(spec.model.seed).integers(vocab, size=(rows, spec.tokens), dtype=np.int32)
     tokens = torch.from_numpy(draw).long().to(device)  # those of the jaxrl case
-    targets = tokens[:, -spec.response :]
-    mask = torch.ones(targets.shape, device=device)
-    old = torch.full(targets.shape, -float(torch.log(torch.tensor(vocab))), device=device)
-    signs = torch.where(torch.arange(spec.rows) % 2 == 0, 1.0, -1.0).to(device)[:, None]
+    old = -float(torch.log(torch.tensor(vocab)))
+    signs = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0).to(device)[:, None]
 
-    def step() -> float:
+    def backward(tokens: Any, signs: Any) -> Any:
         # one position more than the response, and its last logit belongs to no token
         logits = model(tokens, use_cache=False, logits_to_keep=spec.response + 1).logits[:, :-1]
-        chosen = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        chosen = logits.float().log_softmax(-1).gather(-1, tokens[:, -spec.response :, None])[..., 0]
         ratio = (chosen - old).exp()
         clipped = ratio.clamp(1 - spec.clip, 1 + spec.clip)
-        loss = -(torch.minimum(ratio * signs, clipped * signs) * mask).sum() / mask.sum()
+        loss = -torch.minimum(ratio * signs, clipped * signs).sum() / (rows * spec.response)
         loss.backward()
+        return loss.detach()
+
+    def step() -> float:
+        parts = zip(tokens.split(spec.rows), signs.split(spec.rows), strict=True)
+        loss = sum(backward(*part) for part in parts)
         torch.nn.utils.clip_grad_norm_(model.parameters(), spec.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return float(loss)
 
     values: dict[str, Any] = {"optimizer": "AdamW, fused" if fused else "AdamW, foreach"}
     while ask(values) is not None:

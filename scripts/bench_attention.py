@@ -1,0 +1,377 @@
+#!/usr/bin/env python3
+"""Attention alone, at a model's heads: paged (a decode step's) and packed (a training row's, both passes).
+
+    python scripts/bench_attention.py [--shape Qwen2.5-1.5B] [--rows 64] [--contexts 1024 8192] [--dtypes bfloat16]
+    python scripts/bench_attention.py --what packed --packed 16x1024 1x8192 [--segments 1] [--json]
+
+Paged: one query a row over `context` cached positions in scattered blocks of 16, several pools in turn, so that no
+cache holds the keys. Cases: `jaxrl`, our kernel (`kernels/paged_pallas.py`); `jnp`, the reference; `jax-N`, JAX's own
+kernel (`jax.experimental.pallas.ops.gpu.paged_attention`) with N parts of a context.
+
+- of copy: bytes of keys and values / seconds / measured copy.
+
+Packed: causal rows of `tokens` tokens in `--segments` samples. Cases: `pallas`, our kernels; `tiles`, jnp in tiles;
+`cudnn`, `jax.nn.dot_product_attention` by cuDNN, for one sample a row (`xla`, the same by XLA, where there is no GPU).
+
+- forward, both: seconds of the forward pass, and of forward and backward together.
+- FLOP/s: 4 * heads * head_dim per pair of tokens that see each other, 3.5 times that for both passes, whatever is
+  computed again; of products: over measured products of that dtype.
+
+A case that does not run here, or not in this dtype or memory, is left out with a word. Kernels are made for GPUs: on
+other devices they take part with --quick only, interpreted, which tries this benchmark and measures nothing.
+Data are random, calls are queued and waited for once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench import records
+from bench.ceilings import Ceilings, measure_ceilings, queued_s, random_array
+from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+
+from jaxrl.kernels import packed, reference
+from jaxrl.kernels.attention import PackedAttention
+from jaxrl.models.config import ModelConfig
+
+BLOCK = 16
+QUICK = {"rows": [2], "contexts": [64], "packed": ["1x64"], "repetitions": 2, "dtypes": ["float32"]}
+ENOUGH_BYTES = 1 << 30
+SPLITS = (1, 4, 16)
+BACKWARD = 2.5
+"""Products of the backward pass for each of the forward pass, the scores' second computation included."""
+
+
+class LeftOut(Exception):
+    """A case cannot run here; says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how cases run.
+
+    Attributes:
+      config: the model's heads.
+      on_gpu: whether the devices are GPUs.
+      interpret: run kernels as plain JAX.
+    """
+
+    config: ModelConfig
+    on_gpu: bool
+    interpret: bool
+
+    def need_kernels(self) -> None:
+        """Raises `LeftOut` where no Pallas kernel for GPUs can run."""
+        if not (self.on_gpu or self.interpret):
+            raise LeftOut("the kernel runs on GPUs alone")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    records.common_options(made)
+    both = ["paged", "packed"]
+    made.add_argument("--what", nargs="+", choices=both, default=both, help="which attention (both)")
+    made.add_argument("--rows", type=int, nargs="+", default=[64], help="paged: rows (64)")
+    made.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192], help="paged: tokens of a row (1k, 8k)")
+    made.add_argument(
+        "--packed", nargs="+", default=["16x1024", "1x8192"], metavar="ROWSxTOKENS", help="(16x1024 1x8192)"
+    )
+    made.add_argument("--segments", type=int, default=1, help="packed: samples of a row (1)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 2 if it was asked for nonsense."""
+    try:
+        options = records.parse(parser(), arguments, QUICK, ("rows", "contexts", "segments"))
+        options.packed = [_size(text, options.segments) for text in options.packed]
+        record = _run(options, records.command(arguments))
+    except ValueError as error:
+        print(f"bench_attention: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        print(f"appended to {records.append_record(options.json, record).name}")
+    return 0
+
+
+def _size(text: str, segments: int) -> tuple[int, int]:
+    """(rows, tokens) of "16x1024"."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--packed ({text}) must be rows and tokens, such as 16x1024")
+    rows, tokens = map(int, parts)
+    if tokens % segments:
+        raise ValueError(f"--packed ({text}): {tokens} tokens must be a multiple of --segments ({segments})")
+    return rows, tokens
+
+
+def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+    model = records.model_of(options)
+    devices = records.prepare_devices(options.devices)
+    on_gpu = devices[0].platform == "gpu"
+    head = records.header("attention", records.describe_devices(devices), records.versions(), called)
+    records.print_header(head, say)
+    config = model.config()
+    if options.quick and not options.model:
+        config = dataclasses.replace(config, head_dim=16)  # the kernels refuse tiny's
+    place = Place(config, on_gpu, options.quick and not on_gpu)
+    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
+    ceilings = measure_ceilings(1, options.quick)
+    sizes: dict[str, dict[str, Any]] = {}
+    left_out: list[dict[str, Any]] = []
+    for dtype in options.dtypes:
+        for point in _points(options):
+            _measure(bench, place, point | {"dtype": dtype}, options, sizes, left_out)
+    ceilings = ceilings.best(measure_ceilings(1, options.quick))
+    if bench.gauge:
+        bench.gauge.close()
+    say(f"ceilings  {ceilings}")
+    say(verdict(bench))
+    cases = _results(place, summarise(bench.runs), sizes, ceilings)
+    results = {"cases": cases, "ratios": _ratios(cases), "left_out": left_out}
+    kept, dropped = bench.counts()
+    shape = {"model": model.name, "devices": len(devices)}
+    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+
+
+def _points(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if "paged" in options.what:
+        for context in options.contexts:
+            for rows in options.rows:
+                yield {"what": "paged", "rows": rows, "context": context}
+    if "packed" in options.what:
+        for rows, tokens in options.packed:
+            yield {"what": "packed", "rows": rows, "tokens": tokens, "segments": options.segments}
+
+
+def _measure(
+    bench: Bench,
+    place: Place,
+    point: dict[str, Any],
+    options: argparse.Namespace,
+    sizes: dict[str, dict[str, Any]],
+    left_out: list[dict[str, Any]],
+) -> None:
+    """Measures all cases of a point in turns; what cannot run is added to `left_out`."""
+    if point["what"] == "paged":
+        makers = paged_cases(place, point, QUICK_POOLS if options.quick else None)
+    else:
+        makers = packed_cases(place, point)
+    where = " ".join(str(value) for value in point.values())
+    cases: dict[str, Callable[[], Values]] = {}
+    for name, make in makers.items():
+        try:
+            case = make()
+            case()  # compiles
+        except LeftOut as reason:
+            say(f"{where}: {name} is left out: {reason}")
+            left_out.append(point | {"case": name, "reason": str(reason)})
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            say(f"{where}: {name} is left out: out of memory")
+            left_out.append(point | {"case": name, "reason": "out of memory"})
+        else:
+            cases[f"{where} {name}"] = case
+            sizes[f"{where} {name}"] = {"case": name} | point
+    if cases:
+        bench.interleave(cases, options.repetitions)
+
+
+# -- paged -------------------------------------------------------------------------------------------------------------
+
+QUICK_POOLS = 2
+Paged = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _kv_bytes(config: ModelConfig, point: dict[str, Any]) -> int:
+    """Keys and values that a call sees."""
+    each = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(point["dtype"]).itemsize
+    return point["rows"] * point["context"] * each
+
+
+def paged_cases(
+    place: Place, point: dict[str, Any], num_pools: int | None
+) -> dict[str, Callable[[], Callable[[], Values]]]:
+    """By name, what makes a case: a function of no arguments that times one call."""
+    config, rows, context, dtype = place.config, point["rows"], point["context"], point["dtype"]
+    width = -(-context // BLOCK)
+    pools = num_pools or int(max(2, min(12, ENOUGH_BYTES // _kv_bytes(config, point))))
+    shape = (config.num_kv_heads, rows * width + 1, BLOCK, config.head_dim)
+    keys, values = ([random_array(shape, dtype, 2 * i + j) for i in range(pools)] for j in (0, 1))
+    q = random_array((rows, 1, config.num_heads, config.head_dim), dtype, 2 * pools)
+    blocks = np.random.default_rng(0).permutation(rows * width) + 1
+    tables = jnp.asarray(blocks.reshape(rows, width), jnp.int32)
+    positions = jnp.full((rows, 1), context - 1, jnp.int32)
+
+    def case(one: Paged) -> Callable[[], Values]:
+        run = jax.jit(lambda q, ks, vs, t, p: [one(q, k, v, t, p) for k, v in zip(ks, vs, strict=True)])
+        return lambda: {"seconds": queued_s(lambda: run(q, keys, values, tables, positions), tries=3) / pools}
+
+    made = {"jaxrl": lambda: case(_ours(place)), "jnp": lambda: case(reference.paged_attention)}
+    for splits in SPLITS:
+        made[f"jax-{splits}"] = lambda splits=splits: case(_jax_paged(place, width, splits))
+    return made
+
+
+def _ours(place: Place) -> Paged:
+    place.need_kernels()
+    from jaxrl.kernels import paged_pallas
+
+    return lambda *arrays: paged_pallas.paged_attention(*arrays, interpret=place.interpret)
+
+
+def _jax_paged(place: Place, width: int, splits: int) -> Paged:
+    """JAX's kernel, whose splits must divide the table, and whose steps take up to eight blocks."""
+    place.need_kernels()
+    if width % splits:
+        raise LeftOut(f"{width} blocks are no multiple of {splits}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    except ImportError as error:
+        raise LeftOut(f"this JAX has no such kernel ({error})") from error
+    step = next(blocks for blocks in (8, 4, 2, 1) if width // splits % blocks == 0)
+    scale = place.config.head_dim**-0.5
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array) -> jax.Array:
+        how = {"pages_per_compute_block": step, "k_splits": splits, "interpret": place.interpret}
+        return paged_attention(q[:, 0] * scale, k, v, tables, positions[:, 0] + 1, **how)[:, None]
+
+    return attend
+
+
+# -- packed ------------------------------------------------------------------------------------------------------------
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _forward_flops(config: ModelConfig, point: dict[str, Any]) -> float:
+    each = point["tokens"] // point["segments"]
+    pairs = point["rows"] * point["segments"] * each * each / 2
+    return 4 * config.num_heads * config.head_dim * pairs
+
+
+def packed_cases(place: Place, point: dict[str, Any]) -> dict[str, Callable[[], Callable[[], Values]]]:
+    """As `paged_cases`."""
+    config, rows, tokens, dtype = place.config, point["rows"], point["tokens"], point["dtype"]
+    segments = point["segments"]
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
+    q, k, v, d_out = (random_array((rows, tokens, h, config.head_dim), dtype, i) for i, h in enumerate(heads))
+
+    def case(one: Attend) -> Callable[[], Values]:
+        def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+            out, pull = jax.vjp(one, q, k, v)
+            return out, pull(d_out)
+
+        forward, whole = jax.jit(one), jax.jit(both)
+        return lambda: {
+            "forward_s": queued_s(lambda: forward(q, k, v), tries=3),
+            "seconds": queued_s(lambda: whole(q, k, v, d_out), tries=3),
+        }
+
+    rival = "cudnn" if place.on_gpu else "xla"
+    return {
+        "pallas": lambda: case(_packed(place, "pallas", rows, tokens, segments)),
+        "tiles": lambda: case(_packed(place, "tiles", rows, tokens, segments)),
+        rival: lambda: case(_rival(rival, dtype, segments)),
+    }
+
+
+def _packed(place: Place, implementation: Any, rows: int, tokens: int, segments: int) -> Attend:
+    """An implementation of `actor.attention` over rows of equal samples."""
+    if implementation == "pallas":
+        place.need_kernels()
+    platform = jax.default_backend()
+    chosen = PackedAttention(implementation, packed.tiling(platform), place.interpret)
+    each = tokens // segments
+    ids = jnp.asarray(np.tile(np.arange(tokens) // each + 1, (rows, 1)), jnp.int32)
+    positions = jnp.asarray(np.tile(np.arange(tokens) % each, (rows, 1)), jnp.int32)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return chosen.attend(q, k, v, ids, positions, ids, chosen.tile_pairs(ids, ids))
+
+    return attend
+
+
+def _rival(name: Any, dtype: str, segments: int) -> Attend:
+    """`jax.nn.dot_product_attention`."""
+    if segments > 1:
+        raise LeftOut("it takes one sample a row")
+    if name == "cudnn" and dtype == "float32":
+        raise LeftOut("cuDNN's kernels take 16 bits")
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=name)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def _results(
+    place: Place, summaries: dict[str, Summary], sizes: dict[str, dict[str, Any]], ceilings: Ceilings
+) -> list[dict[str, Any]]:
+    cases = []
+    for label, summary in summaries.items():
+        size, seconds = sizes[label], summary.medians["seconds"]
+        mark = "  DISTURBED" if summary.disturbed else ""
+        if size["what"] == "paged":
+            rate = _kv_bytes(place.config, size) / seconds
+            figures = {"seconds": seconds, "bytes_per_s": rate, "copy_fraction": rate / ceilings.copy}
+            words = f"{seconds * 1e6:>10.1f} us{rate / 1e9:>10.1f} GB/s{figures['copy_fraction']:>8.1%} of copy"
+        else:
+            figures = _packed_figures(place.config, size, summary.medians, ceilings)
+            words = f"forward {figures['forward_s'] * 1e3:>9.3f} ms, both {seconds * 1e3:>9.3f} ms"
+            words += f"{figures['flops_per_s'] / 1e9:>11.1f} GFLOP/s{figures['flops_fraction']:>8.1%} of products"
+        say(f"{label:<44}{words}{mark}")
+        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        cases.append(size | figures | judged)
+    return cases
+
+
+def _packed_figures(
+    config: ModelConfig, size: dict[str, Any], medians: dict[str, float], ceilings: Ceilings
+) -> dict[str, Any]:
+    forward = _forward_flops(config, size)
+    rate = (1 + BACKWARD) * forward / medians["seconds"]
+    return {
+        "seconds": medians["seconds"],
+        "forward_s": medians["forward_s"],
+        "forward_flops_per_s": forward / medians["forward_s"],
+        "flops_per_s": rate,
+        "flops_fraction": rate / ceilings.flops[size["dtype"]],
+    }
+
+
+def _ratios(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours over theirs, in speed."""
+    ratios: list[dict[str, Any]] = []
+    named = {(c["what"], c["rows"], c.get("context", c.get("tokens")), c["dtype"], c["case"]): c for c in cases}
+    for (what, rows, length, dtype, name), theirs in named.items():
+        ours = named.get((what, rows, length, dtype, "jaxrl" if what == "paged" else "pallas"))
+        if ours is None or ours is theirs:
+            continue
+        ratio = {"what": what, "ratio": f"{ours['case']} / {name}", "rows": rows, "dtype": dtype}
+        ratio["context" if what == "paged" else "tokens"] = length
+        if what == "paged":
+            ratio["speed"] = theirs["seconds"] / ours["seconds"]
+        else:
+            ratio["forward"] = theirs["forward_s"] / ours["forward_s"]
+            ratio["both"] = theirs["seconds"] / ours["seconds"]
+        ratio["disturbed"] = ours["disturbed"] or theirs["disturbed"]
+        ratios.append(ratio)
+        speeds = ", ".join(f"{key} {ratio[key]:.3f}" for key in ("speed", "forward", "both") if key in ratio)
+        mark = "  DISTURBED" if ratio["disturbed"] else ""
+        say(f"{what}, {rows} x {length}, {dtype}: {ratio['ratio']} {speeds}{mark}")
+    return ratios
+
+
+if __name__ == "__main__":
+    sys.exit(main())

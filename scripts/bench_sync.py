@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""The trainer's weights to the rollout, on the same devices: cast, padded and brought into the rollout's layout.
+
+    python scripts/bench_sync.py [--shape Qwen2.5-1.5B] [--tp 1] [--dtypes bfloat16] [--json]
+
+- seconds: `MeshExecutor.sync_weights` from float32 master weights, from arrays that are ready to arrays that are ready;
+  the rollout's old weights are dropped first, as in every step of a run.
+- bytes: master weights read and rollout weights written, once each.
+- over copy: seconds over what these bytes take at the measured copy bandwidth. 1 is the best there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from bench import records
+from bench.ceilings import Ceilings, measure_ceilings
+from bench.jax_cases import build_params
+from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
+
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+
+QUICK = {"repetitions": 2, "dtypes": ["float32"]}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    records.common_options(made)
+    made.add_argument("--tp", type=int, default=1, help="tensor parallelism of the rollout (1)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; exit status 2 if it was asked for nonsense."""
+    try:
+        options = records.parse(parser(), arguments, QUICK, ("tp",))
+        record = _run(options, records.command(arguments))
+    except ValueError as error:
+        print(f"bench_sync: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        print(f"appended to {records.append_record(options.json, record).name}")
+    return 0
+
+
+def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
+    model = records.model_of(options)
+    config = model.config()
+    devices = records.prepare_devices(options.devices)
+    layout = Layout(make_mesh(devices), options.tp)
+    head = records.header("sync", records.describe_devices(devices), records.versions(), called)
+    records.print_header(head, say)
+    bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
+    ceilings = measure_ceilings(len(devices), options.quick)
+    params = build_params(model, config, layout.mesh, "float32", options.seed)
+    moved: dict[str, int] = {}
+    for dtype in options.dtypes:
+        sizes = ExecutorConfig(num_slots=1, dtype=dtype, max_tp=options.tp)
+        executor = MeshExecutor(config, layout, sizes)
+        case, before = _case(executor, params), _live_bytes()
+        case()  # compiles
+        written = _live_bytes() - before
+        moved[f"weights {dtype}"] = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + written
+        bench.interleave({f"weights {dtype}": case}, options.repetitions)
+        del case, executor  # and its weights, before the next dtype's
+    ceilings = ceilings.best(measure_ceilings(len(devices), options.quick))
+    if bench.gauge:
+        bench.gauge.close()
+    say(f"ceilings  {ceilings}")
+    say(verdict(bench))
+    results = {"cases": _results(summarise(bench.runs), moved, ceilings)}
+    kept, dropped = bench.counts()
+    shape = {"model": model.name, "devices": len(devices), "tp": options.tp}
+    return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+
+
+def _case(executor: MeshExecutor, params: Any) -> Callable[[], Values]:
+    def sync() -> Values:
+        jax.block_until_ready(jax.live_arrays())
+        began = time.perf_counter()
+        executor.sync_weights(params, 1)
+        jax.block_until_ready(jax.live_arrays())  # the executor's are among them
+        return {"seconds": time.perf_counter() - began}
+
+    return sync
+
+
+def _live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def _results(summaries: dict[str, Summary], moved: dict[str, int], ceilings: Ceilings) -> list[dict[str, Any]]:
+    cases = []
+    for label, summary in summaries.items():
+        name, dtype = label.split()
+        seconds = summary.medians["seconds"]
+        figures = {
+            "seconds": seconds,
+            "moved_bytes": moved[label],
+            "bytes_per_s": moved[label] / seconds,
+            "over_copy": seconds * ceilings.copy / moved[label],
+        }
+        say(
+            f"{name}, {dtype}: {seconds * 1e3:.2f} ms for {moved[label] / 1e9:.3f} GB, "
+            f"{figures['over_copy']:.2f} times what a copy takes{'  DISTURBED' if summary.disturbed else ''}"
+        )
+        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        cases.append({"case": name, "dtype": dtype} | figures | judged)
+    return cases
+
+
+if __name__ == "__main__":
+    sys.exit(main())
