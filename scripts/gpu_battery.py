@@ -39,6 +39,8 @@ from gpu.parts import parts, trial_parts
 ROOT = Path(__file__).resolve().parents[1]
 MEMORY_SHARE = "0.93"
 """Of the card, for JAX: its own default of 0.75 leaves a quarter to nothing, since a part has the card to itself."""
+_QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""A trial's programs run once: it is compiling that takes its time."""
 _DESCRIBE = (
     "import json, jax; from bench import records; print(json.dumps(records.describe_devices(jax.devices()[:1])))"
 )
@@ -111,7 +113,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     }
     if options.quick:
-        return found | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
+        return found | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _QUICK_COMPILES, "OMP_NUM_THREADS": "1"}
     found.setdefault("JAX_PLATFORMS", "cuda,cpu")
     found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
     return found

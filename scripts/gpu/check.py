@@ -96,21 +96,29 @@ def engine_cases(task: Task, expected: Sequence[Sample]) -> Iterator[Case]:
     for dtype in ("float32", "bfloat16"):
         with full_precision(dtype):
             drawn, again = (task.generate(params, wanted, device, dtype) for _ in range(2))
-            few = task.generate(params, wanted, device, dtype, slots=max(2, len(wanted) // 8))
-        tokens = sum(len(sample) for sample in drawn)
-        exact = task.exact_logprobs(params, wanted, drawn, dtype)
-        errors = np.concatenate([np.abs(a - s.rollout_logprobs) for a, s in zip(exact, drawn, strict=True)])
-        yield {
-            "case": "engine",
-            "dtype": dtype,
-            "responses": len(drawn),
-            "tokens": tokens,
-            "unlike_per_thousand_tokens": _unlike(expected, drawn) / tokens * 1000,
-            "worst_error": size(errors.max()),
-            "mean_error": size(errors.mean()),
-            "again_unlike": _unlike(drawn, again, values=True),
-            "few_rows_unlike_per_thousand_tokens": _unlike(drawn, few) / tokens * 1000,
-        }
+            case = _engine_case(task, expected, drawn, again, dtype)
+            if dtype == "float32":  # what few rows draw is promised there alone
+                few = task.generate(params, wanted, device, dtype, slots=max(2, len(wanted) // 8))
+                case["few_rows_unlike_per_thousand_tokens"] = _unlike(drawn, few) / case["tokens"] * 1000
+        yield case
+
+
+def _engine_case(
+    task: Task, expected: Sequence[Sample], drawn: Sequence[Sample], again: Sequence[Sample], dtype: str
+) -> Case:
+    exact = task.exact_logprobs(task.weights(), task.requests(), drawn, dtype)
+    errors = np.concatenate([np.abs(a - s.rollout_logprobs) for a, s in zip(exact, drawn, strict=True)])
+    tokens = sum(len(sample) for sample in drawn)
+    return {
+        "case": "engine",
+        "dtype": dtype,
+        "responses": len(drawn),
+        "tokens": tokens,
+        "unlike_per_thousand_tokens": _unlike(expected, drawn) / tokens * 1000,
+        "worst_error": size(errors.max()),
+        "mean_error": size(errors.mean()),
+        "again_unlike": _unlike(drawn, again, values=True),
+    }
 
 
 def _unlike(some: Sequence[Sample], others: Sequence[Sample], *, values: bool = False) -> int:

@@ -6,7 +6,7 @@ an empty compilation cache, at 13 s a program and autotuning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpu.frame import FOLDER, Part, python
@@ -18,6 +18,10 @@ JSON = ("--json", FOLDER)
 CONTEXTS = ("1024", "8192")
 PROMPT = 128
 """Tokens of a prompt in training and in the whole step."""
+
+
+TRIAL_S = 100
+"""For each part of a trial, however busy the machine is."""
 
 
 def parts() -> list[Part]:
@@ -50,15 +54,15 @@ def trial_parts() -> list[Part]:
     tiny = ("--repetitions", "1", "--warmup", "1")
     at = python(str(SCRIPTS / "bench_decode.py"), "--at-context", "32", "--rows", "2", *quick)
     return [
-        Part("ceilings", 20, python(str(SCRIPTS / "bench_ceilings.py"), *quick)),
-        Part("tests", 20, python("-m", "gpu.tests", *JSON)),
-        Part("check", 60, python("-m", "gpu.check", *JSON, "--prompts", "1", "--layers", "1")),
-        Part("decode-1.5b", 30, at),
-        Part("train", 30, python(str(SCRIPTS / "bench_train.py"), *quick, *tiny, "--without-torch")),
-        Part("step", 60, python(str(SCRIPTS / "bench_step.py"), *quick, *tiny, "--without-trl", "--fresh-cache")),
-        Part("rules", 30, python(str(SCRIPTS / "bench_rules.py"), *quick)),
-        Part("sync", 20, python(str(SCRIPTS / "bench_sync.py"), *quick)),
-        Part("attention", 30, python(str(SCRIPTS / "bench_attention.py"), *quick)),
+        Part("ceilings", TRIAL_S, python(str(SCRIPTS / "bench_ceilings.py"), *quick)),
+        Part("tests", TRIAL_S, python("-m", "gpu.tests", *JSON)),
+        Part("check", TRIAL_S, python("-m", "gpu.check", *JSON, "--prompts", "1", "--layers", "1")),
+        Part("decode-1.5b", TRIAL_S, at),
+        Part("train", TRIAL_S, python(str(SCRIPTS / "bench_train.py"), *quick, *tiny, "--without-torch")),
+        Part("step", TRIAL_S, python(str(SCRIPTS / "bench_step.py"), *quick, *tiny, "--without-trl", "--fresh-cache")),
+        Part("rules", TRIAL_S, python(str(SCRIPTS / "bench_rules.py"), *quick)),
+        Part("sync", TRIAL_S, python(str(SCRIPTS / "bench_sync.py"), *quick)),
+        Part("attention", TRIAL_S, python(str(SCRIPTS / "bench_attention.py"), *quick)),
     ]
 
 
@@ -95,7 +99,3 @@ def _step() -> tuple[str, ...]:
 def _rules() -> tuple[str, ...]:
     sizes = ("--prompts", "16", "--samples", "8", "--prompt", "32", "--median-length", "128", "--max-length", "1024")
     return _bench("rules", "--shape", SMALL, *sizes, "--repetitions", "8")
-
-
-def names(found: Sequence[Part]) -> list[str]:
-    return [part.name for part in found]
