@@ -1,6 +1,7 @@
 """The trainer: packed, chunked, accumulated, sharded gradients are those of the padded whole batch."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxrl.models import decoder
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.packing import TokenBatch
+from jaxrl.train.programs import TrainPrograms
 from jaxrl.types import RunFailed
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -108,7 +110,7 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
     shared._row_cost = float  # in so small a model attention would decide, for short rows
     micros = shared._pack(batch).microbatches
     assert any((m.prefix_ids != m.segment_ids).any() for m in micros)
-    assert any(m.tokens.shape[1] > shared._packed_attention.tiling.longest_plain for m in micros)
+    assert any(m.tokens.shape[1] > shared.programs.packed_attention.tiling.longest_plain for m in micros)
     assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart._pack(batch).microbatches)
     apart.accumulate(batch)
     # the second way: a sample alone, part of a group, and the rest, in another order
@@ -142,8 +144,8 @@ def test_attention_is_what_the_option_says(option, devices, make_config, make_ba
     other._row_cost = tiles._row_cost = float  # both pack the same rows, long ones
     micro = tiles._pack(batch).microbatches[0]
     assert (micro.prefix_ids != micro.segment_ids).any()
-    assert micro.tokens.shape[1] > tiles._packed_attention.tiling.longest_plain
-    text = str(jax.make_jaxpr(other._gradients_of)(other._trainable, other._frozen, other._on_device(micro)))
+    assert micro.tokens.shape[1] > tiles.programs.packed_attention.tiling.longest_plain
+    text = str(jax.make_jaxpr(other.programs._gradients_of)(other._trainable, other._frozen, other._on_device(micro)))
     assert ("pallas_call" in text) == (option == "pallas")
     for trainer in (tiles, other):
         trainer.accumulate(batch)
@@ -166,8 +168,7 @@ def test_the_kernels_are_refused_where_they_cannot_run(make_config, make_trainer
 def test_rows_stay_on_their_devices(make_config, make_batch, make_trainer):
     """Only weights and their gradients cross devices: no collective has a dim of the rows' tokens."""
     trainer = make_trainer(make_config(actor__ppo_max_token_len_per_gpu=144), devices=8)
-    micro = trainer._on_device(TokenBatch.zeros(8, 144))
-    program = trainer._accumulate.lower(trainer._trainable, trainer._frozen, trainer._zeros(), micro).compile()
+    program = trainer.programs.program(("accumulate", 8, 144))
     moved = [line for line in program.as_text().splitlines() if " all-gather(" in line or " all-to-all(" in line]
     assert moved
     assert not [line for line in moved if "144" in line.split(" all-")[0] or "1152" in line.split(" all-")[0]]
@@ -247,7 +248,7 @@ def test_eight_devices_equal_one(make_config, make_batch, make_trainer):
 
 def num_programs(trainer):
     """Compiled for gradients and log-probabilities: one per shape of a microbatch."""
-    return sum(program._cache_size() for program in (trainer._accumulate, trainer._logprobs))
+    return sum(kind in ("accumulate", "logprobs") for kind, _, _ in trainer.programs.compiled_shapes)
 
 
 def test_each_microbatch_but_the_last_is_progress(make_config, make_batch, make_trainer):
@@ -370,3 +371,22 @@ def test_schedules():
     np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(20)], [1, 0.55, 0.1, 0.1], rtol=1e-6)
     with pytest.raises(ConfigError, match="total_training_steps"):
         optimizers.schedule(OptimSection(lr_scheduler_type="cosine"))
+
+
+def test_programs_are_compiled_without_weights_and_by_another_thread(make_config, make_batch, make_trainer):
+    """What was compiled ahead is what the trainer runs: nothing is compiled again, and numbers are the same."""
+    plain, batch = make_trainer(make_config()), make_batch(size=8)
+    shape = plain._pack(batch).microbatches[0].tokens.shape
+    programs = TrainPrograms(plain.config, plain.model_config, plain.mesh)
+    with ThreadPoolExecutor(1) as pool:
+        for kind, *sizes in (("accumulate", *shape), ("zeros", 0, 0), ("init", 0, 0), ("update", 0, 0)):
+            pool.submit(programs.program, (kind, *sizes))
+    programs.is_warm = True
+    trainers = plain, make_trainer(plain.config, programs=programs)
+    for trainer in trainers:
+        trainer.accumulate(batch)
+    gradients = [jax.tree.map(np.asarray, trainer.gradients()) for trainer in trainers]
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
+    others = {each.tokens.shape for each in plain._pack(batch).microbatches} - {shape}
+    assert programs.recompiles == len(others)
+    assert trainers[0].apply() == trainers[1].apply()
