@@ -22,7 +22,9 @@ DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[2] / "
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
-    parser.addoption("--interpret", action="store_true", help="run tests marked gpu on a CPU, their kernels as plain JAX")
+    parser.addoption(
+        "--interpret", action="store_true", help="run tests marked gpu on a CPU, their kernels as plain JAX"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -94,7 +94,7 @@ class Battery:
         *,
         at_once: int = 1,
         say: Callable[[str], None] = print,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.parts, self.out = parts, out
         self._head, self._environment = head, environment

@@ -29,7 +29,7 @@ def parts() -> list[Part]:
     return [
         Part("ceilings", 40, _bench("ceilings", "--rows", "16", "64", "256")),
         Part("tests", 150, python("-m", "gpu.tests", *JSON)),
-        Part("check", 100, python("-m", "gpu.check", *JSON, "--attention", "auto", "tiles")),
+        Part("check", 100, python("-m", "gpu.check", *JSON, "--attention", "auto", "reference")),
         *_decode("64", 80, "--profile"),
         _train("train", 100, 16, 1024, "--profile"),
         _train("train-row", 90, 1, 8192, "--profile"),
@@ -39,10 +39,6 @@ def parts() -> list[Part]:
         Part("attention", 120, _bench("attention", "--rows", "64", "--contexts", *CONTEXTS)),
         Part("decode-1.5b-rows", 120, _points(SMALL, "1", "16", "256")),
         Part("decode-7b-rows", 140, _points(LARGE, "1", "16", "256")),
-        _train("train-tiles", 90, 16, 1024, "--attention", "tiles"),
-        _train("train-cudnn", 90, 16, 1024, "--attention", "cudnn"),
-        _train("train-row-tiles", 100, 1, 8192, "--attention", "tiles"),
-        _train("train-row-cudnn", 90, 1, 8192, "--attention", "cudnn"),
         Part("train-torch", 150, _train_command(16, 1024, torch=True)),
         Part("train-row-torch", 150, _train_command(1, 8192, torch=True)),
     ]
