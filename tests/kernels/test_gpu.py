@@ -25,6 +25,10 @@ def normal(seed, *shape, dtype="float32"):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+def assert_close(got, want, limit):
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=limit, atol=limit)
+
+
 def tables_of(rows, width):
     """[rows, width] of blocks in no order; block 0 is nobody's."""
     drawn = np.random.default_rng(0).permutation(np.arange(1, rows * width + 1))
@@ -80,20 +84,10 @@ def test_decode_kernel_is_itself_as_plain_jax(rows, heads, kv_heads, dim, norms,
     angles = normal(3, rows, dim // 2)
     norms = HeadNorms(normal(4, dim), normal(5, dim)) if norms else None
     bias = normal(6, kv_heads, slab, dim, dtype=dtype)
-    shared = (
-        bias,
-        norms,
-        jnp.cos(angles),
-        jnp.sin(angles),
-        normal(7, *pool, dtype=dtype),
-        normal(8, *pool, dtype=dtype),
-    )
-    arrays = (
-        normal(9, 2, rows, kv_heads, slab, dim),
-        *shared,
-        tables_of(rows, context // SIZE),
-        jnp.asarray(positions),
-    )
+    pools = (normal(7, *pool, dtype=dtype), normal(8, *pool, dtype=dtype))
+    where = (tables_of(rows, context // SIZE), jnp.asarray(positions, jnp.int32))
+    turns = (jnp.cos(angles), jnp.sin(angles))
+    arrays = (normal(9, 2, rows, kv_heads, slab, dim), bias, norms, *turns, *pools, *where)
 
     def run(interpret):
         return jax.jit(lambda *x: decode_attention(*x, eps=1e-6, interpret=interpret))(*arrays)
@@ -102,9 +96,7 @@ def test_decode_kernel_is_itself_as_plain_jax(rows, heads, kv_heads, dim, norms,
         expected = run(True)
     found = run(INTERPRET)
     for got, want in zip(found, expected, strict=True):
-        np.testing.assert_allclose(
-            *(np.asarray(x, np.float32) for x in (got, want)), rtol=WIDE[dtype], atol=WIDE[dtype]
-        )
+        assert_close(got, want, WIDE[dtype])
     assert_equal_bits(found, run(INTERPRET))
 
 
@@ -113,9 +105,7 @@ def test_decode_kernel_is_itself_as_plain_jax(rows, heads, kv_heads, dim, norms,
 def test_add_and_norm_is_itself_as_plain_jax(rows, features, dtype):
     arrays = normal(0, rows, features, dtype=dtype), normal(1, 3, rows, features), normal(2, features)
     for got, want in zip(*(add_norm(*arrays, eps=1e-6, interpret=i) for i in (INTERPRET, True)), strict=True):
-        np.testing.assert_allclose(
-            *(np.asarray(x, np.float32) for x in (got, want)), rtol=WIDE[dtype], atol=WIDE[dtype]
-        )
+        assert_close(got, want, WIDE[dtype])
 
 
 @DTYPES

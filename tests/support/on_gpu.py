@@ -1,7 +1,7 @@
 """What the tests marked `gpu` share.
 
-On a GPU the kernels run as they are. `pytest -m gpu --interpret` runs the same tests on a CPU, with the kernels as plain
-JAX, as if the CPU were a GPU, and with smaller arrays: it shows that nothing but the device is missing.
+On a GPU the kernels run as they are. `pytest -m gpu --interpret` runs the same tests on a CPU, with the kernels as
+plain JAX, as if the CPU were a GPU, and with smaller arrays: it shows that nothing but the device is missing.
 """
 
 from __future__ import annotations
