@@ -15,7 +15,6 @@ Every command ends in one of these ways, and never with more than one line on st
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import logging
 import os
@@ -28,10 +27,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxrl import __version__
 from jaxrl.commands.arguments import (
-    MAX_DEVICES,
+    MAX_PROCESSES,
+    MAX_REPEATS,
+    MAX_SEEDS,
+    MAX_STEPS,
     MAX_TOKENS,
     Parser,
     add_command,
+    count,
+    device_count,
     filled,
     number,
     numbers,
@@ -50,7 +54,6 @@ if TYPE_CHECKING:
     from jaxrl.record.files import Removing
 
 _MAX_SENTENCE = 2000  # characters; a longer one quotes what it should not
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
@@ -84,10 +87,11 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
 
 def _answer(error: Exception) -> tuple[str, int] | None:
     """The sentence and the exit status for an error; None for a bug."""
+    from jaxrl.record.disk import is_full
     from jaxrl.types import RunFailed
 
     match error:
-        case OSError() if error.errno in _FULL:
+        case OSError() if is_full(error):
             return f"{_named(error.filename)}no space left on the device", 1
         case OSError() if error.strerror:
             return _named(error.filename) + error.strerror.lower(), 2
@@ -171,10 +175,10 @@ def _add_tune(command: _Command) -> None:
         ("--response-factors", "factors of responses alone"),
     ):
         tune.add_argument(name, type=numbers, default=(), metavar="LIST", help=text)
-    tune.add_argument("--seeds", type=whole(1, 1000), default=5, help="simulated runs of each value (5)")
-    steps = whole(1, 100_000)
+    tune.add_argument("--seeds", type=whole(1, MAX_SEEDS), default=5, help="simulated runs of each value (5)")
+    steps = whole(1, MAX_STEPS)
     tune.add_argument("--steps", type=steps, default=None, help="of each of them (default: the longest period twice)")
-    tune.add_argument("--processes", type=whole(1, 256), default=1, help="runs at the same time (1)")
+    tune.add_argument("--processes", type=whole(1, MAX_PROCESSES), default=1, help="runs at the same time (1)")
     tune.add_argument("--out", type=written, metavar="FILE", help="also write the results as JSON")
 
 
@@ -192,7 +196,7 @@ def _add_generate(command: _Command) -> None:
     generate.add_argument("-n", type=whole(1, 100_000), default=1, help="responses per prompt (1)")
     generate.add_argument("--seed", type=seed, default=0)
     _add_dtype(generate, "float32", "bfloat16", default="float32")
-    generate.add_argument("--tp", type=whole(1, MAX_DEVICES), default=1, help="tensor parallelism over all devices (1)")
+    generate.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
     generate.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
     generate.add_argument("--json", action="store_true", help="one JSON line per response")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", type=utf8)
@@ -220,7 +224,7 @@ def _add_eval_and_export(command: _Command) -> None:
 
 
 def _add_explanations(command: _Command) -> None:
-    devices = whole(0, MAX_DEVICES)
+    devices, degree = device_count(0), device_count(1)
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
     explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
     gib = number(0, 100_000)
@@ -231,7 +235,6 @@ def _add_explanations(command: _Command) -> None:
     source.add_argument("--model", type=filled, help="as model.path; only its config is read")
     source.add_argument("--shape", type=filled, help="a model by name (SmolLM2-135M)")
     layout.add_argument("--devices", type=devices, default=0, help="how many devices (0: those here)")
-    degree = whole(1, MAX_DEVICES)
     layout.add_argument("--tp", type=degree, default=1, help="tensor parallelism; dp is the rest (1)")
     layout.add_argument("--max-tp", type=degree, default=None, help="the degree that weights are padded for (--tp)")
     layout.add_argument("--svg", type=written, metavar="FILE", help="also draw it")
@@ -242,12 +245,11 @@ def _add_profile(command: _Command) -> None:
     measure = command(
         "profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.", config=True
     )
-    rows, tokens = whole(0, 2**20), whole(0, 2**40)
     measure.add_argument("--out", type=written, metavar="FILE", help="the table (default: rollout.layout.profile)")
-    measure.add_argument("--max-batch", type=rows, default=0, help="most live rows, all dp groups together")
-    measure.add_argument("--token-budget", type=tokens, default=0, help="most live tokens, all dp groups together")
+    measure.add_argument("--max-batch", type=whole(0, 2**20), default=0, help="most live rows, all dp groups together")
+    measure.add_argument("--token-budget", type=count, default=0, help="most live tokens, all dp groups together")
     measure.add_argument("--max-context", type=whole(0, MAX_TOKENS), default=0, help="most tokens of a row")
-    measure.add_argument("--repeats", type=whole(1, 1000), default=3, help="measurements of a fast point (3)")
+    measure.add_argument("--repeats", type=whole(1, MAX_REPEATS), default=3, help="measurements of a fast point (3)")
 
 
 def _add_report(command: _Command) -> None:
@@ -397,9 +399,9 @@ def _explain_layout(options: argparse.Namespace) -> int:
     devices = options.devices or len(jax.devices())
     explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name)
     if options.svg:
-        write_whole(Path(options.svg).expanduser(), svg(draw(explanation)))
+        write_whole(Path(options.svg).expanduser(), svg(draw(explanation)), removing=_removing(options))
     if options.png:
-        write_whole(Path(options.png).expanduser(), png(draw(explanation)))
+        write_whole(Path(options.png).expanduser(), png(draw(explanation)), removing=_removing(options))
     print(explanation)
     return 0
 

@@ -1,14 +1,15 @@
 """One interface to attention over a paged KV cache, to the writes into it, and to attention over packed rows.
 
-Prefill, decode and verification are the same operation with a different number of queries per row: `paged_attention`
-takes C queries a row and masks by position. An option chooses the implementation of an operation: `rollout.attention`
+Prefill, decode and verification are the same operation with a different number of queries per row: `PagedAttention`
+takes C queries a row and masks by position. On GPUs a decode step's attention can also be the kernel that begins with
+the layer's product and writes the new keys and values (`decode_pallas`). An option chooses the implementation of an operation: `rollout.attention`
 for the cache and `actor.attention` for packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
-- `"pallas"`: our GPU kernels (`paged_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that they refuse;
-- `"auto"`, over the cache: the kernels where JAX's default backend is a GPU, the program is compiled for CUDA, and the
-  kernels take these shapes and dtypes; the reference otherwise. All of this is known while tracing; nothing is tried
-  and caught. On packed rows: jnp in tiles (`packed`), everywhere.
+- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that they refuse;
+- `"auto"`, over the cache: the kernels where the devices that the program is compiled for are GPUs and the kernels
+  take these shapes and dtypes; the reference otherwise. All of this is known while tracing; nothing is tried and
+  caught. On packed rows: jnp in tiles (`packed`), everywhere.
 
 docs/kernels.md says what the kernels are, why these, and what has been measured.
 
@@ -18,10 +19,9 @@ W blocks per table, T tokens of a packed row. All of it is local to one device: 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-from jax import lax
 
 from jaxrl.kernels import packed, reference
 
@@ -36,33 +36,72 @@ def write_kv(
     return reference.write_kv(pool_KNPD, new_RCKD, tables_RW, positions_RC, valid_RC)
 
 
-def paged_attention(
-    q_RCHD: jax.Array,
-    k_KNPD: jax.Array,
-    v_KNPD: jax.Array,
-    tables_RW: jax.Array,
-    positions_RC: jax.Array,
-    *,
-    implementation: Implementation = "auto",
-) -> jax.Array:
-    """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included.
+class PagedAttention(NamedTuple):
+    """Attention over the paged cache on devices of one platform. Hashable; `choose_paged` makes one from an option.
+
+    Attributes:
+      implementation: `reference`; `pallas`; `auto`: the GPU kernels where they take the shapes and dtypes.
+      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+    """
+
+    implementation: Implementation
+    interpret: bool = False
+
+    def attend(
+        self,
+        q_RCHD: jax.Array,
+        k_KNPD: jax.Array,
+        v_KNPD: jax.Array,
+        tables_RW: jax.Array,
+        positions_RC: jax.Array,
+    ) -> jax.Array:
+        """[R, C, H, D]: query (r, c) sees the row's cached positions 0 .. positions[r, c], its own included.
+
+        Raises:
+          ValueError: `pallas`, for shapes or dtypes that the kernels refuse.
+        """
+        arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
+        if self.implementation == "reference":
+            return reference.paged_attention(*arrays)
+        # Imported here: a run on CPU need not wait for it, and works with a JAX that lacks this backend of Pallas.
+        from jaxrl.kernels import paged_pallas
+
+        if self.implementation == "auto" and paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
+            return reference.paged_attention(*arrays)
+        return paged_pallas.paged_attention(*arrays, interpret=self.interpret)
+
+    def decodes(self, heads: int, kv_heads: int, dim: int, dtype: Any) -> bool:
+        """Whether a decode step's attention can be the kernel that takes a layer's merged product
+        (`decode_pallas.decode_attention`), for so many heads on a device."""
+        if self.implementation == "reference":
+            return False
+        from jaxrl.kernels import decode_pallas
+
+        return decode_pallas.decode_refusal(heads, kv_heads, dim, dtype) is None
+
+
+def choose_paged(implementation: Implementation, platform: str, *, interpret: bool = False) -> PagedAttention:
+    """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
+
+    Args:
+      interpret: as in `PagedAttention`.
 
     Raises:
-      ValueError: for an unknown implementation, or one that cannot take these shapes and dtypes.
+      ValueError: an unknown implementation; `pallas` on a platform that the kernels are not made for.
     """
-    arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
-    if not _wants_kernel(implementation):
-        return reference.paged_attention(*arrays)
-    # Imported here: a run on CPU need not wait for it, and works with a JAX that lacks this backend of Pallas.
-    from jaxrl.kernels import paged_pallas
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"attention: implementation ({implementation!r}) must be one of {get_args(Implementation)}")
+    runs = platform == "gpu" or interpret
+    if implementation == "pallas" and not runs:
+        raise ValueError(
+            f"rollout.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
+        )
+    return PagedAttention(implementation if runs else "reference", interpret)
 
-    if implementation == "pallas":
-        return paged_pallas.paged_attention(*arrays)
-    if paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
-        return reference.paged_attention(*arrays)
-    return lax.platform_dependent(
-        *arrays, cuda=lambda *x: paged_pallas.paged_attention(*x), default=reference.paged_attention
-    )
+
+def paged_attention(*arrays: jax.Array, implementation: Implementation = "auto") -> jax.Array:
+    """`PagedAttention.attend` on JAX's default backend."""
+    return choose_paged(implementation, jax.default_backend()).attend(*arrays)
 
 
 class PackedAttention(NamedTuple):
@@ -148,9 +187,3 @@ def choose_packed(implementation: Implementation, platform: str, *, interpret: b
             f"actor.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
         )
     return PackedAttention("tiles" if implementation == "auto" else implementation, packed.tiling(platform), interpret)
-
-
-def _wants_kernel(implementation: Implementation) -> bool:
-    if implementation not in get_args(Implementation):
-        raise ValueError(f"attention: implementation ({implementation!r}) must be one of {get_args(Implementation)}")
-    return implementation == "pallas" or (implementation == "auto" and jax.default_backend() == "gpu")

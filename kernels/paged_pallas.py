@@ -145,7 +145,7 @@ def paged_attention(
         tables_RW.astype(jnp.int32),
         positions_RC.astype(jnp.int32),
     )
-    merged = out[0] if tiles.parts == 1 else _merge(out[0], out[1], tiles.parts, q_RCHD.dtype, interpret)
+    merged = out[0] if tiles.parts == 1 else merge(out[0], out[1], tiles.parts, q_RCHD.dtype, interpret)
     return merged.reshape(q_RCHD.shape)
 
 
@@ -178,6 +178,25 @@ def _attend_kernel(
     q_MD = load_rows(q_ref, flat_M, live_M)
 
     end = jnp.minimum(jnp.max(position_M) + 1, width * size)
+    shape = (tiles.queries,)
+    carry = (jnp.zeros((*shape, dim), jnp.float32), jnp.full(shape, NEVER, jnp.float32), jnp.zeros(shape, jnp.float32))
+    carry = walk(q_MD, position_M, k_ref, v_ref, table_ref, size, end, part, tiles, carry)
+    store_softmax(out_ref, lse_ref, part * (queries * heads) + flat_M, carry, live_M)
+
+
+def walk(
+    q_MD: jax.Array,
+    position_M: jax.Array,
+    k_ref: Any,
+    v_ref: Any,
+    table_ref: Any,
+    size: int,
+    end: jax.Array,
+    part: jax.Array,
+    tiles: PagedTileSizes,
+    carry: tuple,
+) -> tuple:
+    """One part's share of a row's positions 0 .. end - 1 added to the running softmax `carry` (`softmax_step`)."""
     steps = lax.div(end + tiles.positions - 1, tiles.positions)
     per_part = lax.div(steps + tiles.parts - 1, tiles.parts)
     first = part * per_part
@@ -191,14 +210,22 @@ def _attend_kernel(
         visible_MB = at_B[None, :] <= position_M[:, None]
         return softmax_step(q_MD, k_BD, v_BD, visible_MB, *carry)
 
-    shape = (tiles.queries,)
-    carry = (jnp.zeros((*shape, dim), jnp.float32), jnp.full(shape, NEVER, jnp.float32), jnp.zeros(shape, jnp.float32))
-    sum_MD, top_M, total_M = lax.fori_loop(first, jnp.minimum(first + per_part, steps), step, carry)
+    return lax.fori_loop(first, jnp.minimum(first + per_part, steps), step, carry)
+
+
+def store_softmax(out_ref: Any, lse_ref: Any, rows: jax.Array, carry: tuple, mask: jax.Array) -> None:
+    """Writes what a running softmax has come to into these rows, zeros where nothing was seen; its base-2 log-sum-exp
+    as well, unless `lse_ref` is None."""
+    sum_MD, top_M, total_M = carry
     seen_M = jnp.where(total_M > 0, total_M, 1)
-    target_M = part * (queries * heads) + flat_M
-    store_rows(out_ref, target_M, sum_MD / seen_M[:, None], live_M)
+    store_rows(out_ref, rows, sum_MD / seen_M[:, None], mask)
     if lse_ref is not None:
-        plgpu.store(lse_ref.at[target_M], jnp.where(total_M > 0, top_M + jnp.log2(seen_M), NEVER), mask=live_M)
+        plgpu.store(lse_ref.at[rows], jnp.where(total_M > 0, top_M + jnp.log2(seen_M), NEVER), mask=mask)
+
+
+def score_scale(dim: int) -> float:
+    """What a product of query and key is multiplied by, for a softmax in base 2."""
+    return dim**-0.5 * math.log2(math.e)
 
 
 def softmax_step(
@@ -211,7 +238,7 @@ def softmax_step(
     total_M: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One step of the running softmax, in base 2: the weighted sum of values, the largest score, the sum of weights."""
-    scores_MB = dot(q_MD, k_BD, 1, 1) * (q_MD.shape[1] ** -0.5 * math.log2(math.e))
+    scores_MB = dot(q_MD, k_BD, 1, 1) * score_scale(q_MD.shape[1])
     scores_MB = jnp.where(visible_MB, scores_MB, NEVER)
     new_top_M = jnp.maximum(top_M, jnp.max(scores_MB, axis=1))
     # Where nothing has been seen yet, top is NEVER and the difference 0: the mask decides, not the exponential.
@@ -221,7 +248,7 @@ def softmax_step(
     return sum_MD, new_top_M, total_M * keep_M + jnp.sum(weights_MB, axis=1)
 
 
-def _merge(parts_RFD: jax.Array, lse_RF: jax.Array, parts: int, dtype: Any, interpret: bool) -> jax.Array:
+def merge(parts_RFD: jax.Array, lse_RF: jax.Array, parts: int, dtype: Any, interpret: bool) -> jax.Array:
     """[R, C * H, D] from every part's output and base-2 log-sum-exp, F = S * C * H."""
     rows, flat, dim = parts_RFD.shape[0], parts_RFD.shape[1] // parts, parts_RFD.shape[2]
 

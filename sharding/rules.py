@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config.devices import prime_factors
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.merged import can_merge, merge, merged_shardings
 from jaxrl.sharding.mesh import dividing_prefix, nested_axes
 
 TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
@@ -117,16 +118,27 @@ def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: 
 
 
 def rollout_shardings(
-    config: Model, layout: Layout, max_tp: int | None = None, *, features_first: bool = False
+    config: Model, layout: Layout, max_tp: int | None = None, *, features_first: bool = False, merged: bool = False
 ) -> Tree:
     """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
-    padded = padded_config(config, _checked(layout, max_tp))
+    max_tp = _checked(layout, max_tp)
+    padded = padded_config(config, max_tp)
+    _check_form(padded, max_tp, features_first, merged)
 
     def one(weight: Weight) -> NamedSharding:
         return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
 
     tree = map_weights(one, config.weights())
-    return tree | {"layers": [dict(tree["layers"]) for _ in range(config.num_layers)]}
+    layer = merged_shardings(tree["layers"], layout) if merged else tree["layers"]
+    return tree | {"layers": [dict(layer) for _ in range(config.num_layers)]}
+
+
+def _check_form(padded: Model, max_tp: int, features_first: bool, merged: bool) -> None:
+    if merged and (features_first or not can_merge(padded.num_kv_heads, max_tp)):
+        raise ValueError(
+            f"rollout weights in merged form must have features last, and key/value heads ({padded.num_kv_heads}, "
+            f"padded) in whole groups on each of {max_tp} devices (rollout.max_tp)"
+        )
 
 
 def map_weights(function: Callable[..., Any], *trees: Mapping[str, Any]) -> Tree:
@@ -177,14 +189,20 @@ def _convert(weight: Weight, padded_weight: Weight, group: tuple[int, int], arra
 
 
 def rollout_params_fn(
-    config: Model, layout: Layout, dtype: Any, max_tp: int | None = None, *, features_first: bool = False
+    config: Model,
+    layout: Layout,
+    dtype: Any,
+    max_tp: int | None = None,
+    *,
+    features_first: bool = False,
+    merged: bool = False,
 ) -> tuple[Callable[[Tree], Tree], Tree]:
     """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
 
     The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
     """
-    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first)
-    outer, layers = _converters(config, _checked(layout, max_tp), dtype, features_first)
+    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first, merged=merged)
+    outer, layers = _converters(config, _checked(layout, max_tp), dtype, features_first, merged)
 
     def function(params: Tree) -> Tree:
         rest = {name: value for name, value in params.items() if name != "layers"}
@@ -194,7 +212,7 @@ def rollout_params_fn(
 
 
 def _converters(
-    config: Model, max_tp: int, dtype: Any, features_first: bool
+    config: Model, max_tp: int, dtype: Any, features_first: bool, merged: bool
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
     """The conversion of what is outside the layers, and of `count` layers from `start` on."""
     padded = padded_config(config, max_tp)
@@ -213,17 +231,18 @@ def _converters(
             array = lax.dynamic_index_in_dim(stacked[name], index, keepdims=False)
             return convert(before["layers"][name], after["layers"][name], array)
 
-        return [{name: one(name, start + i) for name in stacked} for i in range(count)]
+        separate = [{name: one(name, start + i) for name in stacked} for i in range(count)]
+        return [merge(layer) for layer in separate] if merged else separate
 
     return outer, layers
 
 
 @lru_cache(maxsize=64)
 def _compiled(
-    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, features_first: bool
+    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, features_first: bool, merged: bool
 ) -> tuple[Any, Any]:
-    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first)
-    outer, layers = _converters(config, max_tp, dtype, features_first)
+    shardings = rollout_shardings(config, layout, max_tp, features_first=features_first, merged=merged)
+    outer, layers = _converters(config, max_tp, dtype, features_first, merged)
     rest = {name: value for name, value in shardings.items() if name != "layers"}
     chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
     return jax.jit(outer, out_shardings=rest), chunk
@@ -237,6 +256,7 @@ def to_rollout(
     max_tp: int | None = None,
     *,
     features_first: bool = False,
+    merged: bool = False,
     layers_per_call: int = 4,
 ) -> Tree:
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
@@ -248,16 +268,17 @@ def to_rollout(
       dtype: of the result's matrices and biases (norms: at least float32).
       max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
       features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
+      merged: products of the same activations in one matrix (`jaxrl.sharding.merged`), for a decode step on GPUs.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
     max_tp = _checked(layout, max_tp)
     dtype = jnp.dtype(dtype)
-    outer, chunk = _compiled(config, layout, dtype, max_tp, layers_per_call, features_first)
+    outer, chunk = _compiled(config, layout, dtype, max_tp, layers_per_call, features_first, merged)
     out = outer({name: value for name, value in params.items() if name != "layers"})
     layers: list[Tree] = []
     for start in range(0, config.num_layers, layers_per_call):
         count = min(layers_per_call, config.num_layers - start)
         if count < layers_per_call:
-            _, chunk = _compiled(config, layout, dtype, max_tp, count, features_first)
+            _, chunk = _compiled(config, layout, dtype, max_tp, count, features_first, merged)
         layers += chunk(params["layers"], start)
     return out | {"layers": layers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
+from jaxrl.runtime.stop import Stop
 
 TASK = [
     "data.task=leg_counting",
@@ -148,11 +150,29 @@ def test_explain_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny
     assert missing in fails(capsys, "explain-layout", "--model", missing)
 
 
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_a_signal_while_a_layout_is_drawn_leaves_no_draft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str):
+    stop, seen = Stop(), list[int]()
+
+    def ended(*_: object) -> None:
+        seen.append(len(list(tmp_path.iterdir())))
+        with pytest.raises(SystemExit, match="terminated"):
+            stop._take(signal.SIGTERM)
+        seen.append(len(list(tmp_path.iterdir())))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxrl.runtime.stop.end", lambda sentence, status: sys.exit(sentence))
+    monkeypatch.setattr("jaxrl.record.files.os.replace", ended)
+    assert main(["explain-layout", "--shape", "tiny", f"--{kind}", str(tmp_path / "drawn")], stop) == 130
+    assert seen == [1, 0]
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["generate", "--help"]])
 def test_help_does_not_load_jax(arguments: list[str]):
     code = f"""
 import sys
 from jaxrl.cli import main
+from jaxrl.runtime.stop import Stop
 try:
     main({arguments!r})
 except SystemExit as end:

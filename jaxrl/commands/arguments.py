@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-MAX_DEVICES = 16_384  # more than any machine has, and few enough to list
 MAX_TOKENS = 2**20  # the longest context of any model
+MAX_REPEATS, MAX_SEEDS, MAX_STEPS, MAX_PROCESSES = 1000, 1000, 100_000, 256  # of `profile` and `tune`
 _MAX_SHOWN = 60  # characters of a value that a sentence shows
 _COMMAND = "_command"
 
@@ -91,6 +91,24 @@ def seed(text: str) -> int:
     from jaxrl.config.declared import MAX_SEED
 
     return whole(0, MAX_SEED)(text)
+
+
+def count(text: str) -> int:
+    """An argument's type: a whole number, as large as the configuration's may be."""
+    from jaxrl.config.declared import MAX_INT
+
+    return whole(0, MAX_INT)(text)
+
+
+def device_count(least: int) -> Callable[[str], int]:
+    """An argument's type: a number of devices, with the bound of the configuration's."""
+
+    def parsed(text: str) -> int:
+        from jaxrl.config.devices import MAX_DEVICES
+
+        return whole(least, int(MAX_DEVICES.most))(text)
+
+    return parsed
 
 
 def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:

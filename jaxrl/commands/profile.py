@@ -16,6 +16,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
+from jaxrl.commands.arguments import MAX_REPEATS
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.declared import Cap, fields_problem
 from jaxrl.record.files import Removing, refuse_file, write_whole
@@ -61,7 +62,7 @@ class ProfileOptions:
     repeats: Annotated[
         int,
         Ge(1),
-        Cap(1000, "every point takes that many times as long"),
+        Cap(MAX_REPEATS, "every point takes that many times as long"),
         "How often a fast point is measured; the median counts.",
     ] = 3
 

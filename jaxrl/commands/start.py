@@ -8,7 +8,8 @@ The order of a start, here and in `jaxrl.commands.train`:
    tokenizer, model config, prompts, latency profile, memory plan; then the checkpoints, which are compared with their
    checksums, and the reward workers;
 4. weights, then the checkpoint of a resumed run and its queues;
-5. the record: the first write. From here on, nothing about the start can be refused.
+5. what `trainer.logger` names, which may wait for the network;
+6. the record: the first write. From here on, nothing about the start can be refused.
 """
 
 from __future__ import annotations

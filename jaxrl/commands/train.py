@@ -228,6 +228,8 @@ class Run:
             "kind": self.devices[0].device_kind,
             "count": len(self.devices),
         }
+        self.watchdog.beat("opening what trainer.logger names")
+        record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
         with self.stop.held():
             newest = self.step if self.resuming else None
             self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)

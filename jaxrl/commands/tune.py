@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
+from jaxrl.commands.arguments import MAX_PROCESSES, MAX_SEEDS, MAX_STEPS
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.config.declared import Cap, fields_problem
@@ -73,9 +74,9 @@ class TuneOptions:
     values: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of all options of the rule together."] = ()
     prompt_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of prompts."] = ()
     response_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of samples per prompt."] = ()
-    seeds: Annotated[int, Ge(1), Cap(1000, "each is a run of its own"), "Runs of each value."] = 5
-    steps: Annotated[int | None, Ge(1), Cap(100_000, "every run makes that many"), "Steps of each run."] = None
-    processes: Annotated[int, Ge(1), Cap(256, "each has a Python of its own"), "Runs at the same time."] = 1
+    seeds: Annotated[int, Ge(1), Cap(MAX_SEEDS, "each is a run of its own"), "Runs of each value."] = 5
+    steps: Annotated[int | None, Ge(1), Cap(MAX_STEPS, "every run makes that many"), "Steps of each run."] = None
+    processes: Annotated[int, Ge(1), Cap(MAX_PROCESSES, "each has a Python of its own"), "Runs at the same time."] = 1
     out: str = ""
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
@@ -19,7 +20,6 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 MAX_INT = 2**31 - 1  # counts and token ids become 32-bit integers on the devices
 MAX_SEED = 2**32 - 1  # as of numpy, torch and grain's shuffle
 MAX_FLOAT = 3.4028234663852886e38  # the largest float32
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,11 @@ def number_problem(name: str, value: int | float, option: Declared) -> str | Non
     return None
 
 
+def is_url(text: str) -> bool:
+    """Whether a text that should be a path is a URL."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
+
+
 def text_problem(name: str, value: str, option: Declared) -> str | None:
     """Why a text cannot be an option's value, as a sentence that begins with `name`; None if it can."""
     try:
@@ -151,7 +156,7 @@ def text_problem(name: str, value: str, option: Declared) -> str | None:
         return f"{name} holds {value[error.start]!a}, which is no character, so that it cannot be written as UTF-8"
     if not option.names:
         return None
-    if _URL.match(value):
+    if is_url(value):
         is_new = option.names == "new folder"
         advice = "give one on this machine" if is_new else f"download it and give the {option.names}"
         return f"{name}: {value} is a URL; {advice}"
@@ -185,6 +190,13 @@ class _Short(reprlib.Repr):
         if x.bit_length() > 256:  # Python refuses to print thousands of digits
             return f"a number of {x.bit_length()} bits"
         return repr(x)
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """In the order that it has; reprlib sorts the names."""
+        if x and level <= 0:
+            return "{...}"
+        parts = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxdict)]
+        return "{" + ", ".join([*parts, *(["..."] if len(x) > self.maxdict else [])]) + "}"
 
 
 def shown(value: Any) -> str:

@@ -10,14 +10,18 @@ import gzip
 import json
 import lzma
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+MAX_JSON_BYTES = 100_000_000
+"""Of a JSON file and of a tensor file's header: the limit that the safetensors format sets."""
 MAX_DIGITS = 400
 """Of a whole number in JSON: as many as the largest float has, and some. Python itself refuses 4301 of them."""
 MAX_DEPTH = 100
@@ -63,6 +67,28 @@ def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def regular_size(path: Path) -> int:
+    """A file's size; ValueError if it is a pipe, a device or a folder: reading those may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path}: must be a file, found {kind_of(status.st_mode)}")
+    return status.st_size
+
+
+def kind_of(mode: int) -> str:
+    """What stands where a file should be."""
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, read by `strict_json`; ValueError for what is no file or has over `MAX_JSON_BYTES`."""
+    with reading(path):
+        if (size := regular_size(path)) > MAX_JSON_BYTES:
+            raise ValueError(f"{path}: has {size} bytes, and at most {MAX_JSON_BYTES} are read")
+        return strict_json(path.read_text(encoding="utf-8"))
 
 
 def strict_json(text: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.checks import ConfigError
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import kind_of, reading
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
@@ -34,7 +34,7 @@ def read_text(path: Path) -> str:
             raise ConfigError(f"{path}: no such config file")
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):  # a device or a pipe may have no end
-            what = "a folder" if stat.S_ISDIR(mode) else "a device" if _is_device(mode) else "a pipe or a socket"
+            what = "a pipe or a socket" if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else kind_of(mode)
             raise ConfigError(f"{path}: cannot be read as a config file: it is {what}")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -60,7 +60,3 @@ def one_line(text: str) -> str:
     """A parser's message as part of a sentence: in one line, of bounded length, without a full stop."""
     text = " ".join(text.split()).rstrip(".")
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _is_device(mode: int) -> bool:
-    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)

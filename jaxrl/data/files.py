@@ -25,8 +25,6 @@ def data_files(names: Sequence[str], option: str) -> list[Path]:
     """The files that an option names, each of them there; ValueError otherwise. One named twice counts twice."""
     files: list[Path] = []
     for name in names:
-        if "://" in name:
-            raise ValueError(f"{option}: {name} is a URL; download it and give the file")
         if not name.strip():
             raise ValueError(f"{option}: {name!r} is no file's name")
         try:
@@ -59,9 +57,10 @@ def rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"{path}: holds no rows")
 
 
-def shown(text: str, length: int = 80) -> str:
-    """What a message says of something that a file holds: cut where it is long."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+def first_line(error: Exception) -> str:
+    """What a library says of an error, cut where it is long; the error's name where it says nothing."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -114,9 +113,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         except (pyarrow.ArrowException, OSError) as error:  # ArrowInvalid is a ValueError as well
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            said = (str(error).splitlines() or [type(error).__name__])[0]
             kind = "damaged after row" if number else "not a Parquet file, or a damaged one"
-            raise ValueError(f"{path}: {kind}{f' {number}' if number else ''} ({shown(said, 120)})") from None
+            raise ValueError(f"{path}: {kind}{f' {number}' if number else ''} ({first_line(error)})") from None
 
 
 def _batch_rows(batch: Any, path: Path, before: int) -> Iterator[tuple[str, Mapping[str, Any]]]:

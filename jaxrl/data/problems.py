@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.config import ConfigError, DataSection
+from jaxrl.config.declared import shown
 from jaxrl.config.inputs import reading, strict_json
-from jaxrl.data.files import data_files, rows, shown
+from jaxrl.config.text import one_line
+from jaxrl.data.files import data_files, rows
 
 ROLES = ("system", "user", "assistant")
 """What the author of a message may be."""
@@ -84,7 +86,7 @@ def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: Da
         question = _column(row, data.prompt_key, "data.prompt_key", where)
         if not isinstance(question, str) or not question.strip():
             raise ValueError(
-                f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {shown(repr(question))}"
+                f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {shown(question)}"
             )
         messages = ({"role": "user", "content": question},)
     answer = _answer(_column(row, data.answer_key, "data.answer_key", where), where, data) if data.answer_key else None
@@ -115,7 +117,7 @@ def _column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
             near = difflib.get_close_matches(key, list(row), n=1)
-            names = shown(", ".join(map(repr, row)), 200) or "none"
+            names = one_line(", ".join(map(repr, row))) or "none"
             raise ValueError(
                 f"{where}: no column {key!r} ({option}): {f'did you mean {near[0]!r}?' if near else f'found {names}'}"
             )
@@ -130,30 +132,28 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
         with reading(f"{where}, {key!r}"):
             value = strict_json(value)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{rule}, found {shown(repr(value))}")
+        raise ValueError(f"{rule}, found {shown(value)}")
     for number, message in enumerate(value, 1):
         if not isinstance(message, Mapping):
-            raise ValueError(f"{rule}, found {shown(repr(message))}")
+            raise ValueError(f"{rule}, found {shown(message)}")
         for name in _UNSUPPORTED:
             if message.get(name):
                 raise ValueError(f"{named}: message {number} has {name!r}, which is not supported")
         if not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{rule}, found {shown(repr(message))}")
+            raise ValueError(f"{rule}, found {shown(message)}")
         for name in _PASSED_ON:
             if not isinstance(message.get(name) or "", str):
-                raise ValueError(
-                    f"{named}: message {number} must have text in {name!r}, found {shown(repr(message[name]))}"
-                )
+                raise ValueError(f"{named}: message {number} must have text in {name!r}, found {shown(message[name])}")
         if message["role"] not in ROLES:
             raise ValueError(
-                f"{named}: message {number} has the role {shown(repr(message['role']))}, which is not supported; "
+                f"{named}: message {number} has the role {shown(message['role'])}, which is not supported; "
                 f"supported are {', '.join(ROLES)}"
             )
     last = value[-1]
     if last["role"] != "user":
         raise ValueError(f"{named}: the last message must be the user's, which is to be answered, found {last['role']}")
     if not last["content"].strip():
-        raise ValueError(f"{named}: the last message must hold some text, found {shown(repr(last['content']))}")
+        raise ValueError(f"{named}: the last message must hold some text, found {shown(last['content'])}")
     return tuple(
         {"role": message["role"], "content": message["content"]}
         | {name: message[name] for name in _PASSED_ON if message.get(name)}
@@ -164,18 +164,18 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
 def _answer(value: Any, where: str, data: DataSection) -> str:
     named = f"{where}: {data.answer_key!r} (data.answer_key)"
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{named} must be text or a number, found {shown(repr(value))}")
+        raise ValueError(f"{named} must be text or a number, found {shown(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{named} must be text or a finite number, found {value}")
     answer = str(value).rpartition("####")[2].strip()
     if not answer:
-        raise ValueError(f"{named} must hold an answer, found {shown(repr(value))}")
+        raise ValueError(f"{named} must hold an answer, found {shown(value)}")
     return answer
 
 
 def _source(value: Any, where: str, data: DataSection) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise ValueError(
-            f"{where}: {data.source_key!r} (data.source_key) must be text or a whole number, found {shown(repr(value))}"
+            f"{where}: {data.source_key!r} (data.source_key) must be text or a whole number, found {shown(value)}"
         )
     return str(value)

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.config import ConfigError, DataSection
-from jaxrl.data.files import shown
+from jaxrl.config.declared import shown
+from jaxrl.data.files import first_line
 from jaxrl.data.problems import Problem
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def _task_entries(data: DataSection) -> Iterator[tuple[int, dict[str, Any]]]:
     options = dict(data.task_config)
     seed = options.pop("seed", data.seed * 1_000_003)  # far apart, so that runs with other seeds see other problems
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"data.task_config.seed must be a whole number, found {shown(repr(seed))}")
+        raise ConfigError(f"data.task_config.seed must be a whole number, found {shown(seed)}")
     start = 0
     while True:
         drawn = 0
@@ -83,8 +84,8 @@ def _task_entries(data: DataSection) -> Iterator[tuple[int, dict[str, Any]]]:
                     break
                 yield start + drawn, entry
         except Exception as error:  # whatever a task raises, it is about the options that it was given
-            said = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
-            raise ConfigError(f"data.task_config: {data.task} refuses {shown(repr(options))} ({said})") from error
+            said = f"{data.task} refuses {shown(options)} ({first_line(error)})"
+            raise ConfigError(f"data.task_config: {said}") from error
         if not drawn:
-            raise ConfigError(f"data.task: {data.task} has no problems with {shown(repr(options))} and seed {seed}")
+            raise ConfigError(f"data.task: {data.task} has no problems with {shown(options)} and seed {seed}")
         start += _TASK_CHUNK

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.config.inputs import reading, strict_json
+from jaxrl.config.inputs import read_json, reading
 from jaxrl.data.fit import token_ids
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -97,8 +97,7 @@ def _object(file: Path) -> dict[str, Any]:
     """A file's JSON object; empty where there is no such file."""
     if not file.exists():
         return {}
-    with reading(file):
-        value = strict_json(file.read_text(encoding="utf-8"))
+    value = read_json(file)
     if not isinstance(value, dict):
         raise ValueError(f"{file}: must hold a JSON object, found {type(value).__name__}")
     return value

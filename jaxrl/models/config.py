@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from jaxrl.models.fields import MAX_ID, Fields, read_json, shown
+from jaxrl.config.declared import shown
+from jaxrl.models.fields import MAX_ID, Fields, read_object
 from jaxrl.models.rope import DEFAULT_THETA, RopeScaling, read_rope
 from jaxrl.models.weights import leaves, weights
 
@@ -89,8 +90,8 @@ class ModelConfig:
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
         generation_path = path.with_name("generation_config.json")
-        generation = read_json(generation_path) if generation_path.exists() else {}
-        return _read(Fields(read_json(path), str(path)), Fields(generation, str(generation_path)))
+        generation = read_object(generation_path) if generation_path.exists() else {}
+        return _read(Fields(read_object(path), str(path)), Fields(generation, str(generation_path)))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of config.json, readable by transformers 4 and 5."""

@@ -8,7 +8,9 @@ Training and rollout share `layer`; they differ in the attention that they pass 
   scanned stack makes XLA copy each layer's weights before every product, which is what decoding spends its time on.
   With `features_first` its matrices are [out..., in...] and the residual stream is [E, ...] instead of [..., E]:
   XLA:CPU then multiplies weights from the left, two to three times as fast for a few dozen rows
-  (docs/performance.md). Attention always gets its heads as [..., heads, D].
+  (docs/performance.md). Attention always gets its heads as [..., heads, D];
+- *merged rollout form* (`jaxrl.sharding.merged`): the rollout form with features last, in which a layer has `qkv`
+  [E,K,G+2,D] and `gate_up` [E,2,F]: one product each.
 
 Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
 head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
@@ -187,12 +189,24 @@ def _queries_keys_values(
     weights: _LayerWeights, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = weights.norm("attn_norm", x)
-    q, k, v = (weights.heads(name, h) for name in ("q", "k", "v"))
+    if "qkv" in weights.lp:
+        q, k, v = _merged_heads(weights, h)
+    else:
+        q, k, v = (weights.heads(name, h) for name in ("q", "k", "v"))
     if "q_bias" in weights.lp:
         q, k, v = q + weights.get("q_bias"), k + weights.get("k_bias"), v + weights.get("v_bias")
     if "q_norm" in weights.lp:
         q, k = (_rms_norm(x, weights.lp[name], weights.eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _merged_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[..., H, D] and twice [..., K, D], with their biases, from one product."""
+    slab = jnp.einsum("...e,ekxd->...kxd", h, weights.get("qkv"))
+    if "qkv_bias" in weights.lp:
+        slab = slab + weights.get("qkv_bias")
+    q = slab[..., :-2, :]
+    return q.reshape(*h.shape[:-1], -1, q.shape[-1]), slab[..., -2, :], slab[..., -1, :]
 
 
 def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.Array:
@@ -207,7 +221,13 @@ def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.
 
 def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
     h = weights.norm("mlp_norm", x)
-    h = jax.nn.silu(weights.product(h, weights.get("gate"))) * weights.product(h, weights.get("up"))
+    if "gate_up" in weights.lp:
+        # two dims of outputs, not joined: F may be split over devices
+        both = jnp.einsum("...e,exf->...xf", h, weights.get("gate_up"))
+        gate, up = both[..., 0, :], both[..., 1, :]
+    else:
+        gate, up = weights.product(h, weights.get("gate")), weights.product(h, weights.get("up"))
+    h = jax.nn.silu(gate) * up
     return x + weights.product(h, weights.get("down"))
 
 

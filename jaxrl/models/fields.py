@@ -7,53 +7,26 @@ becomes a loop or an allocation.
 from __future__ import annotations
 
 import math
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.config.inputs import reading, strict_json
-
-MAX_JSON_BYTES = 100_000_000
-"""Of config.json, of an index and of a tensor file's header: the limit that the safetensors format sets."""
+from jaxrl.config.declared import shown
+from jaxrl.config.inputs import read_json
 
 MAX_ID = 2**31 - 1
 """Token ids and positions are 32-bit integers on the devices."""
 
 
-def regular_size(path: Path) -> int:
-    """A file's size; ValueError if it is a pipe, a device or a folder: reading those may never end."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path}: must be a file, found {kind_of(status.st_mode)}")
-    return status.st_size
-
-
-def kind_of(mode: int) -> str:
-    """What stands where a file should be."""
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
-
-
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError with one sentence otherwise."""
-    with reading(path):
-        try:
-            size = regular_size(path)
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file; a model folder needs config.json") from None
-        if size > MAX_JSON_BYTES:
-            raise ValueError(f"{path}: has {size} bytes, and at most {MAX_JSON_BYTES} are read")
-        value = strict_json(path.read_text(encoding="utf-8"))
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; a model folder needs config.json") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
-
-
-def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Fields:

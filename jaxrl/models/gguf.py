@@ -22,10 +22,11 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from jax.sharding import Mesh
 
+from jaxrl.config.declared import shown
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import LARGEST, Family, ModelConfig
 from jaxrl.models.decoder import rope_frequencies
-from jaxrl.models.fields import MAX_ID, shown
+from jaxrl.models.fields import MAX_ID
 from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
 from jaxrl.models.safetensors import place, shardings_of
 from jaxrl.models.tensor_files import check_tensors

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl.config.declared import is_url
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
@@ -20,7 +21,6 @@ from jaxrl.models.safetensors import load_hf
 from jaxrl.sharding import rules
 
 RANDOM = "random:"
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -32,7 +32,7 @@ def resolve_path(path: str) -> str:
     Raises:
       ValueError: it is a URL, or the package is not installed.
     """
-    if _URL.match(path.removeprefix(RANDOM)):
+    if is_url(path.removeprefix(RANDOM)):
         raise ValueError(f"model.path: {path} is a URL; download the model, and give its folder or its .gguf file")
     if path.startswith("~"):
         path = os.path.expanduser(path)

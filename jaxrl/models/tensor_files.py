@@ -16,8 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config.inputs import reading, strict_json
-from jaxrl.models.fields import MAX_JSON_BYTES, read_json, regular_size, shown
+from jaxrl.config.declared import shown
+from jaxrl.config.inputs import MAX_JSON_BYTES, reading, regular_size, strict_json
+from jaxrl.models.fields import read_object
 from jaxrl.models.weights import leaves
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -128,7 +129,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_indexed(folder: Path, index: Path) -> dict[str, Tensor]:
-    placed = read_json(index).get("weight_map")
+    placed = read_object(index).get("weight_map")
     if not isinstance(placed, dict):
         raise ValueError(f"{index}: must have an object weight_map")
     for name, file in placed.items():

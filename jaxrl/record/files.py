@@ -91,7 +91,7 @@ class JsonLines:
 
         self.close()
         content = b"".join(read_lines(self._path, kept))
-        if self._path.exists() and self._path.read_bytes() != content:
+        if self._path.exists() and self._path.stat().st_size != len(content):  # it is a part of what is there
             write_whole(self._path, content, sync=self._sync)
 
     def close(self) -> None:

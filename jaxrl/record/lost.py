@@ -12,7 +12,8 @@ import re
 from jaxrl.record.files import read_lines
 from jaxrl.record.run_dir import RunDir, recorded_start
 
-_DRAFT = re.compile(r"\d+\.(draft|orbax-checkpoint-tmp).*")
+CUT_OFF = r"\d+\.(draft|orbax-checkpoint-tmp).*"
+"""What a save of a checkpoint that was cut off is called."""
 
 
 def missing_checkpoint(run_dir: RunDir, found: int | None) -> str | None:
@@ -60,7 +61,7 @@ def _saved_step(run_dir: RunDir) -> int | None:
     earlier, folder = run_dir.earlier, run_dir.file("checkpoints")
     if earlier is None or not earlier.trainer.save_freq:
         return None
-    killed_in_first = folder.is_dir() and any(_DRAFT.fullmatch(path.name) for path in folder.iterdir())
+    killed_in_first = folder.is_dir() and any(re.fullmatch(CUT_OFF, path.name) for path in folder.iterdir())
     every, last = earlier.trainer.save_freq, _last_step(run_dir)
     return last - last % every if last >= every and not killed_in_first else None
 

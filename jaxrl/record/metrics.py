@@ -29,7 +29,9 @@ from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
+from jaxrl.config.text import one_line
 from jaxrl.record.files import JsonLines, read_lines
+from jaxrl.types import RunFailed
 
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
@@ -55,7 +57,8 @@ class MetricsWriter:
       resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
         runs again does not appear twice. -1 removes all; None keeps all.
       project, experiment, config: what wandb shows.
-      begin: False: the file is read and may be refused, and nothing is written or sent before `begin` is called.
+      begin: False: the file is read and may be refused, and nothing is sent before `open_sinks` is called, or written
+        before `begin` is.
     """
 
     def __init__(
@@ -76,25 +79,31 @@ class MetricsWriter:
         for name in self._names:
             sink_package(name)
         self._path = self._folder / FILE_NAME
-        self._lines = JsonLines(
-            self._path, lambda step: resume_step is None or step <= resume_step, sync=True, begin=False
-        )
-        self._last_step = max((int(row["step"]) for row in read_metrics(self._folder)), default=-1)
+
+        def stays(step: int) -> bool:
+            return resume_step is None or step <= resume_step
+
+        self._lines = JsonLines(self._path, stays, sync=True, begin=False)
+        steps = (int(row["step"]) for row in read_metrics(self._folder))
+        self._last_step = max(filter(stays, steps), default=-1)
         if begin:
+            self.open_sinks()
             self.begin()
 
-    def begin(self) -> None:
-        """Opens the sinks, and removes the lines of later steps; from here on, steps can be written."""
+    def open_sinks(self) -> None:
+        """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Wandb's waits for the
+        network. Raises RunFailed if that does not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        # before the file is touched: a sink that cannot be opened changes nothing in it
         self._sinks = [_open_sink(name, self._folder, self._resume_step, *self._shown) for name in self._names]
+
+    def begin(self) -> None:
+        """Removes the lines of later steps; from here on, steps can be written."""
         self._lines.begin()
-        self._last_step = max((int(row["step"]) for row in read_metrics(self._folder)), default=-1)
         self._lines.make()
 
     @property
     def last_step(self) -> int:
-        """The last step in the file; -1 where there is none."""
+        """The last step in the file that counts; -1 where there is none."""
         return self._last_step
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
@@ -244,9 +253,13 @@ class _Wandb:
     ) -> None:
         id_file = folder / "wandb_id.txt"  # a resumed run goes on in the same wandb run
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        self._run = wandb.init(
-            project=project, name=experiment, dir=str(folder), id=run_id, resume="allow", config=dict(config or {})
-        )
+        try:
+            self._run = wandb.init(
+                project=project, name=experiment, dir=str(folder), id=run_id, resume="allow", config=dict(config or {})
+            )
+        except wandb.Error as error:
+            way_on = "mend that, or leave wandb out of trainer.logger"
+            raise RunFailed(f"trainer.logger: wandb began no run ({one_line(str(error))}): {way_on}") from error
         id_file.write_text(f"{self._run.id}\n")
         # its own step counter refuses to go back, so the step is a value and the axis of the others
         self._run.define_metric("*", step_metric="step")

@@ -141,6 +141,7 @@ class MeshExecutor:
             self.config.dtype,
             self.config.max_tp,
             features_first=self._now.programs.features_first,
+            merged=self._now.programs.merged,
         )
         self.policy_version = policy_version
 
@@ -264,8 +265,8 @@ class MeshExecutor:
             )
 
     def _shardings(self, programs: LayoutPrograms) -> Any:
-        first = programs.programs.features_first
-        return rollout_shardings(self.model, programs.layout, self.config.max_tp, features_first=first)
+        form = {"features_first": programs.programs.features_first, "merged": programs.programs.merged}
+        return rollout_shardings(self.model, programs.layout, self.config.max_tp, **form)
 
     def _move_weights(self, target: LayoutPrograms) -> Any:
         params, self._params = self._params, None

@@ -175,7 +175,7 @@ class JetStreamEngine(engine_api.Engine):
         self._cache = kv_cache.CacheShape(
             model.num_layers, kv_heads, model.head_dim, num_blocks, config.block_size, jnp.dtype(config.dtype)
         )
-        self._programs = Programs(model, layout, jnp.dtype(config.dtype), decode_steps=1)
+        self._programs = Programs(model, layout, jnp.dtype(config.dtype), decode_steps=1, max_tp=config.max_tp)
         self._truncate = config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0
         self._num_requests = itertools.count()
         by_row = self._programs.rows_sharding
@@ -192,8 +192,8 @@ class JetStreamEngine(engine_api.Engine):
         if params is None:
             dtype = "float64" if jnp.dtype(self.config.dtype) == jnp.float64 else "float32"
             params = load_model(self.path, self.mesh, dtype)[1]
-        first = self._programs.features_first
-        return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp, features_first=first)
+        form = {"features_first": self._programs.features_first, "merged": self._programs.merged}
+        return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp, **form)
 
     def prefill(
         self, *, params: Any, existing_prefix: Prefix | None = None, padded_tokens: Any, true_length: int

@@ -70,8 +70,7 @@ def attend(
     tables: jax.Array,
     positions: jax.Array,
     valid: jax.Array,
-    *,
-    implementation: attention.Implementation = "auto",
+    how: attention.PagedAttention,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Writes k and v, then attends; in `shard_map` over dp and tp, so that block numbers stay local to their pool.
 
@@ -79,7 +78,7 @@ def attend(
       q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
       pool: this layer's arrays.
       tables: int32 [dp, R, W]; positions, valid: [dp, R, C].
-      implementation: see `jaxrl.kernels.attention`.
+      how: the implementation.
 
     Returns:
       The attention's output [dp, R, C, H, D] and the layer's new arrays.
@@ -92,8 +91,7 @@ def attend(
     def local(q, k, v, pool_k, pool_v, tables, positions, valid):
         pool_k = attention.write_kv(pool_k[0], k[0], tables[0], positions[0], valid[0])
         pool_v = attention.write_kv(pool_v[0], v[0], tables[0], positions[0], valid[0])
-        args = q[0], pool_k, pool_v, tables[0], positions[0]
-        out = attention.paged_attention(*args, implementation=implementation)
+        out = how.attend(q[0], pool_k, pool_v, tables[0], positions[0])
         return out[None], pool_k[None], pool_v[None]
 
     out, pool_k, pool_v = jax.shard_map(

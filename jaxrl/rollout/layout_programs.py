@@ -62,7 +62,9 @@ class ExecutorConfig:
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
       attention: what reads the paged cache (`jaxrl.kernels.attention`).
-      features_first, gathered: how programs are built (`programs.Programs`); None: as the platform runs them fastest.
+      features_first, merged, gathered: how programs are built (`programs.Programs`); None: as the layout's devices run
+        them fastest.
+      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
         `num_slots` and `num_blocks`.
     """
@@ -79,7 +81,9 @@ class ExecutorConfig:
     max_tp: int = 1
     attention: Implementation = "auto"
     features_first: bool | None = None
+    merged: bool | None = None
     gathered: bool | None = None
+    interpret: bool = False
     layouts: tuple[LayoutSizes, ...] = ()
 
     def sizes(self, tp: int) -> LayoutSizes:
@@ -127,9 +131,12 @@ class LayoutPrograms:
             layout,
             self.dtype,
             config.decode_steps,
+            max_tp=config.max_tp,
             attention=config.attention,
             features_first=config.features_first,
+            merged=config.merged,
             gathered=config.gathered,
+            interpret=config.interpret,
         )
         self.cache_shape = kv_cache.CacheShape(
             model.num_layers,
@@ -148,7 +155,9 @@ class LayoutPrograms:
         # The longest row in equal tiles: rows that reach the limit, as they often do, are padded by next to nothing.
         self.tile_width = -(-widest // -(-widest * config.block_size // _TILE))
         # On CPUs (where windows are gathered) a step's time nearly follows its rows, and a draining batch has few.
-        self.row_buckets = buckets(sizes.num_slots, *((2, 4) if self.programs.gathered else (4, 8)))
+        # On GPUs a product with a single row is a sum of vectors to XLA, which writes some of its terms to memory.
+        gathered = self.programs.gathered
+        self.row_buckets = buckets(sizes.num_slots, 2, 4) if gathered else buckets(max(2, sizes.num_slots), 4, 8)
         self.decode_widths = buckets(widest, 2, least=max(least, widest // 8))
         self.prefill_widths = buckets(widest, 4, least=max(least, widest // 16))
         # Chunk lengths need more: their padding runs through all layers. 32 chunks of 64 tokens took twice their time.
@@ -255,9 +264,8 @@ class LayoutPrograms:
 
     def abstract_params(self) -> Any:
         """The rollout weights' shapes, dtypes and shardings in this layout."""
-        convert, shardings = rollout_params_fn(
-            self.model, self.layout, self.dtype, self.config.max_tp, features_first=self.programs.features_first
-        )
+        form = {"features_first": self.programs.features_first, "merged": self.programs.merged}
+        convert, shardings = rollout_params_fn(self.model, self.layout, self.dtype, self.config.max_tp, **form)
         train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), self.model.weights())
         shapes = jax.eval_shape(convert, train)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

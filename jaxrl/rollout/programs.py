@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels.attention import Implementation
+from jaxrl.kernels.attention import Implementation, choose_paged
 from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout import kv_cache
+from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.sampling import SamplingState, sample
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.merged import can_merge
+from jaxrl.sharding.rules import pad_heads
 
 MAX_STOP_IDS = 8
 """Stop token ids that a row can have."""
@@ -99,8 +101,19 @@ class Programs:
 
     Attributes:
       features_first: the order of activations and matrices (`models.decoder`): features first on CPU.
+      merged: whether weights are in merged form (`jaxrl.sharding.merged`): on GPUs, where their heads allow it.
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
+      fused: whether a decode step is `fused_step`, whose kernels need merged weights.
+
+    Args:
+      max_tp: the degree that the weights are padded for.
+      attention: what reads the paged cache (`jaxrl.kernels.attention`).
+      features_first, merged, gathered: None: as the layout's devices run fastest.
+      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+
+    Raises:
+      ValueError: forms that do not go together, or an implementation that these devices do not run.
     """
 
     def __init__(
@@ -110,16 +123,24 @@ class Programs:
         dtype: jnp.dtype,
         decode_steps: int,
         *,
+        max_tp: int = 1,
         attention: Implementation = "auto",
         features_first: bool | None = None,
+        merged: bool | None = None,
         gathered: bool | None = None,
+        interpret: bool = False,
     ) -> None:
-        on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
-        self.features_first = on_cpu if features_first is None else features_first
+        platform = layout.mesh.devices.flat[0].platform
+        on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
+        self.merged = platform == "gpu" and can_merge(kv_heads, max_tp) if merged is None else merged
+        self.features_first = on_cpu and not self.merged if features_first is None else features_first
         self.gathered = on_cpu if gathered is None else gathered
-        self.attention: Implementation = attention
+        self.attention = choose_paged(attention, platform, interpret=interpret)
+        on_one = heads // layout.tp, kv_heads // layout.tp
+        self.fused = self.merged and not self.gathered and self.attention.decodes(*on_one, config.head_dim, dtype)
         self.config = config
         self.layout = layout
+        self.max_tp = max_tp
         self.dtype = dtype
         self.decode_steps = decode_steps
         self.rows_sharding = NamedSharding(layout.mesh, PartitionSpec(layout.dp_axes or None))
@@ -134,8 +155,7 @@ class Programs:
         valid: jax.Array,
     ) -> tuple[jax.Array, kv_cache.Pool]:
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-            cached = (pool[layer], tables, positions, valid)
-            return kv_cache.attend(self.layout, q, k, v, *cached, implementation=self.attention)
+            return kv_cache.attend(self.layout, q, k, v, pool[layer], tables, positions, valid, self.attention)
 
         return self._layers(params, tokens, positions, attend)
 
@@ -259,6 +279,20 @@ class Programs:
         if tiles is None:
 
             def paged(pool: kv_cache.Pool, rows: RowState, step: jax.Array) -> tuple[jax.Array, kv_cache.Pool]:
+                if self.fused:
+                    return fused_step.forward(
+                        params,
+                        pool,
+                        rows.token,
+                        tables,
+                        rows.position,
+                        rows.active,
+                        config=self.config,
+                        layout=self.layout,
+                        max_tp=self.max_tp,
+                        how=self.attention,
+                        dtype=self.dtype,
+                    )
                 token, position, active = (x[..., None] for x in (rows.token, rows.position, rows.active))
                 hidden, pool = self._forward(params, pool, token, tables, position, active)
                 return hidden[..., 0] if self.features_first else hidden[:, :, 0], pool

@@ -79,7 +79,8 @@ class Stop:
     @contextmanager
     def removing(self, draft: os.PathLike[str]) -> Iterator[None]:
         """A signal inside removes `draft`, a file or a folder, before it ends the process."""
-        self._drafts.append(draft)
+        with self._lock:
+            self._drafts.append(draft)
         try:
             yield
         finally:
@@ -103,17 +104,18 @@ class Stop:
             if self._held and self._waiting is None:
                 self._waiting = number
                 return
-        try:
-            for draft in tuple(self._drafts):
-                if os.path.isdir(draft):
-                    import shutil  # slow to import, and it is there already where a folder is written
+            # the lock is kept: until the process has ended, nothing begins to be written
+            try:
+                for draft in tuple(self._drafts):
+                    if os.path.isdir(draft):
+                        import shutil  # slow to import, and it is there already where a folder is written
 
-                    shutil.rmtree(draft, ignore_errors=True)
-                else:
-                    with suppress(OSError):
-                        os.unlink(draft)
-        finally:
-            _end_by(number)
+                        shutil.rmtree(draft, ignore_errors=True)
+                    else:
+                        with suppress(OSError):
+                            os.unlink(draft)
+            finally:
+                _end_by(number)
 
 
 def _forget() -> None:

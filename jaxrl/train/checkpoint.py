@@ -40,13 +40,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.record.disk import is_full, reason, system_error
+from jaxrl.record.lost import CUT_OFF
 from jaxrl.train import manifest
 from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, choose, free_name, steps_of, verify_alone
 from jaxrl.types import RunFailed
 
 Tree = Any
 
-_LEFTOVER = re.compile(r"\d+\.(draft|removed|orbax-checkpoint-tmp).*")
+_LEFTOVER = re.compile(rf"{CUT_OFF}|\d+\.removed.*")
 _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)

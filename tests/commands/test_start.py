@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refusals import contents
@@ -12,6 +16,7 @@ from tiny import write_tiny_model
 
 from jaxrl.cli import main
 from jaxrl.record.metrics import read_metrics
+from jaxrl.runtime.stop import Stop
 
 OPTIONS = (
     *("data.max_prompt_length=64", "data.max_response_length=8", "data.train_batch_size=2", "rollout.n=2"),
@@ -34,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return folder
 
 
-def start(folder: Path, *options: str) -> int:
+def start(folder: Path, *options: str, stop: Stop | None = None) -> int:
     own = (
         f"model.path=random:{folder / 'model'}",
         f"data.train_files=[{folder / 'train.jsonl'}]",
@@ -42,7 +47,7 @@ def start(folder: Path, *options: str) -> int:
         f"trainer.compilation_cache_dir={folder / 'cache'}",
         "trainer.total_training_steps=1",
     )
-    return main(["train", *own, *OPTIONS, *options])
+    return main(["train", *own, *OPTIONS, *options], stop)
 
 
 REFUSED = {
@@ -98,6 +103,46 @@ def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path
     begins = f"trainer.init_from={tmp_path / 'first'}"
     assert start(folder, begins, "actor.use_kl_loss=true", "trainer.total_training_steps=2") == 2
     assert start(folder, begins, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
+
+
+class NotOnline(Exception):
+    """As wandb's own errors."""
+
+
+def wandb_with(init: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(init=lambda **_: init(), Error=NotOnline)
+    monkeypatch.setitem(sys.modules, "wandb", module)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_signal_does_not_wait_for_the_network(place: Path, monkeypatch: pytest.MonkeyPatch):
+    stop = Stop()
+
+    def init() -> None:
+        stop._take(signal.SIGTERM)
+        pytest.fail("the run goes on")
+
+    wandb_with(init, monkeypatch)
+    monkeypatch.setattr("jaxrl.runtime.stop.end", lambda sentence, status: sys.exit(sentence))
+    before = contents(place)
+    with pytest.raises(SystemExit, match="terminated"):
+        start(place, "trainer.logger=[wandb]", "trainer.total_training_steps=2", stop=stop)
+    assert contents(place) == before
+
+
+def test_a_network_that_fails_is_one_sentence(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def init() -> None:
+        raise NotOnline("Run initialization has timed out after 90.0 sec.\nTry again.")
+
+    wandb_with(init, monkeypatch)
+    before = contents(place)
+    assert start(place, "trainer.logger=[wandb]", "trainer.total_training_steps=2") == 1
+    assert capsys.readouterr().err == (
+        "jaxrl: trainer.logger: wandb began no run (Run initialization has timed out after 90.0 sec. Try again): mend "
+        "that, or leave wandb out of trainer.logger\n"
+    )
+    assert contents(place) | {"run/report.html": ""} == before | {"run/report.html": ""}
 
 
 def test_after_a_refused_start_the_run_is_exported_and_goes_on(place: Path, tmp_path: Path):

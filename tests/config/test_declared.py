@@ -10,7 +10,7 @@ import pytest
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from jaxrl.config import ConfigError
-from jaxrl.config.declared import bounds_text, declared, is_within, walk
+from jaxrl.config.declared import bounds_text, declared, is_within, shown, walk
 from jaxrl.config.mapping import build
 
 
@@ -93,3 +93,19 @@ def test_what_is_accepted():
 def test_an_option_without_a_text_is_a_mistake():
     with pytest.raises(AssertionError, match="must have one text"):
         declared(dataclass(type("Mute", (), {"__annotations__": {"n": Annotated[int, Ge(0)]}, "n": 0})))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("four", "'four'"),
+        ({"b": 1, "a": {"c": None}}, "{'b': 1, 'a': {'c': None}}"),
+        (dict.fromkeys(range(9), 0), "{0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0, 6: 0, 7: 0, ...}"),
+        ({"a": {"b": {"c": {"d": 1}, "e": {}}}}, "{'a': {'b': {'c': {...}, 'e': {}}}}"),
+        ([0] * 9, "[0, 0, 0, 0, 0, 0, 0, 0, ...]"),
+        ("x" * 200, f"'{'x' * 47}...{'x' * 48}'"),
+        (10**400, "a number of 1329 bits"),
+    ],
+)
+def test_what_a_sentence_shows_of_a_value(value, text):
+    assert shown(value) == text

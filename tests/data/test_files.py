@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.config import DataSection
 from jaxrl.data import files
-from jaxrl.data.files import data_files, rows, shown
+from jaxrl.data.files import data_files, rows
 from jaxrl.data.problems import read_problems
 
 
@@ -74,11 +74,6 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert data_files(["[1].jsonl"], "data.train_files") == [Path("[1].jsonl")]
     assert data_files(["~/[1].jsonl"], "data.train_files") == [tmp_path / "[1].jsonl"]
-
-
-def test_what_a_message_shows():
-    assert shown("x" * 80) == "x" * 80
-    assert shown("x" * 81) == "x" * 77 + "..."
 
 
 def test_a_file_named_twice_counts_twice(tmp_path: Path):

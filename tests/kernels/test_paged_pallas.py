@@ -16,6 +16,7 @@ from jaxrl.kernels import attention, paged_pallas, reference
 from jaxrl.kernels.paged_pallas import PagedTileSizes
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+PALLAS = attention.PagedAttention("pallas")
 
 
 def case(heads, kv_heads, dim, size, queries, *, rows=3, width=5, dtype="float32", seed=0):
@@ -141,7 +142,7 @@ def test_cpu_takes_the_reference():
 def test_what_the_kernel_refuses(change, message):
     q, k, v, tables, positions = case(4, 2, 32, 16, 1)
     with pytest.raises(ValueError, match=f"{message}.*use implementation='reference'"):
-        attention.paged_attention(*change(q, k, v), tables, positions, implementation="pallas")
+        PALLAS.attend(*change(q, k, v), tables, positions)
 
 
 def test_unknown_implementation():
@@ -154,11 +155,11 @@ def test_unknown_implementation():
 DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 
 
-def lowered(function, *arrays, platform="cuda"):
-    """The program's text as compiled for an H100 (or for `platform`), with no device needed."""
+def lowered(function, *arrays):
+    """The program's text as compiled for an H100, with no device needed."""
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def shapes(rows, queries, heads, kv_heads, dim, size, width, dtype):
@@ -177,18 +178,17 @@ def shapes(rows, queries, heads, kv_heads, dim, size, width, dtype):
 )
 def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, dtype):
     arrays = shapes(rows, queries, heads, kv_heads, dim, size, 64, dtype)
-    text = lowered(lambda *x: attention.paged_attention(*x, implementation="pallas"), *arrays)
+    text = lowered(PALLAS.attend, *arrays)
     parts = paged_pallas.choose_tiles(rows, queries, heads, kv_heads, 64 * size, dim, dtype).parts
     assert text.count("custom_call @__gpu$xla.gpu.triton") == (1 if parts == 1 else 2)
     assert "gather" not in text, "the cache is never gathered"
 
 
 @pytest.mark.filterwarnings(DEPRECATED)
-def test_auto_follows_the_platform_that_is_compiled_for(monkeypatch):
-    """In a process with a GPU: the kernel for CUDA, the reference for CPU, and for what the kernel refuses."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_auto_follows_the_devices_that_are_compiled_for():
+    """The kernel for GPUs, whatever this process runs on; the reference for CPU, and for what the kernel refuses."""
     arrays = shapes(4, 1, 4, 2, 64, 16, 4, jnp.bfloat16)
-    assert "triton" in lowered(attention.paged_attention, *arrays)
-    assert "triton" not in lowered(attention.paged_attention, *arrays, platform="cpu")
+    assert "triton" in lowered(attention.choose_paged("auto", "gpu").attend, *arrays)
+    assert "triton" not in lowered(attention.choose_paged("auto", "cpu").attend, *arrays)
     refused = shapes(4, 1, 4, 2, 24, 16, 4, jnp.bfloat16)
-    assert "triton" not in lowered(attention.paged_attention, *refused)
+    assert "triton" not in lowered(attention.choose_paged("auto", "gpu").attend, *refused)

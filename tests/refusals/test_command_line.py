@@ -383,6 +383,11 @@ REFUSED = (
         "profile: --max-batch must be a whole number from 0 to 1048576, found -1",
     ),
     (
+        "tokens beyond 32 bits",
+        "profile --token-budget 4294967296",
+        "profile: --token-budget must be a whole number from 0 to 2147483647, found 4294967296",
+    ),
+    (
         "no table",
         "profile 'model.path={model}'",
         "profile: give the table's file with --out, or as rollout.layout.profile",

@@ -41,632 +41,234 @@ def recorded_by(version: str) -> Callable[[Path], None]:
     return prepare
 
 
+def in_yaml(name: str, sentence: str, content: str | bytes) -> Refusal:
+    return Refusal(name, ("train", "--config", "run.yaml"), sentence, holds(content))
+
+
+def in_gin(name: str, sentence: str, content: str | bytes) -> Refusal:
+    return Refusal(name, ("train", "--config", "run.gin"), sentence, holds(content, "run.gin"))
+
+
 REFUSALS = (
-    Refusal(
+    in_yaml(
         "yaml-large-line",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml: is larger than the 1 MiB that a config file may have: was another file meant, such as data?",
-        holds("x: " + "a" * 20_000_000),
+        "x: " + "a" * 20_000_000,
     ),
-    Refusal(
+    in_yaml(
         "yaml-large",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml: is larger than the 1 MiB that a config file may have: was another file meant, such as data?",
-        holds("a: 1\n" * 3_000_000),
+        "a: 1\n" * 3_000_000,
     ),
-    Refusal(
-        "yaml-nested",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml: nested too deeply",
-        holds("a: " + "[" * 50_000),
-    ),
-    Refusal(
+    in_yaml("yaml-nested", "run.yaml: nested too deeply", "a: " + "[" * 50_000),
+    in_yaml(
         "yaml-laughs",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml, line 5: more than 100000 values, each use of an alias counted: a config file may have no more",
-        holds(LISTS),
+        LISTS,
     ),
-    Refusal(
+    in_yaml(
         "yaml-merges",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml, line 6: more than 100000 values, each use of an alias counted: a config file may have no more",
-        holds(MERGES),
+        MERGES,
     ),
-    Refusal(
-        "yaml-alias-of-itself",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 1: an alias holds itself",
-        holds("rollout: &r\n  stop: *r\n"),
+    in_yaml("yaml-alias-of-itself", "run.yaml, line 1: an alias holds itself", "rollout: &r\n  stop: *r\n"),
+    in_yaml(
+        "yaml-unclosed", "run.yaml, line 4: expected ',' or '}', but got '<stream end>'", MODEL + "rollout: {n: 4\n"
     ),
-    Refusal(
-        "yaml-unclosed",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 4: expected ',' or '}', but got '<stream end>'",
-        holds(MODEL + "rollout: {n: 4\n"),
-    ),
-    Refusal(
+    in_yaml(
         "yaml-twice",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml, line 6: 'n' is given twice, first in line 4",
-        holds(MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n"),
+        MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-section-twice",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml, line 4: 'data' is given twice, first in line 1",
-        holds("data: {}\nmodel:\n  path: m\ndata: {}\n"),
+        "data: {}\nmodel:\n  path: m\ndata: {}\n",
     ),
-    Refusal(
-        "yaml-tab",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 2: found character '\\t' that cannot start any token",
-        holds("model:\n	path: m\n"),
+    in_yaml("yaml-tab", "run.yaml, line 2: found character '\\t' that cannot start any token", "model:\n	path: m\n"),
+    in_yaml("yaml-nul", "run.yaml, line 2: the character U+0000 is not allowed", b"model:\n  path: m\x00\n"),
+    in_yaml("yaml-control", "run.yaml, line 2: the character U+001B is not allowed", "model:\n  path: \x1bm\n"),
+    in_yaml("yaml-latin-1", "run.yaml: not UTF-8 text (byte 28)", b"trainer:\n  project_name: caf\xe9\n"),
+    in_yaml(
+        "yaml-utf-16", "run.yaml: not UTF-8 text but UTF-16: save it as UTF-8", "model: {path: m}".encode("utf-16")
     ),
-    Refusal(
-        "yaml-nul",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 2: the character U+0000 is not allowed",
-        holds(b"model:\n  path: m\x00\n"),
-    ),
-    Refusal(
-        "yaml-control",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 2: the character U+001B is not allowed",
-        holds("model:\n  path: \x1bm\n"),
-    ),
-    Refusal(
-        "yaml-latin-1",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml: not UTF-8 text (byte 28)",
-        holds(b"trainer:\n  project_name: caf\xe9\n"),
-    ),
-    Refusal(
-        "yaml-utf-16",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml: not UTF-8 text but UTF-16: save it as UTF-8",
-        holds("model: {path: m}".encode("utf-16")),
-    ),
-    Refusal(
+    in_yaml(
         "yaml-number-as-a-key",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "rollout: a name must be text, found 4 (int): put it in quotation marks (run.yaml, line 1)",
-        holds("rollout:\n  4: n\n"),
+        "rollout:\n  4: n\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-yes-as-a-key",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "rollout: a name must be text, found True (bool): put it in quotation marks (run.yaml, line 1)",
-        holds("rollout:\n  on: 4\n"),
+        "rollout:\n  on: 4\n",
     ),
-    Refusal(
-        "yaml-list-as-a-key",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 1: found unhashable key",
-        holds("? [a, b]\n: 1\n"),
-    ),
-    Refusal(
+    in_yaml("yaml-list-as-a-key", "run.yaml, line 1: found unhashable key", "? [a, b]\n: 1\n"),
+    in_yaml(
         "yaml-date",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "rollout.n must be int, found '2026-11-22' (str) (run.yaml, line 4)",
-        holds(MODEL + "rollout:\n  n: 2026-11-22\n"),
+        MODEL + "rollout:\n  n: 2026-11-22\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-octal",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml, line 4: 010 would be read to base 8, as 8: leave out the leading 0",
-        holds(MODEL + "trainer:\n  seed: 010\n"),
+        MODEL + "trainer:\n  seed: 010\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-base-60",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml, line 4: 1:30 would be read to base 60: write a plain number, or put it in quotation marks",
-        holds(MODEL + "reward:\n  timeout_s: 1:30\n"),
+        MODEL + "reward:\n  timeout_s: 1:30\n",
     ),
-    Refusal(
-        "yaml-5000-digits",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 2: a number of 5000 digits is too long",
-        holds("trainer:\n  seed: " + "9" * 5000),
+    in_yaml(
+        "yaml-5000-digits", "run.yaml, line 2: a number of 5000 digits is too long", "trainer:\n  seed: " + "9" * 5000
     ),
-    Refusal(
-        "yaml-no-mapping",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml: must hold sections with options, found ['rollout']",
-        holds("- rollout\n"),
-    ),
-    Refusal(
-        "yaml-text",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml: must hold sections with options, found 'rollout n 4'",
-        holds("rollout n 4\n"),
-    ),
-    Refusal(
+    in_yaml("yaml-no-mapping", "run.yaml: must hold sections with options, found ['rollout']", "- rollout\n"),
+    in_yaml("yaml-text", "run.yaml: must hold sections with options, found 'rollout n 4'", "rollout n 4\n"),
+    in_yaml(
         "yaml-python",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         (
             "run.yaml, line 1: could not determine a constructor for the tag "
             "'tag:yaml.org,2002:python/object/apply:os.system'"
         ),
-        holds("model: !!python/object/apply:os.system [ls]\n"),
+        "model: !!python/object/apply:os.system [ls]\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-two-documents",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "run.yaml, line 2: expected a single document in the stream, but found another document",
-        holds("model: {path: m}\n---\nrollout: {n: 4}\n"),
+        "model: {path: m}\n---\nrollout: {n: 4}\n",
     ),
-    Refusal(
-        "yaml-undefined-alias",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "run.yaml, line 1: found undefined alias 'other'",
-        holds("rollout: *other\n"),
-    ),
-    Refusal(
-        "yaml-empty",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "model.path is missing: give a Hugging Face folder or a .gguf file",
-        holds(""),
-    ),
-    Refusal(
+    in_yaml("yaml-undefined-alias", "run.yaml, line 1: found undefined alias 'other'", "rollout: *other\n"),
+    in_yaml("yaml-empty", "model.path is missing: give a Hugging Face folder or a .gguf file", ""),
+    in_yaml(
         "yaml-only-comments",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "model.path is missing: give a Hugging Face folder or a .gguf file",
-        holds("# model:\n#   path: m\n"),
+        "# model:\n#   path: m\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-option-typo",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "unknown option rollout.temprature: did you mean rollout.temperature? (run.yaml, line 4)",
-        holds(MODEL + "rollout:\n  temprature: 1\n"),
+        MODEL + "rollout:\n  temprature: 1\n",
     ),
-    Refusal(
-        "yaml-dotted",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "unknown option rollout.n: did you mean rollout? (run.yaml, line 3)",
-        holds(MODEL + "rollout.n: 4\n"),
+    in_yaml(
+        "yaml-dotted", "unknown option rollout.n: did you mean rollout? (run.yaml, line 3)", MODEL + "rollout.n: 4\n"
     ),
-    Refusal(
-        "yaml-bounds",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "rollout.n must be at least 1, found 0 (run.yaml, line 4)",
-        holds(MODEL + "rollout:\n  n: 0\n"),
-    ),
-    Refusal(
+    in_yaml("yaml-bounds", "rollout.n must be at least 1, found 0 (run.yaml, line 4)", MODEL + "rollout:\n  n: 0\n"),
+    in_yaml(
         "yaml-list-item",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "data.train_files[1] must be str, found 3 (int): put it in quotation marks (run.yaml, line 6)",
-        holds(MODEL + "data:\n  train_files:\n    - a.jsonl\n    - 3\n"),
+        MODEL + "data:\n  train_files:\n    - a.jsonl\n    - 3\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-task-item",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         "simulate.tasks[1].weight must be above 0, found 0.0 (run.yaml, line 4)",
-        holds("simulate:\n  tasks:\n    - weight: 1\n    - weight: 0\n"),
+        "simulate:\n  tasks:\n    - weight: 1\n    - weight: 0\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-two-lines",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         (
             "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts) "
             "(run.yaml, line 4; run.yaml, line 6)"
         ),
-        holds(MODEL + "actor:\n  ppo_mini_batch_size: 3\ndata:\n  train_batch_size: 8\n"),
+        MODEL + "actor:\n  ppo_mini_batch_size: 3\ndata:\n  train_batch_size: 8\n",
     ),
-    Refusal(
+    in_yaml(
         "yaml-merged-value",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
         (
             "unknown option x: known here: model, data, rollout, actor, algorithm, reward, trainer, "
             "simulate (run.yaml, line 1)"
         ),
-        holds("x: &x {n: 0}\nrollout:\n  <<: *x\n"),
+        "x: &x {n: 0}\nrollout:\n  <<: *x\n",
     ),
-    Refusal(
-        "yaml-merged",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
-        "rollout.n must be at least 1, found 0 (run.yaml, line 1)",
-        holds("rollout: {<<: {n: 0}}\n"),
-    ),
-    Refusal(
+    in_yaml("yaml-merged", "rollout.n must be at least 1, found 0 (run.yaml, line 1)", "rollout: {<<: {n: 0}}\n"),
+    in_gin(
         "gin-section",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
         "run.gin, line 2: rollout is a section: give its options one by one, as rollout.option = value",
-        holds("model.path = 'm'\nrollout = 3\n", "run.gin"),
+        "model.path = 'm'\nrollout = 3\n",
     ),
-    Refusal(
+    in_gin(
         "gin-option-alone",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
         (
             "run.gin, line 2: train_batch_size is a macro that nothing uses, since it names no section: "
             "did you mean data.train_batch_size?"
         ),
-        holds("model.path = 'm'\ntrain_batch_size = 8\n", "run.gin"),
+        "model.path = 'm'\ntrain_batch_size = 8\n",
     ),
-    Refusal(
-        "gin-syntax",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin, line 1: Unable to parse value",
-        holds("model.path = \n", "run.gin"),
-    ),
-    Refusal(
+    in_gin("gin-syntax", "run.gin, line 1: Unable to parse value", "model.path = \n"),
+    in_gin(
         "gin-no-quotes",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
         "run.gin, line 1: 'models' is no value: text must be in quotation marks",
-        holds("model.path = models/qwen\n", "run.gin"),
+        "model.path = models/qwen\n",
     ),
-    Refusal(
+    in_gin(
         "gin-scope",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
         "run.gin, line 1: scopes (eval/...) are not supported: options have one value",
-        holds("eval/rollout.n = 4\n", "run.gin"),
+        "eval/rollout.n = 4\n",
     ),
-    Refusal(
+    in_gin(
         "gin-reference",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
         "run.gin, line 1: the reference @size() is not supported: options are plain values",
-        holds("rollout.n = @size()\n", "run.gin"),
+        "rollout.n = @size()\n",
     ),
-    Refusal(
-        "gin-import",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin, line 1: imports are not supported: options are plain values",
-        holds("import os\n", "run.gin"),
+    in_gin("gin-import", "run.gin, line 1: imports are not supported: options are plain values", "import os\n"),
+    in_gin(
+        "gin-macro-missing", "run.gin, line 1: the macro %size is used but never given a value", "rollout.n = %size\n"
     ),
-    Refusal(
-        "gin-macro-missing",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin, line 1: the macro %size is used but never given a value",
-        holds("rollout.n = %size\n", "run.gin"),
-    ),
-    Refusal(
+    in_gin(
         "gin-macro-of-itself",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
         "run.gin, line 1: the macro %size is defined by itself",
-        holds("size = %size\nrollout.n = %size\n", "run.gin"),
+        "size = %size\nrollout.n = %size\n",
     ),
-    Refusal(
-        "gin-laughs",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin: its macros make more than 100000 values, and a config file may have no more",
-        holds(MACROS, "run.gin"),
+    in_gin(
+        "gin-laughs", "run.gin: its macros make more than 100000 values, and a config file may have no more", MACROS
     ),
-    Refusal(
-        "gin-include-itself",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin: includes itself",
-        holds("include 'run.gin'\n", "run.gin"),
-    ),
-    Refusal(
-        "gin-include-missing",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "base.gin: no such config file",
-        holds("include 'base.gin'\n", "run.gin"),
-    ),
-    Refusal(
-        "gin-include-device",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "/dev/zero: cannot be read as a config file: it is a device",
-        holds("include '/dev/zero'\n", "run.gin"),
-    ),
-    Refusal(
-        "gin-list-as-a-name",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin: not valid gin (unhashable type: 'list')",
-        holds("data.task_config = {[1]: 2}\n", "run.gin"),
-    ),
-    Refusal(
-        "gin-latin-1",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin: not UTF-8 text (byte 27)",
-        holds(b'trainer.project_name = "caf\xe9"\n', "run.gin"),
-    ),
-    Refusal(
+    in_gin("gin-include-itself", "run.gin: includes itself", "include 'run.gin'\n"),
+    in_gin("gin-include-missing", "base.gin: no such config file", "include 'base.gin'\n"),
+    in_gin("gin-include-device", "/dev/zero: cannot be read as a config file: it is a device", "include '/dev/zero'\n"),
+    in_gin("gin-list-as-a-name", "run.gin: not valid gin (unhashable type: 'list')", "data.task_config = {[1]: 2}\n"),
+    in_gin("gin-latin-1", "run.gin: not UTF-8 text (byte 27)", b'trainer.project_name = "caf\xe9"\n'),
+    in_gin(
         "gin-option-as-section",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
         "run.gin, line 2: rollout.n.x: 'n' is an option, not a section",
-        holds("rollout.n = 3\nrollout.n.x = 3\n", "run.gin"),
+        "rollout.n = 3\nrollout.n.x = 3\n",
     ),
-    Refusal(
-        "gin-type",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "rollout.n must be int, found 1.5 (float) (run.gin, line 2)",
-        holds("model.path = 'm'\nrollout.n = 1.5\n", "run.gin"),
+    in_gin(
+        "gin-type", "rollout.n must be int, found 1.5 (float) (run.gin, line 2)", "model.path = 'm'\nrollout.n = 1.5\n"
     ),
-    Refusal(
-        "gin-bad-indent",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "run.gin, line 2: Expected indentation. Got NAME = n",
-        holds("rollout:\nn = 4\n", "run.gin"),
-    ),
-    Refusal(
-        "gin-bytes",
-        (
-            "train",
-            "--config",
-            "run.gin",
-        ),
-        "model.path must be str, found b'm' (bytes) (run.gin, line 1)",
-        holds("model.path = b'm'\n", "run.gin"),
-    ),
+    in_gin("gin-bad-indent", "run.gin, line 2: Expected indentation. Got NAME = n", "rollout:\nn = 4\n"),
+    in_gin("gin-bytes", "model.path must be str, found b'm' (bytes) (run.gin, line 1)", "model.path = b'm'\n"),
     Refusal(
         "ending",
-        (
-            "train",
-            "--config",
-            "run.toml",
-        ),
+        ("train", "--config", "run.toml"),
         "run.toml: a config file must end in .yaml, .yml, .gin",
         holds("x = 1\n", "run.toml"),
     ),
     Refusal(
         "override-no-equals",
-        (
-            "train",
-            "rollout.n",
-        ),
+        ("train", "rollout.n"),
         "override 'rollout.n' must have the form section.option=value",
         holds(MINI),
     ),
-    Refusal(
-        "override-no-name",
-        (
-            "train",
-            "=4",
-        ),
-        "override '=4' must have the form section.option=value",
-        holds(MINI),
-    ),
+    Refusal("override-no-name", ("train", "=4"), "override '=4' must have the form section.option=value", holds(MINI)),
     Refusal(
         "override-empty-part",
-        (
-            "train",
-            "rollout..n=4",
-        ),
+        ("train", "rollout..n=4"),
         "override 'rollout..n=4' must have the form section.option=value",
         holds(MINI),
     ),
     Refusal(
         "override-not-yaml",
-        (
-            "train",
-            "rollout.stop=[a",
-        ),
+        ("train", "rollout.stop=[a"),
         "override 'rollout.stop=[a': expected ',' or ']', but got '<stream end>'",
         holds(MINI),
     ),
     Refusal(
         "override-two-values",
-        (
-            "train",
-            "rollout.n=a: b: c",
-        ),
+        ("train", "rollout.n=a: b: c"),
         "override 'rollout.n=a: b: c': mapping values are not allowed here",
         holds(MINI),
     ),
     Refusal(
         "override-option-as-section",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-            "rollout.n.x=3",
-        ),
+        ("train", "--config", "run.yaml", "rollout.n.x=3"),
         "override 'rollout.n.x=3': 'n' is an option, not a section",
         holds(MINI),
     ),
@@ -689,32 +291,19 @@ REFUSALS = (
     ),
     Refusal(
         "override-octal",
-        (
-            "train",
-            "trainer.seed=007",
-        ),
+        ("train", "trainer.seed=007"),
         "override 'trainer.seed=007': 007 would be read to base 8, as 7: leave out the leading 0",
         holds(MINI),
     ),
     Refusal(
         "override-of-a-file",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-            "rollout.n=0",
-        ),
+        ("train", "--config", "run.yaml", "rollout.n=0"),
         "rollout.n must be at least 1, found 0 (command line: rollout.n=0)",
         holds(MINI),
     ),
     Refusal(
         "file-beside-an-override",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-            "data.train_batch_size=9",
-        ),
+        ("train", "--config", "run.yaml", "data.train_batch_size=9"),
         (
             "actor.ppo_mini_batch_size (4 prompts) must divide data.train_batch_size (9 prompts) "
             "(run.yaml, line 6; command line: data.train_batch_size=9)"
@@ -723,91 +312,45 @@ REFUSALS = (
     ),
     Refusal(
         "override-tag",
-        (
-            "train",
-            "model.path=!!python/name:os.system",
-        ),
+        ("train", "model.path=!!python/name:os.system"),
         (
             "override 'model.path=!!python/name:os.system': could not determine a constructor for the "
             "tag 'tag:yaml.org,2002:python/name:os.system'"
         ),
         holds(MINI),
     ),
-    Refusal(
-        "missing",
-        (
-            "train",
-            "--config",
-            "none.yaml",
-        ),
-        "none.yaml: no such config file",
-    ),
+    Refusal("missing", ("train", "--config", "none.yaml"), "none.yaml: no such config file"),
     Refusal(
         "folder",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
+        ("train", "--config", "run.yaml"),
         "run.yaml: cannot be read as a config file: it is a folder",
         lambda folder: (folder / "run.yaml").mkdir(),
     ),
     Refusal(
         "device",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
+        ("train", "--config", "run.yaml"),
         "run.yaml: cannot be read as a config file: it is a device",
         lambda folder: (folder / "run.yaml").symlink_to("/dev/zero"),
     ),
     Refusal(
         "pipe",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
+        ("train", "--config", "run.yaml"),
         "run.yaml: cannot be read as a config file: it is a pipe or a socket",
         lambda folder: os.mkfifo(folder / "run.yaml"),
     ),
     Refusal(
         "dangling-link",
-        (
-            "train",
-            "--config",
-            "run.yaml",
-        ),
+        ("train", "--config", "run.yaml"),
         "run.yaml: no such config file",
         lambda folder: (folder / "run.yaml").symlink_to("gone.yaml"),
     ),
     Refusal(
-        "below-a-file",
-        (
-            "train",
-            "--config",
-            "run.yaml/run.yaml",
-        ),
-        "run.yaml/run.yaml: no such config file",
-        holds(""),
+        "below-a-file", ("train", "--config", "run.yaml/run.yaml"), "run.yaml/run.yaml: no such config file", holds("")
     ),
-    Refusal(
-        "name-too-long",
-        (
-            "train",
-            "--config",
-            "x" * 300 + ".yaml",
-        ),
-        "x" * 300 + ".yaml: file name too long",
-    ),
+    Refusal("name-too-long", ("train", "--config", "x" * 300 + ".yaml"), "x" * 300 + ".yaml: file name too long"),
     Refusal(
         "newer-run",
-        (
-            "train",
-            "--config",
-            "config.yaml",
-        ),
+        ("train", "--config", "config.yaml"),
         (
             "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
             "5; the run is of jaxrl 9.0.1, newer than this 0.1.0, which does not know it yet)"
@@ -816,11 +359,7 @@ REFUSALS = (
     ),
     Refusal(
         "older-run",
-        (
-            "train",
-            "--config",
-            "config.yaml",
-        ),
+        ("train", "--config", "config.yaml"),
         (
             "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
             "5; the run is of jaxrl 0.0.9, and this 0.1.0 has dropped it)"

@@ -1,6 +1,7 @@
-"""Bad inputs of the class "models": paths, config.json, safetensors files and their index, GGUF files.
+"""Bad inputs of the class "models": paths, config.json, safetensors files and their index.
 
 Each is refused with one sentence that names the file, before anything of its size is allocated, and nothing is written.
+`test_gguf_files.py` has the GGUF files of the class.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf import GGUFWriter
 from refusals import Refusal, cases
 from tiny import CONFIG, write_tiny_model
 
@@ -149,53 +149,12 @@ def pipe(name: str) -> Prepare:
     return prepare
 
 
-@functools.cache
-def gguf_bytes(**metadata: Any) -> bytes:
-    """A small GGUF file that is whole but for the metadata given; it has one tensor too few to be a model."""
-    with tempfile.TemporaryDirectory() as name:
-        writer = GGUFWriter(f"{name}/m.gguf", metadata.pop("architecture", "qwen2"))
-        numbers = {
-            "context_length": 512, "embedding_length": 32, "feed_forward_length": 48, "block_count": 2,
-            "attention.head_count": 4, "attention.head_count_kv": 2,
-        } | metadata  # fmt: skip
-        for key, each in numbers.items():
-            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint64}[type(each)]
-            add(key if key.startswith("tokenizer") else f"qwen2.{key}", each)
-        if "attention.layer_norm_rms_epsilon" not in metadata:
-            writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-6)
-        writer.add_tensor("token_embd.weight", np.zeros((64, 32), np.float32))
-        writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return Path(f"{name}/m.gguf").read_bytes()
-
-
-def gguf(change: Callable[[bytes], bytes] = lambda content: content, **metadata: Any) -> Prepare:
-    return lambda folder: (folder / "m.gguf").write_bytes(change(gguf_bytes(**metadata)))
-
-
-def at(offset: int, number: int, count: int = 8) -> Callable[[bytes], bytes]:
-    return lambda content: content[:offset] + number.to_bytes(count, "little") + content[offset + count :]
-
-
-def after(name: bytes, offset: int, number: int, count: int = 8) -> Callable[[bytes], bytes]:
-    """Changes the number that stands `offset` bytes behind a name."""
-    return lambda content: at(content.index(name) + len(name) + offset, number, count)(content)
-
-
 def in_config(name: str, sentence: str, **changes: Any) -> Refusal:
     return Refusal(name, LAYOUT, f"{{tmp}}/m/config.json: {sentence}", config(**changes))
 
 
 def in_weights(name: str, sentence: str, prepare: Prepare, file: str = "model.safetensors") -> Refusal:
     return Refusal(name, EXPORT, f"{{tmp}}/m/{file}: {sentence}", prepare)
-
-
-def in_gguf(name: str, sentence: str, prepare: Prepare, command: str = "explain-layout") -> Refusal:
-    arguments = ("export", "{tmp}/m.gguf", "{tmp}/out") if command == "export" else (command, "--model", "{tmp}/m.gguf")
-    return Refusal(name, arguments, f"{{tmp}}/m.gguf: {sentence}", prepare)
 
 
 PATHS = (
@@ -566,83 +525,7 @@ TENSORS = (
     ),
 )
 
-GGUFS = (
-    in_gguf("an-empty-gguf", "truncated or not a GGUF file (it has 0 bytes)", gguf(lambda content: b"")),
-    in_gguf(
-        "another-file-under-that-name",
-        "truncated or not a GGUF file (it does not begin with GGUF)",
-        gguf(lambda content: b"PK\3\4" + content),
-    ),
-    in_gguf("a-version-to-come", "GGUF version 7 is not supported; supported are 2 and 3", gguf(at(4, 7, 4))),
-    in_gguf(
-        "the-other-byte-order",
-        "a big-endian GGUF file is not supported; convert the model again",
-        gguf(at(4, 3 << 24, 4)),
-    ),
-    in_gguf(
-        "tensors-without-end",
-        "truncated or not a GGUF file (9223372036854775808 tensors do not fit into 8832 bytes)",
-        gguf(at(8, 2**63)),
-    ),
-    in_gguf(
-        "metadata-without-end",
-        "truncated or not a GGUF file (9223372036854775808 pairs of metadata do not fit into 8832 bytes)",
-        gguf(at(16, 2**63)),
-    ),
-    in_gguf(
-        "a-name-without-end",
-        "truncated or not a GGUF file (a text at byte 32 has 4611686018427387904 bytes, and the file ends at 8832)",
-        gguf(at(24, 2**62)),
-    ),
-    in_gguf(
-        "metadata-of-an-unknown-type",
-        "truncated or not a GGUF file (metadata qwen2.context_length is of the unknown type 99)",
-        gguf(after(b"qwen2.context_length", 0, 99, 4)),
-    ),
-    in_gguf(
-        "a-tensor-of-an-unknown-type",
-        "tensor token_embd.weight has the unknown type 999",
-        gguf(after(b"token_embd.weight", 4 + 16, 999, 4)),
-    ),
-    in_gguf(
-        "a-gguf-cut-off",
-        "truncated or not a GGUF file (tensor token_embd.weight ends at byte 8704, the file at 8700)",
-        gguf(lambda content: content[:8700]),
-    ),
-    in_gguf(
-        "tensors-over-one-another",
-        "tensors token_embd.weight and output_norm.weight share bytes",
-        gguf(after(b"output_norm.weight", 4 + 8 + 4, 64)),
-    ),
-    in_gguf(
-        "another-gguf-architecture",
-        "general.architecture 'gemma' is not supported; use llama, qwen2, qwen3",
-        gguf(architecture="gemma"),
-    ),
-    in_gguf(
-        "a-count-that-is-a-text",
-        "metadata qwen2.block_count ('two') must be a whole number from 1 to 10000",
-        gguf(block_count="two"),
-    ),
-    in_gguf(
-        "blocks-without-end",
-        "metadata qwen2.block_count (1000000000000000000) must be a whole number from 1 to 10000",
-        gguf(block_count=10**18),
-    ),
-    in_gguf(
-        "an-epsilon-that-is-no-number",
-        "metadata qwen2.attention.layer_norm_rms_epsilon (nan) must be a number above 0, and at most 1",
-        gguf(**{"attention.layer_norm_rms_epsilon": float("nan")}),
-    ),
-    in_gguf(
-        "a-stop-beyond-the-vocabulary",
-        "metadata tokenizer.ggml.eos_token_id (64) must be a whole number from 0 to 63",
-        gguf(**{"tokenizer.ggml.eos_token_id": 64}),
-    ),
-    in_gguf("a-gguf-without-its-layers", "tensor blk.0.attn_norm.weight of shape (32,) is missing", gguf(), "export"),
-)
-
-ALL = (*PATHS, *CONFIGS, *TENSORS, *GGUFS)
+ALL = (*PATHS, *CONFIGS, *TENSORS)
 
 
 def test_the_class_has_its_number():

@@ -1,0 +1,170 @@
+"""A decode step's layers on GPUs, with few kernels: eight a layer, nine where a row's context is split.
+
+    add and norm | q, k, v product | attention [, merge] | output product | add and norm | gate and up | silu | down
+
+Needs weights in merged form (`jaxrl.sharding.merged`) and shapes that `PagedAttention.decodes` takes. The numbers are
+those of `decoder.layer` with `kv_cache.attend`: rounded at the same places, sums in another order.
+
+The products before a kernel of ours give partial sums over equal shares of the features, and the kernel adds them up:
+a product of few rows has too few tiles for all multiprocessors otherwise. XLA would cut the sum itself, but its
+partial sums would then cost a kernel more, because it cannot put the addition into a kernel that is not its own.
+
+All of it runs in `shard_map`: Pallas calls are opaque to XLA's partitioner.
+
+Dims: R rows of a dp group, E embed, I inputs and O outputs of a product, S shares, F mlp, K, G, D as in the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxrl.kernels.attention import PagedAttention
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.rollout import kv_cache
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import rollout_shardings
+
+TILE = (128, 64)
+"""Rows and columns of a product's tile, about."""
+
+PROGRAMS = 200
+"""Tiles times shares that a product should come to: one and a half for each of an H100's 132 multiprocessors."""
+
+MIN_SHARE, MAX_SHARE = 224, 4096
+"""Features of a share. Shorter ones write more partial sums than they save; longer ones XLA cuts once more."""
+
+
+def forward(
+    params: Any,
+    pool: kv_cache.Pool,
+    tokens: jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    active: jax.Array,
+    *,
+    config: ModelConfig,
+    layout: Layout,
+    max_tp: int,
+    how: PagedAttention,
+    dtype: Any,
+) -> tuple[jax.Array, kv_cache.Pool]:
+    """(final-normed hidden states [dp, R, E], the pool with the new keys and values).
+
+    Args:
+      params: in merged form, padded for `max_tp`.
+      tokens, positions, active: [dp, R]; rows that are not active read no KV, and write none.
+      tables: int32 [dp, R, W].
+    """
+    cos, sin = decoder.rope_tables(positions, config, dtype)
+    x = decoder.embed(params, tokens, dtype)
+    shardings = rollout_shardings(config, layout, max_tp, merged=True)
+    layers = jax.tree.map(lambda sharding: sharding.spec, shardings["layers"])
+    rows, paged = PartitionSpec(layout.dp_axes or None), kv_cache.pool_spec(layout, pool[0][0].shape[1])
+
+    def local(layers, final_norm, pool, x, *by_row):
+        here = [(k[0], v[0]) for k, v in pool]
+        step = _Step(config, layout.tp_axes, how.interpret, *(each[0] for each in by_row))
+        hidden, here = step.run(layers, final_norm, here, x[0])
+        return hidden[None], [(k[None], v[None]) for k, v in here]
+
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(layers, PartitionSpec(), [(paged, paged)] * len(pool), *[rows] * 5),
+        out_specs=(rows, [(paged, paged)] * len(pool)),
+        check_vma=False,  # hidden states are replicated over tp
+    )(params["layers"], params["final_norm"], pool, x, cos, sin, tables, jnp.where(active, positions, -1))
+
+
+class _Step:
+    """The layers of one step on one device: `cos`, `sin` [R, D / 2], `tables` [R, W], `positions` [R] (-1: none)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp_axes: tuple[str, ...],
+        interpret: bool,
+        cos: jax.Array,
+        sin: jax.Array,
+        tables: jax.Array,
+        positions: jax.Array,
+    ) -> None:
+        # Imported here: a run on CPU need not wait for them, and works with a JAX that lacks this backend of Pallas.
+        from jaxrl.kernels import decode_pallas, norm_pallas
+
+        self._attention, self._norm = decode_pallas, norm_pallas
+        self._eps, self._tp_axes, self._interpret = config.rms_norm_eps, tp_axes, interpret
+        self._rope = cos, sin
+        self._tables, self._positions = tables, positions
+
+    def run(
+        self, layers: list[Any], final_norm: jax.Array, pool: kv_cache.Pool, x_RE: jax.Array
+    ) -> tuple[jax.Array, kv_cache.Pool]:
+        """Final-normed hidden states [R, E], and the pool."""
+        new: kv_cache.Pool = []
+        pending_SRE = jnp.zeros((1, *x_RE.shape), jnp.float32)
+        for lp, cached in zip(layers, pool, strict=True):
+            x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["attn_norm"])
+            out_RF, cached = self._attend(lp, h_RE, cached)
+            new.append(cached)
+            pending_SRE = self._whole(partial_sums(out_RF, lp["o"].reshape(-1, x_RE.shape[1])))
+            x_RE, h_RE = self._add_norm(x_RE, pending_SRE, lp["mlp_norm"])
+            both_RXF = jnp.einsum("re,exf->rxf", h_RE, lp["gate_up"])
+            pending_SRE = self._whole(partial_sums(jax.nn.silu(both_RXF[:, 0]) * both_RXF[:, 1], lp["down"]))
+        return self._add_norm(x_RE, pending_SRE, final_norm)[1], new
+
+    def _add_norm(self, x: jax.Array, parts: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self._norm.add_norm(x, parts, scale, eps=self._eps, interpret=self._interpret)
+
+    def _attend(self, lp: Any, h_RE: jax.Array, cached: Any) -> tuple[jax.Array, Any]:
+        """Attention's output [R, H * D], and the layer's new arrays."""
+        features, *slab = lp["qkv"].shape
+        qkv_SRO = partial_sums(h_RE, lp["qkv"].reshape(features, -1))
+        norms = self._attention.HeadNorms(lp["q_norm"], lp["k_norm"]) if "q_norm" in lp else None
+        out_RHD, k, v = self._attention.decode_attention(
+            qkv_SRO.reshape(*qkv_SRO.shape[:2], *slab),
+            lp.get("qkv_bias"),
+            norms,
+            *self._rope,
+            *cached,
+            self._tables,
+            self._positions,
+            eps=self._eps,
+            interpret=self._interpret,
+        )
+        return out_RHD.reshape(out_RHD.shape[0], -1), (k, v)
+
+    def _whole(self, parts_SRE: jax.Array) -> jax.Array:
+        """A sum over features that are split over tp, as partial sums that need no other device's."""
+        if not self._tp_axes:
+            return parts_SRE
+        return lax.psum(jnp.sum(parts_SRE, axis=0, keepdims=True), self._tp_axes)
+
+
+def partial_sums(x_RI: jax.Array, w_IO: jax.Array) -> jax.Array:
+    """float32 [S, R, O]: the product of x and w, summed over each of S equal shares of the features."""
+    (rows, inner), outer = x_RI.shape, w_IO.shape[1]
+    shares = num_shares(rows, inner, outer)
+    x_RSI, w_SIO = x_RI.reshape(rows, shares, -1), w_IO.reshape(shares, -1, outer)
+    return jnp.einsum("rsi,sio->sro", x_RSI, w_SIO, preferred_element_type=jnp.float32)
+
+
+def num_shares(rows: int, inner: int, outer: int) -> int:
+    """Into how many shares a product's features are cut.
+
+    A rule of thumb that has not been measured. It comes close to what XLA does by itself, and gives products that XLA
+    (of jax 0.11.2, compiling for an H100) does not cut again, which would cost a kernel.
+    """
+    tiles = -(-rows // TILE[0]) * -(-outer // TILE[1])
+    shares = 1
+    while inner % (shares * 32) == 0 and inner >= 2 * shares * MIN_SHARE:
+        if tiles * shares >= PROGRAMS and inner <= shares * MAX_SHARE:
+            break
+        shares *= 2
+    return shares

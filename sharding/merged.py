@@ -1,0 +1,58 @@
+"""Rollout weights in merged form: one matrix for queries, keys and values, one for the MLP's gate and up.
+
+What multiplies the same activations is then one product, and the kernels behind it find what belongs together side by
+side (`jaxrl.kernels.decode_pallas`). Left to XLA, merging products of separate weights either depends on what
+autotuning prefers, or copies the weights inside the program.
+
+In a layer, `qkv` [E, K, G + 2, D] takes the place of `q`, `k` and `v`: for each key/value head its G query heads, its
+key, its value; `qkv_bias` [K, G + 2, D] that of their biases; `gate_up` [E, 2, F] that of `gate` and `up`. They are
+split over tp in K and F, so each shard has whole groups, which `can_merge` is about. Everything else stays as it is.
+
+Dims: E embed, K key/value heads, G query heads a key/value head, D head dim, F mlp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxrl.sharding.layout import Layout
+
+Tree = dict[str, Any]
+
+
+def can_merge(num_kv_heads: int, max_tp: int) -> bool:
+    """Whether shards have whole groups at every degree up to `max_tp`; key/value heads as padded for it."""
+    return num_kv_heads % max_tp == 0
+
+
+def merge(layer: Tree) -> Tree:
+    """A layer's weights, [in..., out...] and padded, in merged form."""
+    rest = {name: value for name, value in layer.items() if name not in ("q", "k", "v", "gate", "up")}
+    rest["qkv"] = _heads(layer["q"], layer["k"], layer["v"])
+    rest["gate_up"] = jnp.stack([layer["gate"], layer["up"]], axis=-2)
+    if "q_bias" in layer:
+        rest["qkv_bias"] = _heads(*(rest.pop(f"{name}_bias") for name in "qkv"))
+    return rest
+
+
+def _heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """[..., H, D] and twice [..., K, D] to [..., K, G + 2, D]."""
+    grouped = q.reshape(*k.shape[:-1], -1, k.shape[-1])
+    return jnp.concatenate([grouped, k[..., None, :], v[..., None, :]], axis=-2)
+
+
+def merged_shardings(layer: Tree, layout: Layout) -> Tree:
+    """The shardings of a merged layer, from those of its separate weights."""
+    tp = layout.tp_axes or None
+    new: dict[str, NamedSharding] = {
+        "qkv": layout.sharding(None, tp),
+        "gate_up": layout.sharding(None, None, tp),
+    }
+    if "q_bias" in layer:
+        new["qkv_bias"] = layout.sharding(tp)
+    gone = ("q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias")
+    return {name: value for name, value in layer.items() if name not in gone} | new

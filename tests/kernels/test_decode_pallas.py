@@ -1,0 +1,197 @@
+"""The kernels of a decode step in interpret mode against the separate operations, and their lowering for CUDA.
+
+Tolerances as in test_paged_pallas.py. What is written into the pool is rounded at the same places on both sides; the
+bfloat16 of a sum in another order may differ by a unit in the last place.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxrl.kernels import reference
+from jaxrl.kernels.attention import choose_paged
+from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention, decode_refusal
+from jaxrl.kernels.norm_pallas import add_norm
+from jaxrl.kernels.paged_pallas import PagedTileSizes
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+EPS = 1e-6
+WIDTH, SIZE = 4, 16
+FAST = [(12, 2), (28, 4), (16, 8), (32, 8)]
+
+
+def case(heads, kv_heads, dim=32, dtype="float32", *, bias=True, norms=True, shares=2, rows=5, seed=0):
+    """Arguments of `decode_attention`. Row 0 stands at position 0, row 1 at the table's end, row 2 does not decode,
+    row 3 shares its first two blocks with row 1, row 4 begins a block."""
+    rng = np.random.default_rng(seed)
+    slab, blocks = heads // kv_heads + 2, rows * WIDTH + 1
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    tables = rng.permutation(np.arange(1, blocks)).reshape(rows, WIDTH)
+    tables[3, :2] = tables[1, :2]
+    angles = rng.uniform(0, 6, (rows, dim // 2))
+    return {
+        "qkv_SRKXD": normal(shares, rows, kv_heads, slab, dim, dtype="float32"),
+        "bias_KXD": normal(kv_heads, slab, dim) if bias else None,
+        "norms": HeadNorms(normal(dim, dtype="float32"), normal(dim, dtype="float32")) if norms else None,
+        "cos_RC": jnp.asarray(np.cos(angles), jnp.float32),
+        "sin_RC": jnp.asarray(np.sin(angles), jnp.float32),
+        "k_KNPD": normal(kv_heads, blocks, SIZE, dim),
+        "v_KNPD": normal(kv_heads, blocks, SIZE, dim),
+        "tables_RW": jnp.asarray(tables, jnp.int32),
+        "positions_R": jnp.asarray([0, WIDTH * SIZE - 1, -1, 2 * SIZE + 5, SIZE], jnp.int32),
+    }
+
+
+def separate(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC, k_KNPD, v_KNPD, tables_RW, positions_R):
+    """The same by an operation each, rounded after each."""
+    dtype = k_KNPD.dtype
+    slab = jnp.sum(qkv_SRKXD, axis=0).astype(dtype)
+    if bias_KXD is not None:
+        slab = slab + bias_KXD
+    q, k, v = slab[:, :, :-2], slab[:, :, -2:-1], slab[:, :, -1]
+    if norms is not None:
+        q, k = (normed(x, scale) for x, scale in ((q, norms.q), (k, norms.k)))
+    q, k = (turned(x, cos_RC, sin_RC) for x in (q, k))
+    rows, valid = positions_R.shape[0], (positions_R >= 0)[:, None]
+    at = jnp.maximum(positions_R, 0)[:, None]
+    pools = [
+        reference.write_kv(pool, new[:, None], tables_RW, at, valid)
+        for pool, new in ((k_KNPD, k[:, :, 0]), (v_KNPD, v))
+    ]
+    out = reference.paged_attention(q.reshape(rows, 1, -1, q.shape[-1]), *pools, tables_RW, at)
+    return out[:, 0], *pools
+
+
+def normed(x, scale):
+    wide = x.astype(jnp.float32)
+    return (wide / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS) * scale).astype(x.dtype)
+
+
+def turned(x, cos_RC, sin_RC):
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_RC[:, None, None], sin_RC[:, None, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def run(arguments, parts=1):
+    out = decode_attention(**arguments, eps=EPS, tiles=PagedTileSizes(16, 32, parts, 4, 2), interpret=True)
+    return [np.asarray(x, np.float32) for x in out]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "bias", "norms", "parts"),
+    [
+        (12, 2, 32, "float32", True, False, 1),
+        (28, 4, 16, "bfloat16", True, False, 2),
+        (16, 8, 32, "bfloat16", False, True, 1),
+        (32, 8, 16, "float32", False, True, 3),
+        (9, 3, 64, "float32", False, False, 1),
+        *(
+            pytest.param(*heads, 128, dtype, bias, not bias, parts, marks=pytest.mark.slow)
+            for heads in FAST
+            for dtype in ("float32", "bfloat16")
+            for bias, parts in ((True, 1), (False, 4))
+        ),
+    ],
+)
+def test_the_kernel_is_the_separate_operations(heads, kv_heads, dim, dtype, bias, norms, parts):
+    arguments = case(heads, kv_heads, dim, dtype, bias=bias, norms=norms)
+    out, k, v = run(arguments, parts)
+    active = np.asarray(arguments["positions_R"]) >= 0
+    expected = [np.asarray(x, np.float32) for x in separate(**arguments)]
+    np.testing.assert_allclose(out[active], expected[0][active], rtol=0, atol=TOLERANCE[dtype])
+    assert (out[~active] == 0).all()
+    for pool, want, before in zip((k, v), expected[1:], (arguments["k_KNPD"], arguments["v_KNPD"]), strict=True):
+        np.testing.assert_allclose(pool[:, 1:], want[:, 1:], rtol=2e-2 if dtype == "bfloat16" else 1e-5, atol=1e-5)
+        # elsewhere not a bit has changed; block 0, to which the separate operations send what is void, included
+        changed = (pool != np.asarray(before, np.float32)).any(axis=(0, 3))
+        assert changed.sum() == active.sum()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_a_row_must_not_read_changes_nothing(parts):
+    """nan in every slot but those of positions before a row's own: the new one included, which it writes."""
+    arguments = case(6, 2)
+    own = np.zeros(arguments["k_KNPD"].shape[1:3], bool)
+    for row, position in zip(arguments["tables_RW"], arguments["positions_R"], strict=True):
+        for at in range(max(int(position), 0)):
+            own[row[at // SIZE], at % SIZE] = True
+    assert 30 < own.sum() < own.size - 100
+    poison = {name: jnp.where(own[None, ..., None], arguments[name], jnp.nan) for name in ("k_KNPD", "v_KNPD")}
+    clean, poisoned = run(arguments, parts), run(arguments | poison, parts)
+    np.testing.assert_array_equal(clean[0], poisoned[0])
+    assert np.isfinite(clean[0]).all()
+
+
+def test_the_tiles_that_it_chooses_and_one_share():
+    arguments = case(6, 2, shares=1)
+    out = decode_attention(**arguments, eps=EPS, interpret=True)[0]
+    active = arguments["positions_R"] >= 0
+    np.testing.assert_allclose(out[active], separate(**arguments)[0][active], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "features", "shares"), [(1, 48, 1), (3, 128, 4)])
+def test_add_and_norm(rows, features, shares, dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, features)), dtype)
+    parts = jnp.asarray(rng.normal(size=(shares, rows, features)), jnp.float32)
+    scale = jnp.asarray(rng.normal(size=features), jnp.float32)
+    added, out = add_norm(x, parts, scale, eps=EPS, interpret=True)
+    assert added.dtype == out.dtype == jnp.dtype(dtype)
+    expected = x + jnp.sum(parts, axis=0).astype(dtype)
+    close = {"rtol": 1e-2 if dtype == "bfloat16" else 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(np.asarray(added, np.float32), np.asarray(expected, np.float32), **close)
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (out, normed(added, scale))), **close)
+
+
+# ---------------------------------------------------------------- what is refused, and which platform gets it
+
+
+def test_what_the_kernel_refuses():
+    assert decode_refusal(12, 2, 128, "bfloat16") is None
+    for changed, message in (
+        ({"dim": 24}, r"head_dim \(24\) must be one of"),
+        ({"heads": 80}, r"queries per key/value head \(40\) must be at most 32"),
+    ):
+        sizes = {"heads": 4, "kv_heads": 2, "dim": 32} | changed
+        with pytest.raises(ValueError, match=f"decode's Pallas kernel: {message}"):
+            run(case(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "platform", "interpret", "decodes"),
+    [("auto", "gpu", False, True), ("auto", "cpu", False, False), ("reference", "gpu", False, False),
+     ("pallas", "cpu", True, True), ("auto", "cpu", True, True)],
+)  # fmt: skip
+def test_the_devices_platform_decides(implementation, platform, interpret, decodes):
+    how = choose_paged(implementation, platform, interpret=interpret)
+    assert how.decodes(12, 2, 128, "bfloat16") == decodes
+    assert not how.decodes(12, 2, 24, "bfloat16")
+
+
+def test_pallas_on_other_devices():
+    with pytest.raises(ValueError, match=r"rollout.attention \(pallas\) must be auto or reference on cpu"):
+        choose_paged("pallas", "cpu")
+
+
+# ---------------------------------------------------------------- lowering for CUDA, without a GPU
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "norms"), [(12, 2, False), (28, 4, False), (16, 8, True)])
+def test_lowers_for_cuda(heads, kv_heads, norms, dtype):
+    arguments = case(heads, kv_heads, 128, dtype, norms=norms, bias=not norms)
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        tiles = PagedTileSizes(16, 64, 2, 4, 5)
+        traced = jax.jit(lambda arguments: decode_attention(**arguments, eps=EPS, tiles=tiles)).trace(arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2, "attention and the merging of its parts"
+    assert "scatter" not in text
