@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -122,7 +123,7 @@ def test_attention(tmp_path):
     record = run(tmp_path, "bench_attention")
     results = record["results"]
     cases = {(case["what"], case["case"]): case for case in results["cases"]}
-    paged = {("paged", name) for name in ("jaxrl", "jnp", "jax-1", "jax-4")}
+    paged = {("paged", name) for name in ("jaxrl", "paged", "jnp", "jax-1", "jax-4")}
     assert set(cases) == paged | {("packed", name) for name in ("pallas", "tiles", "xla")}
     assert [(left["case"], left["reason"]) for left in results["left_out"]] == [
         ("jax-16", "4 blocks are no multiple of 16")
@@ -136,7 +137,7 @@ def test_attention(tmp_path):
     assert ratios["jaxrl / jax-4"]["speed"] == pytest.approx(
         cases["paged", "jax-4"]["seconds"] / cases["paged", "jaxrl"]["seconds"]
     )
-    assert {"pallas / tiles", "pallas / xla", "jaxrl / jnp", "jaxrl / jax-1"} <= set(ratios)
+    assert {"pallas / tiles", "pallas / xla", "jaxrl / jnp", "jaxrl / paged"} <= set(ratios)
 
 
 @pytest.mark.slow
@@ -317,6 +318,23 @@ def test_cases_of_paged_attention_compute_the_same():
     expected = reference.paged_attention(q, k, v, tables, positions)
     for one in (bench_attention._ours(place), bench_attention._jax_paged(place, 4, 2)):
         assert jnp.abs(one(q, k, v, tables, positions) - expected).max() < 1e-5
+
+
+def test_a_decode_step_reads_and_replaces_all_pools():
+    config = dataclasses.replace(named_shape("Qwen2.5-1.5B"), head_dim=16)
+    place = bench_attention.Place(config, on_gpu=False, interpret=True)
+    pools = bench_attention.Pools(config, {"rows": 2, "context": 40, "dtype": "float32"}, 2)
+    before = [np.asarray(array) for array in (*pools.keys, *pools.values)]
+    outs = bench_attention._decode_step(place, pools)()
+    assert len(outs) == 2
+    for out in outs:
+        assert out.shape == (2, config.num_heads, 16)
+        assert bool(jnp.isfinite(out).all())
+    assert jnp.abs(outs[0] - outs[1]).max() > 1e-3, "each layer reads its own pool"
+    for old, new in zip(before, (*pools.keys, *pools.values), strict=True):
+        # one position of each row, and of each key/value head, is new
+        changed = {tuple(at) for at in np.argwhere((old != np.asarray(new)).any(-1))[:, 1:]}
+        assert changed == {(int(row[39 // 16]), 39 % 16) for row in pools.tables}
 
 
 @pytest.mark.parametrize("segments", [1, 2])
