@@ -268,7 +268,8 @@ def test_points_that_do_not_fit_are_left_out(monkeypatch):
         size = 1
         devices = np.array([Device()])
 
-    setting.layout = type("Layout", (), {"mesh": Mesh(), "tp": 1, "dp": 1})()  # pyright: ignore[reportAttributeAccessIssue]
+    layout: Any = type("Layout", (), {"mesh": Mesh(), "tp": 1, "dp": 1})()
+    setting.layout = layout
     # tiny has 256 bytes of keys and values a token in float32
     assert at_context._misfit(setting, 4, 4096, "float32") is None
     reason = at_context._misfit(setting, 9, 4096, "float32")
