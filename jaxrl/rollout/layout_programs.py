@@ -1,14 +1,13 @@
 """The compiled programs of one layout, by shape bucket, and the shapes and shardings that they are compiled for.
 
 Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Programs follow from the model, the
-layout and the sizes alone, so they can be compiled before a layout is in use, without weights or pools. `compile_ahead`
-does so in the background; a thread that needs a program meanwhile waits for that program only.
+layout and the sizes alone, so they can be compiled before a layout is in use, without weights or pools
+(`jaxrl.sharding.compiled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -193,19 +192,6 @@ class LayoutPrograms(CompiledPrograms):
             decode = [("decode", r, 1, width) for r in self.row_buckets for width in widths]
         return prefill + decode
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Compiles every shape; returns how many there are."""
-        shapes = self.shapes()
-        for i, shape in enumerate(shapes):
-            self.program(shape)
-            if progress is not None:
-                progress(i + 1, len(shapes))
-        self.is_warm = True
-        return len(shapes)
-
-    def compile(self, shape: Shape) -> Any:
-        return self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0]))
-
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
@@ -265,25 +251,3 @@ class LayoutPrograms(CompiledPrograms):
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group),
             row_state_shapes(self.layout.dp, rows),
         )
-
-
-class CompileAhead:
-    """Compiles layouts' programs in a thread of its own; `close` drops what has not begun."""
-
-    def __init__(self, layouts: Sequence[LayoutPrograms]) -> None:
-        wide = bool(jax.config.read("jax_enable_x64"))  # the caller's setting, because jax keeps it per thread
-
-        def compile_all(layout: LayoutPrograms) -> None:
-            with jax.enable_x64(wide):
-                layout.warm_up()
-
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
-        self._jobs = [self._pool.submit(compile_all, layout) for layout in layouts]
-
-    def wait(self) -> None:
-        """Until everything is compiled; raises what compiling raised."""
-        for job in self._jobs:
-            job.result()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)

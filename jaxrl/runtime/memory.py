@@ -30,7 +30,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
-from jaxrl.train.packing import row_length
+from jaxrl.train.packing import microbatch_shapes
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
@@ -125,11 +125,6 @@ def layout_sizes(
     return sizes
 
 
-def row_tokens(config: Config) -> int:
-    """Tokens of a packed row of the longest length."""
-    return row_length(config.max_model_length, config.max_model_length)
-
-
 def _splits(size: int, degree: int) -> int:
     """The number of shards into which a dim of `size` is split on a mesh of so many devices."""
     return math.prod(dividing_factors(prime_factors(degree), size))
@@ -196,9 +191,9 @@ def plan_remat(
 def _update(config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str) -> dict[str, int]:
     m, actor = model_config, config.actor
     numbers, size, wide = _device_numbers(m, num_devices), _BYTES[actor.param_dtype], _BYTES[actor.dtype]
-    row = row_tokens(config)
-    rows = max(actor.ppo_max_token_len_per_gpu // row, 1)
-    tokens = rows * row
+    attention = choose_packed(actor.attention, platform)
+    full = microbatch_shapes(config, m, num_devices, attention)[-1]
+    rows, row, tokens = full.rows, full.length, full.tokens
     products = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size  # q k v out, gate up act
     # numbers per token: what a layer keeps for the backward pass, and what one layer needs while it is computed
     working = 2 * products + 6 * m.hidden_size
@@ -209,7 +204,7 @@ def _update(config: Config, model_config: ModelConfig, num_devices: int, platfor
             kept = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 2 * m.intermediate_size + 2 * m.hidden_size
         case _:
             kept = working
-    held = choose_packed(actor.attention, platform).holds_scores(row)
+    held = attention.holds_scores(row)
     scores = rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES if held else 0
     score_layers = m.num_layers if remat == "none" else 1
     why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"

@@ -38,7 +38,7 @@ from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.logprobs import HeadOptions, token_logprobs
-from jaxrl.train.packing import TokenBatch
+from jaxrl.train.packing import TokenBatch, microbatch_shapes
 
 Tree = Any
 Shape = tuple[str, int, int]
@@ -67,6 +67,7 @@ class TrainPrograms(CompiledPrograms):
     Attributes:
       config, model_config, mesh: what the programs are made for.
       packed_attention: what `actor.attention` means on the mesh's platform.
+      microbatches: the shapes of a microbatch on one device, ascending.
       optimizer: the update rule.
       trainable, frozen, state: shapes, dtypes and shardings of the master weights' two parts and the optimizer's state.
       rows: the sharding of a microbatch's arrays. shardings: of all weights.
@@ -87,6 +88,7 @@ class TrainPrograms(CompiledPrograms):
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.packed_attention = choose_packed(actor.attention, mesh.devices.flat[0].platform, interpret=interpret)
+        self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self.optimizer = optimizers.build(actor.optim, actor.grad_clip, total_updates)
         self.shardings = train_shardings(model_config, mesh)
         self.rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -116,6 +118,18 @@ class TrainPrograms(CompiledPrograms):
         """XLA's options for a program."""
         del kind
         return {}
+
+    def shapes(self) -> list[tuple[str, int, int]]:
+        """Every program that a run with these options needs; full microbatches first, because most are."""
+        kinds = ["accumulate"]
+        if self.config.actor.old_logprobs != "rollout":
+            kinds.insert(0, "logprobs")
+        if self.config.needs_ref:
+            kinds.insert(0, "ref_logprobs")
+        sizes = [(shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+        whole = [(kind, *sizes[0]) for kind in kinds]
+        smaller = [(kind, *size) for size in sizes[1:] for kind in kinds]
+        return [("init", 0, 0), ("zeros", 0, 0), *whole, ("update", 0, 0), *smaller]
 
     def lower(self, kind: str, rows: int = 0, tokens: int = 0) -> Any:
         """The program of a shape (see the module), traced for the mesh's devices.

@@ -103,6 +103,7 @@ class Trainer:
             self._ref = _place(params, shardings, actor.dtype)
         self._accumulator: Accumulator | None = None
         self._on_progress = on_progress
+        self._recompiles = 0  # as of the last update
         self._newest: jax.Array | None = None  # of the last microbatch that was handed to the devices
         self._optimizer_state = self._rest(programs.program(("init", 0, 0))(self._trainable))
 
@@ -154,7 +155,9 @@ class Trainer:
         """One optimizer update from everything accumulated since the last; the accumulator is released.
 
         Returns:
-          Metrics of the minibatch. `actor/skipped_updates` is 1 where its gradient was not finite, else 0.
+          Metrics of the minibatch. `actor/skipped_updates` is 1 where its gradient was not finite, else 0;
+          `actor/recompiles` counts the programs that were compiled since the last update although all that are expected
+          had been.
 
         Raises:
           ValueError: nothing was accumulated.
@@ -176,7 +179,8 @@ class Trainer:
                 "actor.optim.lr, then run again to go on from the last checkpoint"
             )
         self.skipped_updates += int(values["actor/skipped_updates"])
-        return values
+        before, self._recompiles = self._recompiles, self.programs.recompiles
+        return values | {"actor/recompiles": float(self._recompiles - before)}
 
     def gradients(self) -> Tree:
         """The accumulated gradients, divided by their denominator (for tests and inspection; a copy)."""
@@ -234,18 +238,11 @@ class Trainer:
     def _pack(self, batch: TrainBatch) -> Packed:
         return pack(
             batch,
+            shapes=self.programs.microbatches,
             max_model_length=self.config.max_model_length,
-            max_tokens_per_device=self.config.actor.ppo_max_token_len_per_gpu,
             num_devices=self.mesh.size,
             share_prompts=self.config.actor.share_prompts,
-            row_cost=self._row_cost,
         )
-
-    def _row_cost(self, tokens: int) -> float:
-        """The work of a row, in units of a token that attends to nothing."""
-        model = self.model_config
-        per_key = 2 * model.num_layers * model.num_heads * model.head_dim / model.num_params()
-        return tokens * (1 + per_key * self.programs.packed_attention.num_keys(tokens))
 
     def _on_device(self, batch: TokenBatch) -> TokenBatch:
         # the callback form works on several processes, each of which packs the same batch
