@@ -226,7 +226,9 @@ def _results(
             ratios[dtype] = {"trl_over_jaxrl": ratio, "disturbed": disturbed}
             print(f"TRL / jaxrl, seconds of a step, {dtype}: {ratio:.3f}{'  DISTURBED' if disturbed else ''}")
     allowed = MAX_RESIDUAL_OF_A_TRIAL if options.quick else MAX_RESIDUAL
-    sizes = {name: getattr(options, name) for name in ("prompts", "samples", "prompt_tokens", "new", "remat")}
+    sizes = {
+        name: getattr(options, name) for name in ("prompts", "samples", "prompt_tokens", "new", "remat", "train_tokens")
+    }
     return sizes | {"cases": cases, "ratios": ratios, "broken_promises": _broken(cases, allowed)}
 
 

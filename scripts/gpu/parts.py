@@ -27,7 +27,7 @@ TRIAL_S = 100
 def parts() -> list[Part]:
     """Those for a GPU."""
     return [
-        Part("ceilings", 40, _bench("ceilings", "--rows", "16", "64", "256")),
+        Part("ceilings", 40, _bench("ceilings", "--shape", SMALL, "--rows", "16", "64", "256")),
         Part("tests", 150, python("-m", "gpu.tests", *JSON)),
         Part("check", 100, python("-m", "gpu.check", *JSON, "--attention", "auto", "reference")),
         *_decode("64", 80, "--profile"),
@@ -36,7 +36,7 @@ def parts() -> list[Part]:
         Part("step", 170, _step()),
         Part("rules", 150, _rules()),
         Part("sync", 40, _bench("sync", "--shape", SMALL)),
-        Part("attention", 120, _bench("attention", "--rows", "64", "--contexts", *CONTEXTS)),
+        Part("attention", 120, _attention()),
         Part("decode-1.5b-rows", 120, _points(SMALL, "1", "16", "256")),
         Part("decode-7b-rows", 140, _points(LARGE, "1", "16", "256")),
         Part("train-torch", 150, _train_command(16, 1024, torch=True)),
@@ -48,14 +48,15 @@ def trial_parts() -> list[Part]:
     """The same with tiny shapes, on a CPU: does every command run, and does the page find every key?"""
     quick = ("--quick", *JSON)
     tiny = ("--repetitions", "1", "--warmup", "1")
-    at = python(str(SCRIPTS / "bench_decode.py"), "--at-context", "32", "--rows", "2", *quick)
+    at = python(str(SCRIPTS / "bench_decode.py"), "--at-context", "32", "--rows", "2", "--profile", *quick)
+    step = ("--without-trl", "--fresh-cache", "--train-tokens", "64")
     return [
         Part("ceilings", TRIAL_S, python(str(SCRIPTS / "bench_ceilings.py"), *quick)),
         Part("tests", TRIAL_S, python("-m", "gpu.tests", *JSON)),
         Part("check", TRIAL_S, python("-m", "gpu.check", *JSON, "--prompts", "1", "--layers", "1")),
         Part("decode-1.5b", TRIAL_S, at),
-        Part("train", TRIAL_S, python(str(SCRIPTS / "bench_train.py"), *quick, *tiny, "--without-torch")),
-        Part("step", TRIAL_S, python(str(SCRIPTS / "bench_step.py"), *quick, *tiny, "--without-trl", "--fresh-cache")),
+        Part("train", TRIAL_S, python(str(SCRIPTS / "bench_train.py"), *quick, *tiny, "--profile", "--without-torch")),
+        Part("step", TRIAL_S, python(str(SCRIPTS / "bench_step.py"), *quick, *tiny, *step)),
         Part("rules", TRIAL_S, python(str(SCRIPTS / "bench_rules.py"), *quick)),
         Part("sync", TRIAL_S, python(str(SCRIPTS / "bench_sync.py"), *quick)),
         Part("attention", TRIAL_S, python(str(SCRIPTS / "bench_attention.py"), *quick)),
@@ -90,6 +91,11 @@ def _step() -> tuple[str, ...]:
     sizes = ("--prompts", "8", "--samples", "8", "--prompt-tokens", str(PROMPT), "--new", "512")
     rest = ("--train-tokens", "16384", "--repetitions", "3", "--warmup", "2", "--without-trl", "--fresh-cache")
     return _bench("step", "--shape", SMALL, *sizes, *rest)
+
+
+def _attention() -> tuple[str, ...]:
+    paged, packed = ("--rows", "64", "--contexts", *CONTEXTS), ("--packed", "16x1024", "1x8192")
+    return _bench("attention", "--shape", SMALL, *paged, *packed)
 
 
 def _rules() -> tuple[str, ...]:
