@@ -20,7 +20,7 @@ PROMPT = 128
 """Tokens of a prompt in training and in the whole step."""
 
 
-TRIAL_S = 100
+TRIAL_S = 150
 """For each part of a trial, however busy the machine is."""
 
 

@@ -13,6 +13,7 @@ from on_gpu import DEPRECATED, INTERPRET, assert_equal_bits, sized
 from jaxrl.kernels import attention, reference
 from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention
 from jaxrl.kernels.norm_pallas import add_norm
+from jaxrl.kernels.packed_pallas import packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]
 
@@ -124,19 +125,20 @@ def test_packed_kernels_are_the_reference(tokens, heads, kv_heads, dim, dtype):
     arrays = [normal(i, 2, tokens, h, dim, dtype=dtype) for i, h in enumerate((heads, kv_heads, kv_heads, heads))]
     arrays[3] = arrays[3] * (segments > 0)[..., None, None].astype(dtype)  # padding's output is anything
 
-    def run(implementation, q, k, v, d_out):
+    def run(kernels, q, k, v, d_out):
         def attend(q, k, v):
-            packed = attention.choose_packed(implementation, "gpu", interpret=INTERPRET)
-            return packed.attend(q, k, v, segments, positions, prefixes, packed.tile_pairs(segments, prefixes))
+            if not kernels:
+                return reference.packed_attention(q, k, v, segments, positions, prefixes)
+            return packed_attention(q, k, v, segments, positions, prefix_ids=prefixes, interpret=INTERPRET)
 
         out, pull = jax.vjp(attend, q, k, v)
         return jnp.where((segments > 0)[..., None, None], out, 0), *pull(d_out)
 
     run = jax.jit(run, static_argnums=0)
     with jax.default_matmul_precision("highest"):
-        expected = run("reference", *(x.astype(jnp.float32) for x in arrays))
-    found = run("pallas", *arrays)
+        expected = run(False, *(x.astype(jnp.float32) for x in arrays))
+    found = run(True, *arrays)
     for got, want in zip(found, expected, strict=True):
         worst = float(jnp.abs(got.astype(jnp.float32) - want).max() / jnp.abs(want).max())
         assert worst < (1e-5 if dtype == "float32" else 2e-2)
-    assert_equal_bits(found, run("pallas", *arrays))
+    assert_equal_bits(found, run(True, *arrays))
