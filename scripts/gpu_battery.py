@@ -25,6 +25,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    began = time.monotonic()
     if options.out is None:
         raise ValueError("--out must name a folder for results")
     if not options.minutes > 0:
@@ -94,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     device()
     end_on_sigterm()
-    battery.run(wanted, 60 * options.minutes)
+    battery.run(wanted, 60 * options.minutes - (time.monotonic() - began))
     found = battery.records()
     print(_write_page(options.out, known, found), end="")
     return _exit_status(battery, known, found)

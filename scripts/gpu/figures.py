@@ -156,14 +156,14 @@ def _ceilings() -> Iterator[Figure]:
         "flops_per_s/bfloat16",
         "TFLOP/s",
         expected=lambda card: card.product,
-        how="80 % of the datasheet's rate: the card's power does not last for more",
+        how="80 % of the datasheet's rate",
     )
     yield ceiling(
         "float32 product as programs get it (TF32)",
         "flops_per_s/float32",
         "TFLOP/s",
         expected=lambda card: 0.4 * card.flops,
-        how="half of the bfloat16 rate of both sheets, at 80 %",
+        how="half of the bfloat16 rate",
     )
 
 
@@ -181,7 +181,7 @@ def _tests_and_check() -> Iterator[Figure]:
                 "float32 responses unlike the CPU's, per 1000 tokens",
                 "unlike_per_thousand_tokens",
                 expected=lambda _: 0.3,
-                how="near-ties in the sampling race: one or none in 4,000 tokens",
+                how="near-ties in the sampling race",
                 bar=most(1),
             )
             yield engine(
@@ -203,14 +203,14 @@ def _tests_and_check() -> Iterator[Figure]:
                 "bfloat16 log-probability, mean error",
                 "mean_error",
                 expected=lambda _: 0.008,
-                how="8 bits of mantissa over three layers; a CPU has about this",
+                how="a CPU has half of this",
                 bar=most(0.02),
             )
         yield engine(
             f"{dtype} responses of a second run that are not equal",
             "again_unlike",
             expected=lambda _: 0.0,
-            how="the same programs with the same data, and no atomics",
+            how="same programs, same data, no atomics",
             bar=most(0),
         )
     for dtype, limit, guess in (("float32", 1e-4, 2e-6), ("bfloat16", 5e-2, 1.3e-2)):
@@ -344,7 +344,7 @@ def _step() -> Iterator[Figure]:
         "gen_and_update_share",
         "%",
         expected=lambda card: 1 - 0.03 / (generation(card) + update(card) + 0.03),
-        how="30 ms for weights, pool, rewards and the batch",
+        how="30 ms for all else",
         bar=least(0.95),
     )
     yield figure(
@@ -366,10 +366,10 @@ def _step() -> Iterator[Figure]:
 def _rules() -> Iterator[Figure]:
     figure = partial(Figure, "rules", where={"case": "tail-batching", "dtype": "bfloat16"})
     yield figure(
-        "tail batching at cap 1024: speed over plain batches",
+        "tail batching, cap 1024: speed over plain batches",
         "speed",
         expected=lambda card: TAIL_SPEED[card.name],
-        how="simulated, with costs of the roofline instead of a profile",
+        how="simulated, roofline costs",
         bar=least(1.0),
     )
     yield figure(
@@ -377,7 +377,7 @@ def _rules() -> Iterator[Figure]:
         "error",
         "%",
         expected=lambda _: 0.0,
-        how="the card's own profile; undisturbed CPUs are within 3 %",
+        how="its own profile; CPUs: within 3 %",
         bar=Bar("+-", 0.10),
     )
 
@@ -395,7 +395,7 @@ def _sync() -> Iterator[Figure]:
         "seconds",
         "ms",
         expected=lambda card: 1.15 * cards.sync_seconds(card, model),
-        how="float32 read, bfloat16 written; 15 % more for some hundred small copies",
+        how="float32 read, bfloat16 written; 15 % for small copies",
     )
     yield figure(
         "the same over its bytes' time", "over_copy", expected=lambda _: 1.15, how="of the same", bar=most(1.5)
@@ -409,18 +409,18 @@ def _attention() -> Iterator[Figure]:
         "copy_fraction",
         where={"what": "paged", "case": "jaxrl", "rows": 64, "context": 8192},
         expected=lambda _: cards.CACHE_OF_COPY,
-        how="assumed, and part of every decode step above",
+        how="assumed of decoding as well",
         bar=least(0.85),
     )
     for number in (1, 4, 16):
         yield Figure(
             "attention",
-            f"paged, 64 x 8k: speed over JAX's own kernel, contexts in {number}",
+            f"paged, 64 x 8k: speed over JAX's kernel, {number} parts",
             "speed",
             where={"what": "paged", "ratio": f"jaxrl / jax-{number}", "rows": 64, "context": 8192},
             among="ratios",
             expected=lambda _: 1.1,
-            how="the same walk with fewer padded queries, and no more parts than the card needs",
+            how="fewer padded queries",
             bar=least(1.0),
         )
     for rows, tokens in ((16, 1024), (1, 8192)):
@@ -431,7 +431,7 @@ def _attention() -> Iterator[Figure]:
             where={"what": "packed", "ratio": "pallas / cudnn", "rows": rows, "tokens": tokens},
             among="ratios",
             expected=lambda _: cards.ATTENTION_OF_PRODUCT / cards.CUDNN_OF_PRODUCT,
-            how="Triton's kernels against Hopper's own instructions",
+            how="0.40 / 0.60 of products, assumed",
             bar=least(0.70),
         )
 
@@ -447,6 +447,6 @@ def _torch() -> Iterator[Figure]:
             where={"dtype": "bfloat16"},
             among="ratios",
             expected=lambda _: 1.1,
-            how="torch keeps its logits in bfloat16, but leaves fusions to its users",
+            how="fusions",
             bar=least(1.0),
         )

@@ -215,7 +215,9 @@ def test_bars_on_speed_are_for_gpus_and_a_missing_value_meets_none():
 
 def test_what_is_expected_stands_in_the_docs():
     file = ROOT / "docs" / "benchmarks" / "expected-gpu.md"
-    assert file.read_text(encoding="utf-8") == page.expected_page(), "python scripts/gpu_battery.py --expected > it"
+    text = page.expected_page()
+    assert file.read_text(encoding="utf-8") == text, "python scripts/gpu_battery.py --expected > it"
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_every_figure_has_its_part_and_an_expectation():
@@ -271,3 +273,24 @@ def test_all_of_it_on_a_cpu_with_tiny_shapes(tmp_path: Path):
 
 NEEDS_A_GPU = {"mfu_datasheet", "both"}
 """Keys without a value on a CPU: it has no datasheet and no cuDNN."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "chosen"), [("kernels", ""), ("train", "float32 or embedding"), ("rollout", "share_a_device")]
+)
+def test_tests_marked_gpu_pass_with_their_kernels_as_plain_jax(folder: str, chosen: str):
+    """Nothing but the device is missing; the others of the rollout take minutes (`-m gpu --interpret`)."""
+    file = ROOT / "tests" / folder / "test_gpu.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--interpret", str(file), "-k", chosen]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
