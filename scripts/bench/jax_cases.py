@@ -146,7 +146,8 @@ def train_config(spec: TrainSpec) -> Config:
         actor["logprob_chunk_tokens"] = spec.chunk
     data = {"max_prompt_length": spec.tokens - spec.response, "max_response_length": spec.response}
     data["train_batch_size"] = spec.rows * spec.microbatches
-    return from_mapping({"model": {"path": spec.model.name}, "data": data, "rollout": {"n": 1}, "actor": actor})
+    single = {"rollout": {"n": 1}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}  # samples are not compared
+    return from_mapping({"model": {"path": spec.model.name}, "data": data, "actor": actor, **single})
 
 
 def _batch(spec: TrainSpec, vocab_size: int) -> TrainBatch:
