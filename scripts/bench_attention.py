@@ -5,8 +5,10 @@
     python scripts/bench_attention.py --what packed --packed 16x1024 1x8192 [--segments 1] [--json]
 
 Paged: one query a row over `context` cached positions in scattered blocks of 16, several pools in turn, so that no
-cache holds the keys. Cases: `jaxrl`, our kernel (`kernels/paged_pallas.py`); `jnp`, the reference; `jax-N`, JAX's own
-kernel (`jax.experimental.pallas.ops.gpu.paged_attention`) with N parts of a context.
+cache holds the keys. Cases: `jaxrl`, what a decode step on a GPU runs (`kernels/decode_pallas.py`), rotary embedding
+and the writes of new keys and values included; and attention alone: `paged`, our kernel for any number of queries
+(`kernels/paged_pallas.py`); `jnp`, the reference; `jax-N`, JAX's own kernel
+(`jax.experimental.pallas.ops.gpu.paged_attention`) with N parts of a context.
 
 - of copy: bytes of keys and values / seconds / measured copy.
 
@@ -41,6 +43,7 @@ from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
 from jaxrl.kernels import packed, reference
 from jaxrl.kernels.attention import PackedAttention
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import rope_tables
 
 BLOCK = 16
 QUICK = {"rows": [2], "contexts": [64], "packed": ["1x64"], "repetitions": 2, "dtypes": ["float32"]}
@@ -198,28 +201,80 @@ def _kv_bytes(config: ModelConfig, point: dict[str, Any]) -> int:
     return point["rows"] * point["context"] * each
 
 
+class Pools:
+    """Several layers' keys and values, [K, N, P, D] each, and the rows that read them."""
+
+    def __init__(self, config: ModelConfig, point: dict[str, Any], count: int) -> None:
+        rows, context, dtype = point["rows"], point["context"], point["dtype"]
+        width = -(-context // BLOCK)
+        shape = (config.num_kv_heads, rows * width + 1, BLOCK, config.head_dim)
+        self.keys, self.values = ([random_array(shape, dtype, 2 * i + j) for i in range(count)] for j in (0, 1))
+        self.q = random_array((rows, 1, config.num_heads, config.head_dim), dtype, 2 * count)
+        blocks = np.random.default_rng(0).permutation(rows * width) + 1
+        self.tables = jnp.asarray(blocks.reshape(rows, width), jnp.int32)
+        self.positions = jnp.full((rows, 1), context - 1, jnp.int32)
+
+
 def paged_cases(
     place: Place, point: dict[str, Any], num_pools: int | None
 ) -> dict[str, Callable[[], Callable[[], Values]]]:
     """By name, what makes a case: a function of no arguments that times one call."""
-    config, rows, context, dtype = place.config, point["rows"], point["context"], point["dtype"]
-    width = -(-context // BLOCK)
-    pools = num_pools or int(max(2, min(12, ENOUGH_BYTES // _kv_bytes(config, point))))
-    shape = (config.num_kv_heads, rows * width + 1, BLOCK, config.head_dim)
-    keys, values = ([random_array(shape, dtype, 2 * i + j) for i in range(pools)] for j in (0, 1))
-    q = random_array((rows, 1, config.num_heads, config.head_dim), dtype, 2 * pools)
-    blocks = np.random.default_rng(0).permutation(rows * width) + 1
-    tables = jnp.asarray(blocks.reshape(rows, width), jnp.int32)
-    positions = jnp.full((rows, 1), context - 1, jnp.int32)
+    config = place.config
+    count = num_pools or int(max(2, min(12, ENOUGH_BYTES // _kv_bytes(config, point))))
+    pools = Pools(config, point, count)
 
     def case(one: Paged) -> Callable[[], Values]:
         run = jax.jit(lambda q, ks, vs, t, p: [one(q, k, v, t, p) for k, v in zip(ks, vs, strict=True)])
-        return lambda: {"seconds": queued_s(lambda: run(q, keys, values, tables, positions), tries=3) / pools}
 
-    made = {"jaxrl": lambda: case(_ours(place)), "jnp": lambda: case(reference.paged_attention)}
+        def call() -> Any:
+            return run(pools.q, pools.keys, pools.values, pools.tables, pools.positions)
+
+        return lambda: {"seconds": queued_s(call, tries=3) / count}
+
+    def decode_case() -> Callable[[], Values]:
+        call = _decode_step(place, pools)
+        return lambda: {"seconds": queued_s(call, tries=3) / count}
+
+    made: dict[str, Callable[[], Callable[[], Values]]] = {
+        "jaxrl": decode_case,
+        "paged": lambda: case(_ours(place)),
+        "jnp": lambda: case(reference.paged_attention),
+    }
+    width = pools.tables.shape[1]
     for splits in SPLITS:
         made[f"jax-{splits}"] = lambda splits=splits: case(_jax_paged(place, width, splits))
     return made
+
+
+def _decode_step(place: Place, pools: Pools) -> Callable[[], list[jax.Array]]:
+    """Attention of one token of every row in each layer, from the layer's product on; the pools are replaced."""
+    place.need_kernels()
+    from jaxrl.kernels import decode_pallas
+
+    config, dtype, rows = place.config, pools.q.dtype, pools.q.shape[0]
+    slab = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
+    qkv = random_array((1, rows, *slab), "float32", 1)
+    bias = random_array(slab, dtype, 2) if config.qkv_bias else None
+    ones = jnp.ones((config.head_dim,), dtype)
+    norms = decode_pallas.HeadNorms(ones, ones) if config.qk_norm else None
+    at = pools.positions[:, 0]
+
+    def step(keys: list[jax.Array], values: list[jax.Array], qkv: jax.Array, tables: jax.Array, at: jax.Array) -> Any:
+        cos, sin = rope_tables(at, config, jnp.float32)
+        layers = []
+        for k, v in zip(keys, values, strict=True):
+            how = {"eps": config.rms_norm_eps, "interpret": place.interpret}
+            layers.append(decode_pallas.decode_attention(qkv, bias, norms, cos, sin, k, v, tables, at, **how))
+        outs, keys, values = zip(*layers, strict=True)
+        return list(outs), list(keys), list(values)
+
+    run = jax.jit(step, donate_argnums=(0, 1))
+
+    def call() -> list[jax.Array]:
+        outs, pools.keys, pools.values = run(pools.keys, pools.values, qkv, pools.tables, at)
+        return outs
+
+    return call
 
 
 def _ours(place: Place) -> Paged:

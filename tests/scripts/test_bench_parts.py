@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -9,13 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from bench import costs, records, step_case, trl_case, worker  # noqa: E402
-from bench.ceilings import Ceilings, measure_ceilings  # noqa: E402
+import bench_ceilings  # noqa: E402
+from bench import ceilings, costs, profiles, records, step_case, trl_case, worker  # noqa: E402
+from bench.ceilings import measure_ceilings  # noqa: E402
 from bench.measure import Bench, Gauge, Run, keep, summarise, verdict  # noqa: E402
 
 from jaxrl.models.shapes import named_shape  # noqa: E402
@@ -108,13 +112,120 @@ def test_a_blink_does_not_lower_a_gauge(monkeypatch: pytest.MonkeyPatch):
 
 def test_ceilings_are_positive_and_the_best_of_both():
     found = measure_ceilings(quick=True)
-    assert found.bandwidth > 0
-    assert set(found.flops) == {"float32", "bfloat16"}
-    # what float32 reaches, work in bfloat16 may use
-    assert 0 < found.flops["float32"] <= found.flops["bfloat16"]
-    better = found.best(Ceilings(2 * found.bandwidth, {"float32": 0.5 * found.flops["float32"]}))
-    assert better.bandwidth == 2 * found.bandwidth
+    assert found.copy > 0
+    assert found.read > 0
+    assert found.bandwidth == max(found.copy, found.read)
+    assert set(found.flops) == {"float32_full", "float32", "bfloat16"}
+    # what a wider product reaches, a narrower one may use
+    assert 0 < found.flops["float32_full"] <= found.flops["float32"] <= found.flops["bfloat16"]
+    lower = {name: 0.5 * value for name, value in found.flops.items()}
+    better = found.best(ceilings.Ceilings(2 * found.copy, 0.5 * found.read, lower))
+    assert (better.copy, better.read) == (2 * found.copy, found.read)
     assert better.flops == found.flops
+    assert found.nominal is None
+    assert found.record()["datasheet"] is None
+    assert found.of_datasheet(bytes_per_s=1.0) is None
+
+
+def test_shares_of_a_data_sheet():
+    sheet = ceilings.datasheet("NVIDIA H100 80GB HBM3")
+    assert sheet is not None
+    assert ceilings.datasheet("NVIDIA H100 PCIe") is None, "another card, of other rates"
+    two = ceilings.Ceilings(6e12, 6.7e12, {"bfloat16": 1.2e15, "float32": 6e14}, sheet, devices=2)
+    shares = {name: share for name, _, _, share in two.table()}
+    assert shares["copy"] == pytest.approx(6e12 / (2 * 3.35e12))
+    assert shares["bfloat16"] == pytest.approx(1.2e15 / (2 * 989.4e12))
+    assert shares["float32"] is None, "the sheet's figure is for bfloat16"
+    record = two.record()
+    assert record["bandwidth_bytes_per_s"] == 6.7e12
+    assert record["datasheet"]["bandwidth_bytes_per_s"] == 2 * 3.35e12
+
+
+def test_ceilings_are_measured_on_random_data():
+    a, b = (ceilings.random_array((64, 64), "bfloat16", seed) for seed in (0, 1))
+    assert len(set(a.astype("float32").reshape(-1).tolist())) > 100
+    assert not bool((a == b).all())
+
+
+def test_calls_are_queued_and_waited_for_once(monkeypatch):
+    """Each try waits once, however many calls it has; a call that takes long is queued alone."""
+    waits: list[int] = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waits.append(x) or x)
+    calls = itertools.count(1)
+    ceilings.queued_s(lambda: next(calls), tries=3, at_least_s=100)
+    assert waits == [1, 2, *(2 + ceilings.MOST_QUEUED * i for i in (1, 2, 3))]
+
+    def slow() -> int:
+        time.sleep(0.02)
+        return next(calls)
+
+    waits.clear()
+    assert ceilings.queued_s(slow, tries=2, at_least_s=0.01) >= 0.02
+    assert len(waits) == 4
+
+
+def test_thin_products_are_those_of_a_decode_step():
+    config = named_shape("tiny")
+    sizes = bench_ceilings.products(config)
+    layers = sum(inner * outer for name, (inner, outer) in sizes.items() if name != "head")
+    assert config.num_layers * layers == costs.layer_matrices(config)
+    assert sizes["head"][0] * sizes["head"][1] == costs.head_entries(config)
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+GPU_TRACE = """
+planes {
+  id: 1 name: "/host:CPU"
+  lines { name: "python" events { metadata_id: 1 offset_ps: 0 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "submit" } }
+}
+planes {
+  id: 2 name: "/device:GPU:0"
+  lines {
+    name: "Stream #14(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 2000000 }
+    events { metadata_id: 2 offset_ps: 2000000 duration_ps: 3000000 }
+    events { metadata_id: 3 offset_ps: 5000000 duration_ps: 1000000 }
+  }
+  lines { name: "Stream #15(MemcpyD2H)" events { metadata_id: 4 offset_ps: 0 duration_ps: 500000 } }
+  lines { name: "XLA Modules" events { metadata_id: 5 offset_ps: 0 duration_ps: 6000000 } }
+  event_metadata { key: 1 value { id: 1 name: "_attend_kernel" } }
+  event_metadata { key: 2 value { id: 2 name: "gemm_fusion_dot_7" } }
+  event_metadata { key: 3 value { id: 3 name: "gemm_fusion_dot_9_1" } }
+  event_metadata { key: 4 value { id: 4 name: "MemcpyD2H" } }
+  event_metadata { key: 5 value { id: 5 name: "jit_decode" } }
+}
+"""
+
+
+def test_a_gpu_trace_counts_each_kernel_once():
+    """The lines of modules and of the host repeat the time that the streams have."""
+    found = profiles.summary(profiles.events(jax.profiler.ProfileData.from_text_proto(GPU_TRACE)))
+    assert found["kernels_s"] == pytest.approx(6.5e-6)
+    assert found["launches"] == 4
+    assert {name: each["launches"] for name, each in found["groups"].items()} == {
+        "products": 2,
+        "attention": 1,
+        "copies": 1,
+    }
+    assert found["groups"]["products"]["seconds"] == pytest.approx(4e-6)
+    assert found["top"][0] == {"name": "gemm_fusion_dot", "seconds": pytest.approx(4e-6), "launches": 2}
+    text = profiles.table(found, per=2)
+    assert "[products]" in text
+    assert "0.002" in text
+
+
+def test_a_cpu_trace_counts_what_is_inside_a_loop_once():
+    side, turns = 256, 3
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, turns, lambda _, x: jnp.tanh(x @ x), x))
+    x = jnp.ones((side, side))
+    jax.block_until_ready(step(x))
+    found = profiles.during(lambda: jax.block_until_ready(step(x)))
+    assert found["groups"]["products"]["launches"] == turns
+    assert 0 < found["kernels_s"] <= found["wall_s"] * records.num_cores()
+    named = {each["name"]: each for each in found["top"]}
+    assert named["while"]["seconds"] < 0.5 * found["kernels_s"], "the loop's own time, without its body's"
 
 
 def test_records_round_trip(tmp_path, monkeypatch):
