@@ -87,6 +87,12 @@ class CompiledPrograms:
                 found.set_exception(error)
         return found.result()
 
+    def complete(self) -> None:
+        """Until every shape is compiled: compiles here what no other thread has begun, and waits for the others."""
+        for shape in self.shapes():
+            self.program(shape)
+        self.is_warm = True
+
     @property
     def compiled_shapes(self) -> list[Any]:
         """The shapes whose programs have been compiled, or are about to be."""

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,9 +54,10 @@ from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
+from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.steps import find_step, whole_step
-from jaxrl.types import RunFailed
+from jaxrl.types import Group, RunFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Run:
     def __init__(self, start: Start) -> None:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
         self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
+        self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         if self.config.trainer.init_from:
@@ -294,7 +297,7 @@ class Run:
             backend,
             self.trainer,
             timeline,
-            Hooks(record.on_phase, record.on_step, record.on_eval, save, self.stop, self.watchdog.beat),
+            Hooks(record.on_phase, partial(self._stepped, record), record.on_eval, save, self.stop, self.watchdog.beat),
             rule=self.rule,
             stop_token_ids=stop_ids(self.tokenizer, self.model.eos_token_ids),
             total_steps=self.total_steps,
@@ -302,6 +305,11 @@ class Run:
             together=overlap,
         )
         return loop, backend, layouts
+
+    def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+        record.on_step(step, measured, groups)
+        while self.beside:  # what is left when a step has ended would only slow the next one
+            self.beside.pop().complete()
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""
@@ -347,3 +355,4 @@ class Run:
         others = [tp for tp in layout_degrees(self.config, self.layout.mesh.size) if tp != executor.tp]
         if later or others:
             stack.enter_context(closing(executor.compile_ahead(others, later)))
+        self.beside = later
