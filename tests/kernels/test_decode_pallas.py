@@ -104,7 +104,9 @@ def test_the_kernel_is_the_separate_operations(heads, kv_heads, dim, dtype, bias
     out, k, v = run(arguments, parts)
     active = np.asarray(arguments["positions_R"]) >= 0
     expected = [np.asarray(x, np.float32) for x in separate(**arguments)]
-    np.testing.assert_allclose(out[active], expected[0][active], rtol=0, atol=TOLERANCE[dtype])
+    # outputs are larger than one here: a unit in bfloat16's last place is up to 2^-7 of them
+    rtol = 1e-2 if dtype == "bfloat16" else 0
+    np.testing.assert_allclose(out[active], expected[0][active], rtol=rtol, atol=TOLERANCE[dtype])
     assert (out[~active] == 0).all()
     for pool, want, before in zip((k, v), expected[1:], (arguments["k_KNPD"], arguments["v_KNPD"]), strict=True):
         np.testing.assert_allclose(pool[:, 1:], want[:, 1:], rtol=2e-2 if dtype == "bfloat16" else 1e-5, atol=1e-5)
