@@ -228,7 +228,7 @@ def _add_explanations(command: _Command) -> None:
     explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
     explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
     gib = number(0, 100_000)
-    explain.add_argument("--device-gib", type=gib, default=0.0, help="memory per device (0: what it says)")
+    explain.add_argument("--device-gib", type=gib, default=0.0, help="GiB that JAX has of each (0: what it says)")
 
     layout = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
     source = layout.add_mutually_exclusive_group(required=True)

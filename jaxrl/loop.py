@@ -48,6 +48,7 @@ from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
 _SKIPPED = "actor/skipped_updates"
+_COUNTED = (_SKIPPED, "actor/recompiles")  # of the updates of a step; all else is their mean
 _STOP = "a stop was asked for"
 UPDATE_PHASES = ("old_log_prob", "ref", "adv", "update_actor")
 A = TypeVar("A")
@@ -391,12 +392,11 @@ class Loop:
             batch.advantages = advantages.compute(groups, algorithm, policy, batch.ref_logprobs, batch.loss_masks)
         with self._phase("update_actor", track):
             updates = self._update(groups, batch)
-        measured = {name: float(np.mean([update[name] for update in updates])) for name in updates[-1]}
+        values = {name: [update[name] for update in updates] for name in updates[-1]}
+        measured = {name: float((np.sum if name in _COUNTED else np.mean)(each)) for name, each in values.items()}
         if _SKIPPED in measured:  # a simulated trainer skips nothing
-            measured[_SKIPPED] = sum(update[_SKIPPED] for update in updates)
             self._failing = self._alarms.updated(step, len(updates), int(measured[_SKIPPED]), measured, batch)
-        values = np.concatenate(batch.advantages)
-        return batch, measured | numbers.spread("critic/advantages", values)
+        return batch, measured | numbers.spread("critic/advantages", np.concatenate(batch.advantages))
 
     def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
         """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless

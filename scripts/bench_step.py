@@ -14,6 +14,8 @@ Every case lives in a process of its own and runs one step when it is asked to: 
 - tokens/s: response tokens / seconds of the whole step.
 - of bandwidth, of FLOP/s (jaxrl): the mean decode step's bytes per second, as if the phase `gen` were nothing but
   decode steps, and the operations of forward and backward per second of the phase `update_actor`, over the ceilings.
+- warm-up (jaxrl): seconds of compiling the rollout's programs; with --fresh-cache, which begins with an empty
+  compilation cache, once *cold*, in a process that ends then, and once more from the cache that it left.
 - peak: the most that the process ever held; and the same less what it held before the model was built (on GPUs, TRL's
   is what torch allocated on the device).
 
@@ -24,9 +26,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--new", type=int, default=64, help="tokens of a response (64)")
     made.add_argument("--warmup", type=int, default=2, help="steps of each case before the timed ones (2)")
     made.add_argument("--remat", choices=["none", "dots", "full"], default="dots", help="actor.remat of jaxrl (dots)")
+    made.add_argument(
+        "--train-tokens", type=int, default=0, help="the most tokens of a microbatch of the update (0: all in one)"
+    )
+    made.add_argument("--fresh-cache", action="store_true", help="begin with an empty compilation cache; see warm-up")
     made.add_argument("--without-trl", action="store_true", help="leave TRL out")
     return made
 
@@ -68,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = records.parse(parser(), arguments, QUICK, ("prompts", "samples", "prompt_tokens", "new", "warmup"))
         if options.samples < 2:
             raise ValueError(f"--samples ({options.samples}) must be at least 2: GRPO compares a prompt's responses")
+        if options.train_tokens < 0:
+            raise ValueError(f"--train-tokens ({options.train_tokens}) must be at least 0")
         record = _run(options, records.command(arguments))
     except ValueError as error:
         print(f"bench_step: {error}", file=sys.stderr)
@@ -88,14 +97,22 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     head = records.header("step", device, used, called)
     records.print_header(head, say)
     bench = Bench(Gauge() if device["platform"] == "cpu" else None, say)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as cache:
         cases = _cases(options, model, device, Path(folder), with_trl)
         infos: dict[str, Any] = {}
+        cold: dict[str, float] = {}
+        if options.fresh_cache:
+            cache.enter_context(_empty_cache(Path(folder) / "cache"))
+            cold = {
+                label: once(label, step_case.run, spec)["warm_up_s"]
+                for label, (_, spec) in cases.items()
+                if label.startswith("jaxrl")
+            }
         with contextlib.ExitStack() as stack:
             workers: dict[str, Worker] = {}
             for label, (work, spec) in cases.items():
                 worker = workers[label] = stack.enter_context(Worker(label, work, spec))
-                infos[label] = worker.info
+                infos[label] = worker.info | ({"cold_warm_up_s": cold[label]} if label in cold else {})
                 for _ in range(options.warmup):
                     worker()
                 say(f"{label}: ready")
@@ -109,6 +126,23 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     kept, dropped = bench.counts()
     shape = {"model": model.name, "devices": options.devices}
     return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
+
+
+@contextlib.contextmanager
+def _empty_cache(folder: Path) -> Iterator[None]:
+    """An empty compilation cache for the processes of the cases, instead of the one that they would have."""
+    folder.mkdir()
+    changed = {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _trl_fits(options: argparse.Namespace, platform: str) -> bool:
@@ -152,6 +186,7 @@ def _cases(
             prompt_tokens=options.prompt_tokens,
             new=options.new,
             remat=options.remat,
+            train_tokens=options.train_tokens,
             lr=LR,
             # the weights' seed too, and an export of random weights has seed 0
             seed=0 if model.shape else options.seed,
@@ -191,7 +226,9 @@ def _results(
             ratios[dtype] = {"trl_over_jaxrl": ratio, "disturbed": disturbed}
             print(f"TRL / jaxrl, seconds of a step, {dtype}: {ratio:.3f}{'  DISTURBED' if disturbed else ''}")
     allowed = MAX_RESIDUAL_OF_A_TRIAL if options.quick else MAX_RESIDUAL
-    sizes = {name: getattr(options, name) for name in ("prompts", "samples", "prompt_tokens", "new", "remat")}
+    sizes = {
+        name: getattr(options, name) for name in ("prompts", "samples", "prompt_tokens", "new", "remat", "train_tokens")
+    }
     return sizes | {"cases": cases, "ratios": ratios, "broken_promises": _broken(cases, allowed)}
 
 
@@ -221,6 +258,7 @@ def _fractions(
     read += costs.decode_kv_bytes(config, rows, round(prompt), options.new, itemsize)
     flops = costs.train_flops(config, rows, round(prompt) + options.new, options.new)
     return {
+        "gen_and_update_share": (case["timing_s/gen"] + case["timing_s/update_actor"]) / case["seconds"],
         "gen_bandwidth_fraction": read / step_s / ceilings.bandwidth,
         "update_mfu": flops / case["timing_s/update_actor"] / ceilings.flops[dtype],
     }
@@ -237,6 +275,8 @@ def _print_case(case: Mapping[str, Any]) -> None:
     phases = {name: value for name, value in case.items() if name.startswith("timing_s/") and name != "timing_s/step"}
     for name, value in phases.items():
         print(f"  {name:<26}{value:>9.3f} s{value / case['seconds']:>8.1%}")
+    cold = f"{case['cold_warm_up_s']:.1f} s cold, " if "cold_warm_up_s" in case else ""
+    print(f"  warm-up of {case['programs']} programs: {cold}{case['warm_up_s']:.1f} s")
     print(
         f"  residual {case['residual_share']:.2%}, recompiles {case['recompiles']:.0f}, gen at "
         f"{case['gen_bandwidth_fraction']:.1%} of bandwidth, update_actor at {case['update_mfu']:.1%} of FLOP/s"

@@ -22,13 +22,17 @@ DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[2] / "
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption(
+        "--interpret", action="store_true", help="run tests marked gpu on a CPU, their kernels as plain JAX"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
-        if "gpu" in item.keywords and os.environ["JAX_PLATFORMS"] == "cpu":
+        no_gpu = os.environ["JAX_PLATFORMS"] == "cpu" and not config.getoption("--interpret")
+        if "gpu" in item.keywords and no_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with JAX_PLATFORMS=cuda"))
 
 

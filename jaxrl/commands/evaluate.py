@@ -36,6 +36,7 @@ from jaxrl.runtime.build import (
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
+    share_notes,
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
@@ -78,6 +79,7 @@ def evaluate(
     config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
+    said += share_notes(config, mesh.devices.ravel().tolist())
     tokenizer, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
     if place is not None:

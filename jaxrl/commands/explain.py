@@ -19,9 +19,9 @@ from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.build import bytes_each, device_bytes, prepare_jax
+from jaxrl.runtime.build import bytes_each, device_bytes, memory_share, prepare_jax, share_notes
 from jaxrl.runtime.degree import planned_degree
-from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, memory_problem, row_tokens
+from jaxrl.runtime.memory import MemoryPlan, full_microbatch, in_bytes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batch_rule
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
@@ -42,8 +42,8 @@ class Counts:
     update_max_tokens: int
     updates_per_step: int
     microbatch_device_tokens: int
-    microbatch_device_rows: int  # rows of the longest length; each holds one sample or several short ones
-    microbatch_rows: int  # over all devices
+    microbatch_device_samples: int  # of the longest length, each with a prompt of its own
+    microbatch_samples: int  # over all devices
     update_max_microbatches: int
     rollout_rows: int  # samples that decode at once, over all dp groups
     evaluation_samples: int
@@ -63,6 +63,7 @@ class Explanation:
     counts: Counts
     memory: MemoryPlan
     warnings: tuple[str, ...]
+    share: float | None = None  # of a device's memory, that JAX is given; None: not known, or all
 
     def __str__(self) -> str:
         return render(self)
@@ -87,7 +88,8 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     each = memory or (bytes_each(devices, num_devices) if devices else None)
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
     notes = (said, f"a run is refused: {too_large}" if too_large else "")
-    return replace(explained, warnings=(*filter(None, notes), *explained.warnings))
+    warnings = (*filter(None, notes), *explained.warnings, *(share_notes(config, devices) if devices else ()))
+    return replace(explained, share=memory_share(platform), warnings=warnings)
 
 
 def explain(
@@ -107,7 +109,7 @@ def explain(
     """
     dp, tp = _layout(config, num_devices)
     memory = memory_plan(config, model_config, num_devices, device_bytes, platform)
-    counts = _counts(config, num_devices, num_prompts)
+    counts = _counts(config, model_config, num_devices, num_prompts, platform)
     return Explanation(
         num_params=model_config.num_params(),
         num_devices=num_devices,
@@ -131,15 +133,18 @@ def _layout(config: Config, num_devices: int) -> tuple[int, int]:
     return (own or num_devices) // tp, tp
 
 
-def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts:
+def _counts(
+    config: Config, model_config: ModelConfig, num_devices: int, num_prompts: int | None, platform: str
+) -> Counts:
     data, n = config.data, config.rollout.n
     prompts, mini = data.train_batch_size, config.mini_batch_prompts
     if num_prompts is None and data.task:
         num_prompts = data.task_size
-    device_rows = max(config.actor.ppo_max_token_len_per_gpu // row_tokens(config), 1)
+    training = num_devices - config.rollout.num_devices
+    full = full_microbatch(config, model_config, training, platform)
+    device_samples = full.rows * (full.length // config.max_model_length)
     evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
     dp, _ = _layout(config, num_devices)
-    training = num_devices - config.rollout.num_devices
     launched_prompts, launched_samples = batch_rule(config).max_under_way
     return Counts(
         step_prompts=prompts,
@@ -152,10 +157,10 @@ def _counts(config: Config, num_devices: int, num_prompts: int | None) -> Counts
         update_samples=mini * n,
         update_max_tokens=mini * n * config.max_model_length,
         updates_per_step=prompts // mini * config.actor.ppo_epochs,
-        microbatch_device_tokens=config.actor.ppo_max_token_len_per_gpu,
-        microbatch_device_rows=device_rows,
-        microbatch_rows=device_rows * training,
-        update_max_microbatches=-(-mini * n // (device_rows * training)),
+        microbatch_device_tokens=full.tokens,
+        microbatch_device_samples=device_samples,
+        microbatch_samples=device_samples * training,
+        update_max_microbatches=-(-mini * n // (device_samples * training)),
         rollout_rows=config.rollout.max_num_seqs * dp,
         evaluation_samples=evaluated * config.rollout.val_kwargs.n,
         epoch_prompts=num_prompts,
@@ -213,7 +218,7 @@ def render(e: Explanation) -> str:
             (
                 "a microbatch, per device",
                 "",
-                f"{c.microbatch_device_rows:,} or more",
+                f"{c.microbatch_device_samples:,} or more",
                 f"{c.microbatch_device_tokens:,}",
             ),
             ("rows that decode at once", "", f"{c.rollout_rows:,}", ""),
@@ -226,9 +231,11 @@ def render(e: Explanation) -> str:
         "",
         "memory per device",
         *_memory_table(m),
+        *_share_line(e),
         "",
         f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
         f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
+        f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
         *(f"note: {text}" for text in e.warnings),
     ]
     return "\n".join(line.rstrip() for line in lines)
@@ -252,6 +259,14 @@ def _memory_table(m: MemoryPlan) -> list[str]:
     if m.device_bytes is not None:
         rows.append(("of", in_bytes(m.device_bytes), in_bytes(m.device_bytes)))
     return _table(*rows)
+
+
+def _share_line(e: Explanation) -> list[str]:
+    if e.share is None:
+        return []
+    size = e.memory.device_bytes
+    of = "" if size is None else f": {in_bytes(size)} of about {in_bytes(size / e.share)}"
+    return [f"JAX is given {e.share:g} of a GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION){of}"]
 
 
 def _table(*rows: tuple[str, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.disk import is_full, reason
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
-from jaxrl.record.run_dir import RunDir
+from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
@@ -37,8 +37,10 @@ from jaxrl.runtime.build import (
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
+    retuning_note,
+    share_notes,
     use_compilation_cache,
-    with_planned_remat,
+    with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.layout_session import LayoutSession
@@ -91,7 +93,7 @@ class Run:
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
-        trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
+        trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
         self._checkpoints()
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
@@ -128,6 +130,7 @@ class Run:
         self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
         rollout_mesh = make_mesh(self.devices[-own:]) if own else self.mesh
         config = with_degree(config, rollout_mesh, self.said.append, start.earlier)
+        self.said += share_notes(config, rollout_mesh.devices.ravel().tolist())
         self.layout = Layout(rollout_mesh, config.rollout.tp)
         return config
 
@@ -150,6 +153,8 @@ class Run:
         self.trainer = Trainer(
             trained, self.model, params, self.mesh, total_updates=updates, on_progress=self.watchdog.beat
         )
+        if note := self.trainer.programs.packed_attention.note:
+            self.said.append(note)
 
     def _find_checkpoint(self) -> Checkpointer:
         """The run's checkpoints, of which the newest whole one is known. Nothing is written."""
@@ -230,12 +235,16 @@ class Run:
         }
         self.watchdog.beat("opening what trainer.logger names")
         record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
+        cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
         with self.stop.held():
             newest = self.step if self.resuming else None
             self.run_dir.record_start(self.config, described, self.step, checkpoint=newest)
             self.store.tidy()
             record.begin()
-        use_compilation_cache(self.config)
+        cache = use_compilation_cache(self.config)
+        note = retuning_note(cache_before, cache, self.devices[0].platform) if self.resuming else None
+        self.run_dir.record_cache(cache, note)
+        self.said += [] if note is None else [note]
         if self.resuming:
             self.said += self.run_dir.resuming(self.changes, self.step, self.total_steps)
         for line in self.said:
@@ -314,21 +323,27 @@ class Run:
         loop.load_host_state(self.host_state)
 
     def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:
-        """Compiles the rollout's programs, and begins with those of other layouts."""
-        executor = self.executor
+        """Compiles the rollout's programs, and begins with the update's and those of other layouts.
+
+        For GPUs the update's are compiled here as well: compiling tries kernels on the device and takes the fastest,
+        and a rollout beside it would disturb what is measured. On a CPU nothing is measured, and the first rollout
+        does not wait.
+        """
+        executor, update = self.executor, [self.trainer.programs]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()
+        now, later = ([], update) if self.devices[0].platform == "cpu" else (update, [])
 
         def progress(done: int, total: int) -> None:
             record.beat()
-            record.view.phase(f"compiling rollout programs {done}/{total}")
+            record.view.phase(f"compiling programs {done}/{total}")
 
         assert record.timeline is not None, "only a simulated run goes without"
         with record.timeline.span("loop", "compile"):
             backend.enter_rollout(self.step)
-            count = executor.warm_up(progress)
-        record.view.message(f"{count} rollout programs ready in {time.monotonic() - began:.0f} s")
+            count = executor.warm_up(progress, now)
+        record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
         others = [tp for tp in layout_degrees(self.config, self.layout.mesh.size) if tp != executor.tp]
-        if others:
-            stack.enter_context(closing(executor.compile_ahead(others)))
+        if later or others:
+            stack.enter_context(closing(executor.compile_ahead(others, later)))

@@ -151,9 +151,16 @@ class RolloutSection:
         int, Ge(0), "KV blocks per dp group; 0: what the memory leaves, at most what rollout.max_num_seqs can use."
     ] = 0
     memory_fraction: Annotated[
-        float, Interval(gt=0, le=1), "Share of a device's memory for weights and KV pool together."
+        float,
+        Interval(gt=0, le=1),
+        "Share of the memory that JAX was given on a device, for weights and KV pool together. Of a GPU, JAX is given "
+        "0.75 unless the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.",
     ] = 0.85
-    warmup: Annotated[bool, "Compile every shape before the first step."] = True
+    warmup: Annotated[
+        bool,
+        "Compile every program before it is needed: the rollout's before the first step, the update's then as well, or "
+        "on CPUs beside the first rollout.",
+    ] = True
     max_active_requests: Annotated[int, Ge(0), "The most samples under way at once, with any rule; 0: no limit."] = 0
     stale_tokens: Annotated[
         Literal["recorded", "recompute", "mask"],

@@ -154,10 +154,18 @@ class RunDir:
 
     def record_checkpoint(self, step: int) -> None:
         """Notes in run.json that checkpoint `step` is complete: a start that finds none can tell that it was lost."""
+        self._add_to_record({"checkpoint": step})
+
+    def record_cache(self, name: str, note: str | None) -> None:
+        """Notes in run.json which compilation cache this start uses, and what was said of it, if anything."""
+        self._add_to_record({"compilation_cache": name}, {} if note is None else {"note": note})
+
+    def _add_to_record(self, more: Mapping[str, Any], of_start: Mapping[str, Any] | None = None) -> None:
         file = self.file(RUN_FILE)
         with reading(file):
             record = json.loads(file.read_text(encoding="utf-8"))
-        self._write_record(record | {"checkpoint": step})
+        record["starts"][-1] |= of_start or {}
+        self._write_record(record | dict(more))
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         """A checkpoint is on the disk before it is told of here; this must not be lost or cut where power fails."""
@@ -207,6 +215,8 @@ def _fault(found: Any) -> str | None:
         return "starts must be a list of objects, with whole numbers as from_step"
     if not isinstance(newest, int | None):
         return "checkpoint must be a step or null"
+    if not isinstance(found.get("compilation_cache"), str | None):
+        return "compilation_cache must be a name or null"
     return None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 from jaxrl.kernels.gathered import WindowTiles, window_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.layout_programs import CompileAhead, ExecutorConfig, LayoutPrograms, bucket
+from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
@@ -40,6 +41,7 @@ from jaxrl.scheduling.tokens.plan import (
     Ticket,
 )
 from jaxrl.sharding import kv_migration, reshard
+from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, compile_threads
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
 
@@ -92,7 +94,6 @@ class MeshExecutor:
         self._mesh = layout.mesh
         self._weights = weights
         self._layouts: dict[int, LayoutPrograms] = {}
-        self._ahead: CompileAhead | None = None
         self._collected_s = 0.0
         self._params: Any = None
         self._pool: kv_cache.Pool | None = None
@@ -188,10 +189,11 @@ class MeshExecutor:
         """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
         return self._programs_at(tp).row_buckets
 
-    def compile_ahead(self, degrees: Iterable[int]) -> CompileAhead:
-        """Begins to compile these layouts' programs in the background; `switch` waits only for those that it needs."""
-        self._ahead = CompileAhead([self._programs_at(tp) for tp in degrees])
-        return self._ahead
+    def compile_ahead(self, degrees: Iterable[int], first: Sequence[CompiledPrograms] = ()) -> CompileAhead:
+        """Begins to compile in the background: the programs of `first`, then those of these layouts. On a CPU the
+        rollout needs the cores as well, and everywhere the host's work does: half of them compile."""
+        layouts = [self._programs_at(tp) for tp in degrees]
+        return CompileAhead([*first, *layouts], max(compile_threads() // 2, 1))
 
     def switch(self, move: Relayout) -> TimeTaken:
         """Goes over to another layout (`Engine.switch`); nothing may be in flight.
@@ -459,9 +461,13 @@ class MeshExecutor:
         """Every (program, rows, positions per row, table width) that a plan in this layout can need."""
         return self._now.shapes()
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Compiles every shape of this layout. Returns how many there are."""
-        return self._now.warm_up(progress)
+    def warm_up(
+        self, progress: Callable[[int, int], None] | None = None, first: Sequence[CompiledPrograms] = ()
+    ) -> int:
+        """Compiles the programs of `first` and every shape of this layout, several at a time; returns how many there
+        are. `progress` is called in this thread with (how many are ready, of how many)."""
+        with closing(CompileAhead([*first, self._now])) as ahead:
+            return ahead.wait(progress)
 
 
 def _place(items: Iterable[Any], num_groups: int) -> list[tuple[int, int, Any]]:

@@ -1,15 +1,13 @@
 """The compiled programs of one layout, by shape bucket, and the shapes and shardings that they are compiled for.
 
 Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Programs follow from the model, the
-layout and the sizes alone, so they can be compiled before a layout is in use, without weights or pools. `compile_ahead`
-does so in the background; a thread that needs a program meanwhile waits for that program only.
+layout and the sizes alone, so they can be compiled before a layout is in use, without weights or pools
+(`jaxrl.sharding.compiled`).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
 from jaxrl.scheduling.tokens.plan import Capacity
+from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
@@ -110,16 +109,16 @@ def bucket(value: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= value)
 
 
-class LayoutPrograms:
+class LayoutPrograms(CompiledPrograms):
     """Programs of one model on one layout, each compiled once.
 
     Attributes:
       capacity: what the layout offers; layout, config, model: what the programs were made for.
       cache_shape: of the KV pool. programs: their functions.
-      is_warm: all shapes are compiled; what is compiled later counts in `recompiles`.
     """
 
     def __init__(self, model: ModelConfig, layout: Layout, config: ExecutorConfig) -> None:
+        super().__init__()
         self.model, self.layout, self.config = model, layout, config
         sizes = config.sizes(layout.tp)
         self.capacity = Capacity(
@@ -146,10 +145,6 @@ class LayoutPrograms:
             config.block_size,
             self.dtype,
         )
-        self.is_warm = False
-        self.recompiles = 0
-        self._compiled: dict[Shape, Future[Any]] = {}
-        self._lock = threading.Lock()
         # Every bucket is a program to compile, so they are few where they would save little.
         widest, least = -(-config.max_length // config.block_size), -(-128 // config.block_size)
         # The longest row in equal tiles: rows that reach the limit, as they often do, are padded by next to nothing.
@@ -197,33 +192,6 @@ class LayoutPrograms:
             decode = [("decode", r, 1, width) for r in self.row_buckets for width in widths]
         return prefill + decode
 
-    def program(self, shape: Shape) -> Any:
-        """The compiled program of a shape; compiles it if no thread has."""
-        with self._lock:
-            found = self._compiled.get(shape)
-            is_mine = found is None
-            if found is None:
-                found = self._compiled[shape] = Future()
-                self.recompiles += self.is_warm
-        if is_mine:
-            try:
-                found.set_result(self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0])))
-            except BaseException as error:
-                with self._lock:
-                    del self._compiled[shape]  # the next caller tries again
-                found.set_exception(error)
-        return found.result()
-
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Compiles every shape; returns how many there are."""
-        shapes = self.shapes()
-        for i, shape in enumerate(shapes):
-            self.program(shape)
-            if progress is not None:
-                progress(i + 1, len(shapes))
-        self.is_warm = True
-        return len(shapes)
-
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
@@ -258,7 +226,8 @@ class LayoutPrograms:
             arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
             program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
         jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
-        return jitted.lower(*live, *arguments)
+        with products_of(self.dtype, self.layout.mesh.devices.flat[0].platform):
+            return jitted.lower(*live, *arguments)
 
     # -- what programs are compiled for ----------------------------------------------------------------------------
 
@@ -283,25 +252,3 @@ class LayoutPrograms:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group),
             row_state_shapes(self.layout.dp, rows),
         )
-
-
-class CompileAhead:
-    """Compiles layouts' programs in a thread of its own; `close` drops what has not begun."""
-
-    def __init__(self, layouts: Sequence[LayoutPrograms]) -> None:
-        wide = bool(jax.config.read("jax_enable_x64"))  # the caller's setting, because jax keeps it per thread
-
-        def compile_all(layout: LayoutPrograms) -> None:
-            with jax.enable_x64(wide):
-                layout.warm_up()
-
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
-        self._jobs = [self._pool.submit(compile_all, layout) for layout in layouts]
-
-    def wait(self) -> None:
-        """Until everything is compiled; raises what compiling raised."""
-        for job in self._jobs:
-            job.result()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)

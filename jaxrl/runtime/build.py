@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,16 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import layout_sizes, memory_plan, memory_problem, plan_remat
+from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_problem, plan_chunk, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import train_shardings
 
-_log = logging.getLogger(__name__)
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
+_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
 
 
 def prepare_jax(config: Config) -> list[Any]:
@@ -49,21 +52,76 @@ def prepare_jax(config: Config) -> list[Any]:
     return devices[:wanted]
 
 
-def use_compilation_cache(config: Config) -> None:
+def use_compilation_cache(config: Config) -> str:
     """From here on, compiled programs are kept in `trainer.compilation_cache_dir`. Makes that folder, so it is called
-    when nothing is refused any more; what was compiled until then (random weights, the optimizer's start) is small."""
-    if config.trainer.compilation_cache_dir:
-        folder = Path(config.trainer.compilation_cache_dir).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        reset_cache()  # jax looks at the option once, when it compiles for the first time
+    when nothing is refused any more; what was compiled until then (random weights, the optimizer's start) is small.
+
+    Every program is kept, however short compiling it was: what the next start finds is loaded, and not compiled.
+
+    Returns:
+      A name of the folder's content, drawn when it was made; empty if there is no cache. Programs for GPUs, and what
+      XLA has measured to choose their kernels (jax's `jax_persistent_cache_enable_xla_caches`), are lost with it.
+    """
+    if not config.trainer.compilation_cache_dir:
+        return ""
+    folder = Path(config.trainer.compilation_cache_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / _CACHE_NAME
+    with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8") as new:
+        new.write(uuid.uuid4().hex)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    reset_cache()  # jax looks at the option once, when it compiles for the first time
+    return file.read_text(encoding="utf-8")
+
+
+def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
+    """What is to be said where a resumed run's GPU programs are tuned anew.
+
+    XLA measures several kernels for a product and keeps the fastest; with another choice, sums are added up in another
+    order. With the compilation cache of the start before, the choices are the same.
+
+    Args:
+      earlier: what `use_compilation_cache` returned at the start before; None: not known.
+      now: what it returned at this one. platform: of the devices.
+    """
+    if platform not in _GPU_PLATFORMS or earlier is None or (earlier and earlier == now):
+        return None
+    why = "is not there any more, or another folder is used now" if earlier else "was switched off"
+    return (
+        f"the compilation cache of this run's last start {why} (trainer.compilation_cache_dir): XLA chooses kernels "
+        "anew on the GPU, so numbers may differ in their last bits from those of a run that was never stopped"
+    )
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
     """Memory of one device; None if the backend does not report it (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def memory_share(platform: str) -> float | None:
+    """The share of a GPU's memory that JAX takes at its start; None on other platforms, which give all.
+
+    JAX reports what it was given (`device_bytes`) and not what the card has, so this is what it was told: the
+    environment variable, or else jax's own default (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
+    """
+    if platform not in _GPU_PLATFORMS:
+        return None
+    given = [os.environ.get(name) for name in ("XLA_CLIENT_MEM_FRACTION", _SHARE_VARIABLE)]
+    return float(next(filter(None, given), 0.75))
+
+
+def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
+    """What is to be said, once, where JAX was given so little of a GPU that the KV pool is much smaller for it."""
+    own, share = device_bytes(devices), memory_share(devices[0].platform)
+    if own is None or share is None or share >= _LEAST_SHARE:
+        return []
+    return [
+        f"JAX was given {share:g} of each GPU's memory ({in_bytes(own)} of about {in_bytes(own / share)}), and "
+        f"rollout.memory_fraction ({config.rollout.memory_fraction:g}) is of that: for a larger KV pool, set "
+        f"{_SHARE_VARIABLE}=0.92 in the environment"
+    ]
 
 
 def host_bytes() -> int:
@@ -95,10 +153,13 @@ def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any],
         raise ConfigError(problem)
 
 
-def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
-    """`config` with `actor.remat: auto` replaced by what the devices' memory allows."""
-    remat = plan_remat(config, model, len(devices), device_bytes(devices), devices[0].platform)
-    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
+def with_planned_update(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
+    """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory allows."""
+    memory, platform = device_bytes(devices), devices[0].platform
+    remat = plan_remat(config, model, len(devices), memory, platform)
+    chunk = plan_chunk(config, model, len(devices), memory, platform, remat)
+    actor = dataclasses.replace(config.actor, remat=remat, logprob_chunk_tokens=chunk)
+    return dataclasses.replace(config, actor=actor)
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:

@@ -100,15 +100,15 @@ def train(spec: TrainSpec, ask: Ask) -> None:
     model = spec.model.config()
     config, batch = train_config(spec), _batch(spec, model.vocab_size)
     plan = memory_plan(config, model, mesh.size, None, devices[0].platform)
+    baseline = resident_bytes()
+    trainer = Trainer(config, model, build_params(spec.model, model, mesh, "float32", spec.seed), mesh)
     packed = pack(
         batch,
+        shapes=trainer.programs.microbatches,
         max_model_length=config.max_model_length,
-        max_tokens_per_device=config.actor.ppo_max_token_len_per_gpu,
         num_devices=mesh.size,
     )
     shapes = [list(micro.tokens.shape) for micro in packed.microbatches]
-    baseline = resident_bytes()
-    trainer = Trainer(config, model, build_params(spec.model, model, mesh, "float32", spec.seed), mesh)
     values: dict[str, Any] = {"microbatches": shapes, "optimizer": "AdamW, optax, float32 master weights"}
     values["planned_bytes"] = plan.update_bytes
     metrics: dict[str, float] = {}
@@ -144,8 +144,10 @@ def train_config(spec: TrainSpec) -> Config:
     }
     if spec.chunk is not None:
         actor["logprob_chunk_tokens"] = spec.chunk
-    lengths = {"max_prompt_length": spec.tokens - spec.response, "max_response_length": spec.response}
-    return from_mapping({"model": {"path": spec.model.name}, "data": lengths, "actor": actor})
+    data = {"max_prompt_length": spec.tokens - spec.response, "max_response_length": spec.response}
+    data["train_batch_size"] = spec.rows * spec.microbatches
+    single = {"rollout": {"n": 1}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}  # samples are not compared
+    return from_mapping({"model": {"path": spec.model.name}, "data": data, "actor": actor, **single})
 
 
 def _batch(spec: TrainSpec, vocab_size: int) -> TrainBatch:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class StepSpec:
       path: `model.path` of it.
       random_init: random weights from `seed`.
       prompts, samples, prompt_tokens, new: prompts per step, responses to each, tokens of a prompt and of a response.
+      train_tokens: the most tokens of a microbatch; 0: as many as one step has.
     """
 
     folder: str
@@ -51,6 +53,7 @@ class StepSpec:
     prompt_tokens: int
     new: int
     remat: str
+    train_tokens: int
     lr: float
     seed: int
 
@@ -137,7 +140,9 @@ def run(spec: StepSpec, ask: Ask) -> None:
             engine, executor, pool, text_of, lambda: trainer.params, journal=journal, timeline=timeline
         )
         backend.enter_rollout(0)
-        steps = _Steps(ask, {"programs": executor.warm_up()}, baseline)
+        began = time.perf_counter()
+        info = {"programs": executor.warm_up(), "warm_up_s": time.perf_counter() - began}
+        steps = _Steps(ask, info, baseline)
         loop = Loop(
             config,
             prompts,
@@ -205,7 +210,7 @@ def _config(spec: StepSpec) -> Config:
                 "dtype": spec.dtype,
                 "remat": spec.remat,
                 "old_logprobs": "rollout",
-                "ppo_max_token_len_per_gpu": max(longest, -(-rows // spec.devices) * longest),
+                "ppo_max_token_len_per_gpu": max(longest, spec.train_tokens or -(-rows // spec.devices) * longest),
                 "optim": {"lr": spec.lr},
             },
             "reward": {"kind": "custom", "path": str(Path(spec.folder) / "reward.py")},

@@ -60,8 +60,9 @@ def test_counts():
     assert (counts.step_max_response_tokens, counts.step_max_tokens) == (32 * 40, 32 * 64)
     assert (counts.update_prompts, counts.update_samples, counts.update_max_tokens) == (2, 8, 8 * 64)
     assert counts.updates_per_step == 4 * 2
-    assert (counts.microbatch_device_rows, counts.microbatch_rows) == (3, 12)
-    assert counts.update_max_microbatches == 1
+    assert counts.microbatch_device_tokens == 64  # an update has no more than 94 for each of 4 devices
+    assert (counts.microbatch_device_samples, counts.microbatch_samples) == (1, 4)
+    assert counts.update_max_microbatches == 2
     assert counts.rollout_rows == 32
     assert counts.evaluation_samples == 300
     assert (counts.epoch_prompts, counts.epoch_steps, counts.total_steps) == (100, 12.5, 25)
@@ -95,10 +96,25 @@ def test_memory_of_smollm2_on_one_device():
     assert e.warnings == ()
 
 
-def test_offload_moves_the_optimizer_out_of_rollout():
+def test_offload_leaves_the_optimizer_on_the_host_until_gradients_are_there():
     here, away = (explain(config(actor={"offload_optimizer": offload}), SMOLLM2, 1).memory for offload in (False, True))
     assert here.rollout_bytes - away.rollout_bytes == 2 * SMOLLM2.num_params() * 4
-    assert here.update_bytes == away.update_bytes
+    assert here.update_bytes - away.update_bytes == 2 * SMOLLM2.num_params() * 4
+    few = {"actor": {"offload_optimizer": True, "ppo_max_token_len_per_gpu": 64}, "data": {"max_response_length": 32}}
+    assert "optimizer (adam m, v), from the host" in explain(config(**few), SMOLLM2, 1).memory.update
+
+
+def test_a_chunk_of_logits_takes_half_of_what_is_left():
+    c = config(actor={"logprob_chunk_tokens": "auto"})
+    room = {gib: explain(c, SMOLLM2, 1, gib << 30).memory for gib in (3, 5, 8, 80)}
+    chunks = [memory.chunk_tokens for memory in room.values()]
+    assert chunks == sorted(chunks)
+    assert (chunks[0], chunks[-1]) == (128, 4096)
+    assert 128 < chunks[1] < 4096
+    assert explain(c, SMOLLM2, 1).memory.chunk_tokens == 1024
+    fixed = config(actor={"logprob_chunk_tokens": 300})
+    assert explain(fixed, SMOLLM2, 1, 80 << 30).memory.chunk_tokens == 300
+    assert "logits of 4096 tokens at a time, remat dots" in str(explain(c, SMOLLM2, 1, 80 << 30))
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
@@ -122,11 +138,15 @@ def test_remat_auto_keeps_what_fits():
     assert "activations kept (remat full, estimate)" in tight.memory.update
 
 
+BUDGET = {"ppo_max_token_len_per_gpu": 384}  # of a row
+
+
 @pytest.mark.parametrize(("attention", "platform", "held"), [("reference", "cpu", True), ("pallas", "gpu", False)])
 def test_the_scores_of_attention_follow_the_option(attention, platform, held):
     """Rows of 384 tokens: long enough for tiles on CPU, too short on GPU; the option says otherwise."""
     of = {
-        name: explain(config(actor={"attention": name}), SMOLLM2, 1, platform=platform) for name in ("auto", attention)
+        name: explain(config(actor={"attention": name} | BUDGET), SMOLLM2, 1, platform=platform)
+        for name in ("auto", attention)
     }
     names = {name: [part for part in e.memory.update if "scores" in part] for name, e in of.items()}
     assert names["auto"] == ([] if held else ["attention scores (rows too short for tiles)"])
@@ -139,14 +159,17 @@ def test_kernels_on_a_cpu_are_refused_by_the_plan():
 
 
 def test_rows_too_short_for_tiles_hold_their_scores():
-    sizes = {"data": {"max_prompt_length": 24, "max_response_length": 40}}
-    on_cpu, on_gpu = (
-        explain(config(data={"max_prompt_length": 100, "max_response_length": 156}), SMOLLM2, 1, platform=platform)
-        for platform in ("cpu", "gpu")
+    """Rows are as long as the budget, where that is long enough for tiles."""
+    sizes = {"data": {"max_prompt_length": 24, "max_response_length": 40}, "actor": {"ppo_max_token_len_per_gpu": 64}}
+    middle = {"data": {"max_prompt_length": 100, "max_response_length": 156}}
+    on_cpu, on_gpu, long_on_gpu = (
+        explain(config(**middle, actor={"ppo_max_token_len_per_gpu": budget}), SMOLLM2, 1, platform=platform)
+        for platform, budget in (("cpu", 512), ("gpu", 512), ("gpu", 1024))
     )
     name = "attention scores (rows too short for tiles)"
     assert name not in on_cpu.memory.update
-    assert on_gpu.memory.update[name] == 8 * 9 * 256 * 256 * 4 * 3
+    assert name not in long_on_gpu.memory.update
+    assert on_gpu.memory.update[name] == 2 * 9 * 256 * 256 * 4 * 3
     assert name in explain(config(**sizes), SMOLLM2, 1, platform="cpu").memory.update
 
 
@@ -310,7 +333,8 @@ def test_logits_that_no_memory_holds_are_refused():
 
 
 def test_an_update_that_no_memory_holds_is_refused_where_there_is_one():
-    text = problem(16 << 30, actor={"ppo_max_token_len_per_gpu": 10_000_000})
+    many = {"train_batch_size": 20_000}
+    text = problem(16 << 30, actor={"ppo_max_token_len_per_gpu": 10_000_000}, data=many)
     assert text is not None
     assert "lower actor.ppo_max_token_len_per_gpu (10000000 tokens)" in text
     assert problem(16 << 30, trains=False, actor={"ppo_max_token_len_per_gpu": 10_000_000}) is None

@@ -16,6 +16,7 @@ from tiny import write_tiny_model
 
 from jaxrl.cli import main
 from jaxrl.record.metrics import read_metrics
+from jaxrl.runtime.build import retuning_note
 from jaxrl.runtime.stop import Stop
 
 OPTIONS = (
@@ -155,3 +156,25 @@ def test_after_a_refused_start_the_run_is_exported_and_goes_on(place: Path, tmp_
     assert start(folder, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
     assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2]
     assert len(json.loads((folder / "run" / "run.json").read_text())["starts"]) == 2
+
+
+def test_a_resume_on_a_gpu_whose_cache_is_gone_says_so_and_keeps_it(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """On devices that only say that they are GPUs."""
+    folder = tmp_path / "place"
+    shutil.copytree(place, folder)
+    assert (
+        start(folder, "trainer.total_training_steps=2") == 0
+    )  # the first start had no cache; of a CPU that is nothing
+    capsys.readouterr()
+    shutil.rmtree(folder / "cache")
+    real = retuning_note
+    monkeypatch.setattr("jaxrl.commands.train.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
+    assert start(folder, "trainer.total_training_steps=3") == 0
+    said = "the compilation cache of this run's last start is not there any more, or another folder is used now"
+    assert said in " ".join(capsys.readouterr().out.split())
+    starts = json.loads((folder / "run" / "run.json").read_text())["starts"]
+    assert [said in begun.get("note", "") for begun in starts] == [False, False, True]
+    assert start(folder, "trainer.total_training_steps=4") == 0
+    assert said not in " ".join(capsys.readouterr().out.split())

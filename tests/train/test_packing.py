@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.train.packing import bucket_length, pack, row_buckets, row_length
+from jaxrl.config import from_mapping
+from jaxrl.kernels.attention import Heads, choose_packed
+from jaxrl.models.shapes import SHAPES
+from jaxrl.train.packing import Shape, microbatch_shapes, pack, row_length
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
 
@@ -68,23 +71,35 @@ groups_strategy = st.lists(
 )
 
 
-@given(groups_strategy, st.sampled_from([16, 64, 100, 256]), st.sampled_from([1, 2, 8]), st.booleans())
-def test_every_token_once(groups, budget, devices, share):
+def one_row(tokens):
+    """A row of so many tokens, and of a quarter, half and three quarters of them."""
+    return tuple(Shape(1, tokens * part // 4) for part in range(1, 5))
+
+
+ROWS_OF_32 = (Shape(1, 32), Shape(2, 32), Shape(4, 32), Shape(5, 32))
+
+
+@given(
+    groups_strategy,
+    st.sampled_from([(Shape(1, 32),), one_row(64), one_row(256), ROWS_OF_32]),
+    st.sampled_from([1, 2, 8]),
+    st.booleans(),
+)
+def test_every_token_once(groups, shapes, devices, share):
     batch = batch_of(groups)
-    options = {"max_model_length": 32, "max_tokens_per_device": budget, "num_devices": devices}
-    packed = pack(batch, share_prompts=share, **options)
+    packed = pack(batch, share_prompts=share, shapes=shapes, max_model_length=32, num_devices=devices)
+    found = [Shape(rows // devices, width) for rows, width in (micro.tokens.shape for micro in packed.microbatches)]
+    assert all(shape in shapes for shape in found)
+    assert all(shape == shapes[-1] for shape in found[:-1])
     for micro in packed.microbatches:
-        rows, width = micro.tokens.shape
-        assert rows % devices == 0
-        assert rows // devices == 1 or rows // devices * width <= budget
-        assert width <= max(32, budget)
+        assert micro.tokens.shape[0] % devices == 0
         assert share or (micro.prefix_ids == micro.segment_ids).all()
     check(packed, batch)
 
 
 def test_a_prompt_is_written_once_per_row():
     batch = batch_of([(9, [4, 3, 2]), (1, [3, 3])])
-    (micro,) = pack(batch, max_model_length=32, max_tokens_per_device=32).microbatches
+    (micro,) = pack(batch, max_model_length=32, shapes=[Shape(1, 32)]).microbatches
     assert micro.tokens.shape == (1, 32)
     assert micro.segment_ids[0].tolist() == [1] * 8 + [2] * 5 + [3] * 4 + [4] * 3 + [5] * 4 + [6] * 4 + [0] * 4
     assert micro.prefix_ids[0].tolist() == [1] * 20 + [5] * 4 + [6] * 4 + [0] * 4
@@ -94,7 +109,7 @@ def test_a_prompt_is_written_once_per_row():
 
 def test_a_group_that_does_not_fit_is_split():
     batch = batch_of([(10, [6] * 8)])
-    packed = pack(batch, max_model_length=16, max_tokens_per_device=32)
+    packed = pack(batch, max_model_length=16, shapes=[Shape(1, 32)])
     assert [m.tokens.shape for m in packed.microbatches] == [(1, 32)] * 3
     prefixes = [(m.positions == 0) & (m.segment_ids > 0) for m in packed.microbatches]
     assert [int(p.sum()) for p in prefixes] == [1, 1, 1]
@@ -105,7 +120,7 @@ def test_prompts_are_the_same_if_key_and_tokens_are():
     def filled(first, second):
         batch = batch_of([(6, [4]), (6, [4])])
         batch.prompts = [first, second]
-        micros = pack(batch, max_model_length=64, max_tokens_per_device=64).microbatches
+        micros = pack(batch, max_model_length=64, shapes=[Shape(1, 64)]).microbatches
         return sum(int((m.segment_ids > 0).sum()) for m in micros)
 
     def prompt(index, tokens):
@@ -117,20 +132,10 @@ def test_prompts_are_the_same_if_key_and_tokens_are():
     assert filled(prompt(0, (1, 2, 3, 4, 5, 6)), prompt(0, (1, 2, 3, 4, 5, 7))) == apart
 
 
-def test_dear_long_rows_stay_short():
-    batch = batch_of([(16, [16] * 4)] * 8)
-    options = {"max_model_length": 32, "max_tokens_per_device": 1024}
-    widths = [
-        pack(batch, **options, row_cost=cost).microbatches[0].tokens.shape[1]
-        for cost in (float, lambda tokens: tokens * (1 + tokens))
-    ]
-    assert widths[0] > widths[1] == 32
-
-
 def test_is_deterministic_and_level():
     random = np.random.default_rng(0)
     batch = batch_of([(8, [int(n)]) for n in random.integers(1, 25, 200)])
-    options = {"max_model_length": 32, "max_tokens_per_device": 512, "num_devices": 4}
+    options = {"max_model_length": 32, "shapes": one_row(512), "num_devices": 4}
     packed, again = pack(batch, **options), pack(batch, **options)
     assert packed.places == again.places
     for micro in packed.microbatches:
@@ -145,33 +150,67 @@ def test_sharing_saves(share):
     """A quickstart-like step: 40 of 60 tokens are prompt."""
     random = np.random.default_rng(0)
     batch = batch_of([(40, random.integers(10, 31, 4).tolist()) for _ in range(6)])
-    packed = pack(batch, max_model_length=96, max_tokens_per_device=1024, share_prompts=share)
+    packed = pack(batch, max_model_length=96, shapes=one_row(1024), share_prompts=share)
     tokens = sum(m.tokens.size for m in packed.microbatches)
     assert tokens <= 768 if share else tokens >= 1440
 
 
-def test_shapes_are_few():
-    assert [bucket_length(n) for n in (1, 17, 128, 129, 192, 257, 500, 513, 1100)] == [
-        16, 32, 128, 160, 192, 320, 512, 640, 1280,
-    ]  # fmt: skip
-    assert row_length(300, 300) == 304
-    assert row_buckets(1) == [1]
-    assert row_buckets(8) == [1, 2, 4, 8]
-    assert row_buckets(10) == [1, 2, 4, 8, 10]
-    random = np.random.default_rng(0)
-    shapes = set()
-    for _ in range(200):
-        groups = [(8, random.integers(1, 25, 4).tolist()) for _ in range(random.integers(1, 9))]
-        packed = pack(batch_of([*groups, (8, [24])]), max_model_length=32, max_tokens_per_device=128)
-        shapes |= {m.tokens.shape for m in packed.microbatches}
-    assert shapes <= {(1, 32), (2, 32), (4, 32), (1, 64), (2, 64), (1, 128)}
+@pytest.mark.parametrize("shapes", [one_row(1024), (Shape(3, 96), Shape(5, 96), Shape(8, 96), Shape(10, 96))])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_padding_is_less_than_the_smallest_shape_and_what_rows_leave(shapes, devices):
+    random = np.random.default_rng(1)
+    step = shapes[-1].tokens / len(shapes) + shapes[-1].length  # of rows in quarters, one is rounded up
+    for _ in range(100):
+        groups = [(40, random.integers(4, 33, 4).tolist()) for _ in range(random.integers(1, 24))]
+        microbatches = pack(batch_of(groups), shapes=shapes, max_model_length=96, num_devices=devices).microbatches
+        filled = sum(int((micro.segment_ids > 0).sum()) for micro in microbatches)
+        rows = sum(len(micro.tokens) for micro in microbatches)
+        longest_piece = 39 + 4 * 33 if shapes[-1].length > 171 else 96
+        assert sum(micro.tokens.size for micro in microbatches) - filled < devices * step + rows * longest_piece
+
+
+def test_rows_are_few_lengths():
+    assert [row_length(n) for n in (1, 16, 17, 300, 512, 513, 1100)] == [16, 16, 32, 304, 512, 640, 1152]
+
+
+# (options, devices, platform, attention) of SmolLM2-135M
+@pytest.mark.parametrize(
+    ("options", "devices", "platform", "attention", "shapes"),
+    [
+        # the quickstart: a row of the budget
+        ({}, 1, "cpu", "auto", [(1, 256), (1, 512), (1, 768), (1, 1024)]),
+        # no more than a minibatch can have: 6 groups of 64 + 4 x 33 tokens
+        ({"ppo_max_token_len_per_gpu": 16384}, 1, "cpu", "auto", [(1, 320), (1, 640), (1, 1024), (1, 1280)]),
+        ({"ppo_max_token_len_per_gpu": 16384}, 8, "cpu", "auto", [(1, 48), (1, 80), (1, 128), (1, 160)]),
+        # no scores of long rows: rows of the longest sample
+        ({}, 1, "cpu", "reference", [(3, 96), (5, 96), (8, 96), (10, 96)]),
+        ({"ppo_max_token_len_per_gpu": 256}, 1, "cpu", "reference", [(1, 96), (2, 96)]),
+        # one row is used at least, and never more tokens than the limit
+        ({"ppo_max_token_len_per_gpu": 96}, 1, "cpu", "auto", [(1, 32), (1, 48), (1, 80), (1, 96)]),
+        ({"ppo_max_token_len_per_gpu": 1000}, 1, "cpu", "auto", [(1, 224), (1, 448), (1, 768), (1, 896)]),
+    ],
+)
+def test_shapes(options, devices, platform, attention, shapes):
+    config = from_mapping(
+        {
+            "model": {"path": "unused"},
+            "data": {"max_prompt_length": 64, "max_response_length": 32, "train_batch_size": 6},
+            "rollout": {"n": 4},
+            "actor": {"ppo_max_token_len_per_gpu": 1024} | options,
+        }
+    )
+    model = SHAPES["SmolLM2-135M"]
+    heads = Heads(model.num_heads, model.num_kv_heads, model.head_dim, "float32")
+    found = microbatch_shapes(config, model, devices, choose_packed(attention, platform, heads))
+    assert list(found) == shapes
+    assert found[-1].tokens <= max(config.actor.ppo_max_token_len_per_gpu, config.max_model_length)
 
 
 def test_several_spans():
     mask = np.array([1, 0, 0, 1, 1], np.float32)
     batch = batch_of([(2, [5])])
     batch.loss_masks = [mask]
-    packed = pack(batch, max_model_length=16, max_tokens_per_device=16)
+    packed = pack(batch, max_model_length=16, shapes=[Shape(1, 16)])
     (micro,) = packed.microbatches
     assert micro.loss_mask[0].tolist() == [0, 0, 1, 0, 0, 1, 1] + [0] * 9
     assert micro.sequence_length[0, :7].tolist() == [3] * 7
@@ -179,7 +218,7 @@ def test_several_spans():
 
 def test_errors():
     with pytest.raises(ValueError, match=r"exceeds data\.max_prompt_length"):
-        pack(batch_of([(8, [9])]), max_model_length=16, max_tokens_per_device=16)
+        pack(batch_of([(8, [9])]), max_model_length=16, shapes=[Shape(1, 16)])
     with pytest.raises(ValueError, match="has no tokens"):
-        pack(batch_of([(0, [9])]), max_model_length=16, max_tokens_per_device=16)
-    assert pack(batch_of([(3, [0])]), max_model_length=16, max_tokens_per_device=16).microbatches == []
+        pack(batch_of([(0, [9])]), max_model_length=16, shapes=[Shape(1, 16)])
+    assert pack(batch_of([(3, [0])]), max_model_length=16, shapes=[Shape(1, 16)]).microbatches == []

@@ -1,6 +1,8 @@
 """The trainer: packed, chunked, accumulated, sharded gradients are those of the padded whole batch."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,11 @@ import pytest
 from jaxrl.config import ConfigError, OptimSection, RolloutCorrectionSection
 from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
+from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.packing import TokenBatch
+from jaxrl.train.packing import Shape, TokenBatch, row_length
+from jaxrl.train.programs import TrainPrograms
 from jaxrl.types import RunFailed
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -66,6 +70,11 @@ def whole_gradient(trainer, batch):
     return jax.jit(jax.grad(objective))(jax.tree.map(np.asarray, trainer.params))
 
 
+def one_row(tokens):
+    """A row of so many tokens, and of a quarter, half and three quarters of them: what larger models have."""
+    return tuple(Shape(1, row_length(tokens * part // 4)) for part in range(1, 5))
+
+
 def distance(a, b):
     flat = [np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(t)]) for t in (a, b)]
     return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
@@ -105,10 +114,10 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
     shared, apart = (
         make_trainer(make_config(**options, **EVERYTHING_ON, actor__share_prompts=on), devices) for on in (True, False)
     )
-    shared._row_cost = float  # in so small a model attention would decide, for short rows
+    shared.programs.microbatches = one_row(budget)  # in so small a model attention would decide, for short rows
     micros = shared._pack(batch).microbatches
     assert any((m.prefix_ids != m.segment_ids).any() for m in micros)
-    assert any(m.tokens.shape[1] > shared._packed_attention.tiling.longest_plain for m in micros)
+    assert any(m.tokens.shape[1] > shared.programs.packed_attention.tiling.longest_plain for m in micros)
     assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart._pack(batch).microbatches)
     apart.accumulate(batch)
     # the second way: a sample alone, part of a group, and the rest, in another order
@@ -139,11 +148,11 @@ def test_attention_is_what_the_option_says(option, devices, make_config, make_ba
         make_trainer(make_config(**options, actor__attention=name), devices, model, interpret=True)
         for name in ("auto", option)
     )
-    other._row_cost = tiles._row_cost = float  # both pack the same rows, long ones
+    other.programs.microbatches = tiles.programs.microbatches = one_row(96)  # both pack the same rows, long ones
     micro = tiles._pack(batch).microbatches[0]
     assert (micro.prefix_ids != micro.segment_ids).any()
-    assert micro.tokens.shape[1] > tiles._packed_attention.tiling.longest_plain
-    text = str(jax.make_jaxpr(other._gradients_of)(other._trainable, other._frozen, other._on_device(micro)))
+    assert micro.tokens.shape[1] > tiles.programs.packed_attention.tiling.longest_plain
+    text = str(jax.make_jaxpr(other.programs._gradients_of)(other._trainable, other._frozen, other._on_device(micro)))
     assert ("pallas_call" in text) == (option == "pallas")
     for trainer in (tiles, other):
         trainer.accumulate(batch)
@@ -166,8 +175,7 @@ def test_the_kernels_are_refused_where_they_cannot_run(make_config, make_trainer
 def test_rows_stay_on_their_devices(make_config, make_batch, make_trainer):
     """Only weights and their gradients cross devices: no collective has a dim of the rows' tokens."""
     trainer = make_trainer(make_config(actor__ppo_max_token_len_per_gpu=144), devices=8)
-    micro = trainer._on_device(TokenBatch.zeros(8, 144))
-    program = trainer._accumulate.lower(trainer._trainable, trainer._frozen, trainer._zeros(), micro).compile()
+    program = trainer.programs.program(("accumulate", 8, 144))
     moved = [line for line in program.as_text().splitlines() if " all-gather(" in line or " all-to-all(" in line]
     assert moved
     assert not [line for line in moved if "144" in line.split(" all-")[0] or "1152" in line.split(" all-")[0]]
@@ -245,11 +253,6 @@ def test_eight_devices_equal_one(make_config, make_batch, make_trainer):
     assert trainers[1].params["embed"].addressable_shards[0].data.size * 8 == trainers[1].params["embed"].size
 
 
-def num_programs(trainer):
-    """Compiled for gradients and log-probabilities: one per shape of a microbatch."""
-    return sum(program._cache_size() for program in (trainer._accumulate, trainer._logprobs))
-
-
 def test_each_microbatch_but_the_last_is_progress(make_config, make_batch, make_trainer):
     """The last one may be running: what follows waits for it."""
     told = []
@@ -262,19 +265,36 @@ def test_each_microbatch_but_the_last_is_progress(make_config, make_batch, make_
     assert np.isfinite(trainer.apply()["actor/grad_norm"])
 
 
-def test_no_recompilation(make_config, make_batch, make_trainer):
-    trainer = make_trainer(make_config(), devices=4)
-    for seed in range(4):
-        for size in (1, 4, 12):
-            trainer.accumulate(make_batch(size=size, seed=seed))
-            trainer.token_logprobs(make_batch(size=size, seed=seed))
-        trainer.apply()
-    # rows of 16, 32 or 48 tokens (one sample can be short), or twice as long; one to six of them on a device
-    bound = num_programs(trainer)
-    assert bound <= 16
-    for seed in range(4):
-        trainer.accumulate(make_batch(size=12, seed=seed))
-    assert num_programs(trainer) == bound
+def test_every_program_of_a_run_is_known_before_its_first_batch(make_config, make_batch, make_trainer):
+    """Whatever the lengths: what was compiled ahead is all that runs, counted by us and by jax."""
+    options = {"actor__use_kl_loss": True, "data__train_batch_size": 3, "rollout__n": 4}
+    trainer = make_trainer(make_config(**options), devices=4)
+    with closing(CompileAhead([trainer.programs])) as ahead:
+        assert ahead.wait() == len(trainer.programs.shapes())
+    assert trainer.programs.is_warm
+    ahead_of_time = set(trainer.programs.compiled_shapes)
+    names = []
+
+    def note(event, seconds, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for seed, longest in enumerate((32, 3, 17, 9)):
+            for size in (1, 4, 12):
+                batch = make_batch(size=size, seed=seed, longest=longest)
+                trainer.token_logprobs(batch)
+                trainer.token_logprobs(batch, "ref")
+                trainer.accumulate(batch)
+            assert trainer.apply()["actor/recompiles"] == 0
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert names == []
+    assert set(trainer.programs.compiled_shapes) == ahead_of_time
+    trainer.programs.microbatches = (Shape(1, 64),)  # none of those
+    trainer.accumulate(make_batch())
+    assert trainer.apply()["actor/recompiles"] == 1
 
 
 def test_non_finite_gradient_is_skipped(make_config, make_batch, make_trainer):
@@ -370,3 +390,48 @@ def test_schedules():
     np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(20)], [1, 0.55, 0.1, 0.1], rtol=1e-6)
     with pytest.raises(ConfigError, match="total_training_steps"):
         optimizers.schedule(OptimSection(lr_scheduler_type="cosine"))
+
+
+def test_programs_are_compiled_without_weights_and_by_another_thread(make_config, make_batch, make_trainer):
+    """What was compiled ahead is what the trainer runs: nothing is compiled again, and numbers are the same."""
+    plain, batch = make_trainer(make_config()), make_batch(size=8)
+    shape = plain._pack(batch).microbatches[0].tokens.shape
+    programs = TrainPrograms(plain.config, plain.model_config, plain.mesh)
+    with ThreadPoolExecutor(1) as pool:
+        for kind, *sizes in (("accumulate", *shape), ("zeros", 0, 0), ("init", 0, 0), ("update", 0, 0)):
+            pool.submit(programs.program, (kind, *sizes))
+    programs.is_warm = True
+    trainers = plain, make_trainer(plain.config, programs=programs)
+    for trainer in trainers:
+        trainer.accumulate(batch)
+    gradients = [jax.tree.map(np.asarray, trainer.gradients()) for trainer in trainers]
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
+    others = {each.tokens.shape for each in plain._pack(batch).microbatches} - {shape}
+    assert programs.recompiles == len(others)
+    metrics = [trainer.apply() for trainer in trainers]
+    assert [each.pop("actor/recompiles") for each in metrics] == [0, len(others)]
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_gradients_of_the_kernels_are_those_of_float64(
+    dtype, limit, make_config, make_batch, make_trainer, model_config
+):
+    """The GPU kernels (interpreted) in the trainer, shared prompts included, on two devices; by norm."""
+    model = dataclasses.replace(model_config, head_dim=16)
+    batch = make_batch(size=24, same=True)
+    options = {"actor__ppo_max_token_len_per_gpu": 96, **EVERYTHING_ON}
+    with jax.enable_x64(True):
+        exact = make_trainer(make_config(**options, actor__dtype="float64", actor__param_dtype="float64"), 2, model)
+        exact.programs.microbatches = one_row(96)
+        exact.accumulate(batch)
+        expected = jax.tree.map(np.asarray, exact.gradients())
+    trainer = make_trainer(
+        make_config(**options, actor__dtype=dtype, actor__attention="pallas"), 2, model, interpret=True
+    )
+    trainer.programs.microbatches = one_row(96)
+    assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._pack(batch).microbatches)
+    trainer.accumulate(batch)
+    off = distance(trainer.gradients(), expected)
+    print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")
+    assert 0 < off <= limit

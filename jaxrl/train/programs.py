@@ -1,0 +1,335 @@
+"""The update's compiled programs, and the shapes and shardings that they are compiled for.
+
+Purpose: they follow from the options, the model and the mesh alone, so they can be compiled without weights: ahead, by
+another thread than the one that will run them (beside the first rollout), or for devices that are not there. Source
+and numbers: `jaxrl.train.step`.
+
+Programs, as (name, rows, tokens of a row) of the microbatch:
+
+- `("accumulate", R, T)`: (trainable, frozen, accumulator, batch) -> (accumulator, a scalar); the accumulator is
+  donated;
+- `("logprobs", R, T)`: (params, batch) -> [R, T]; `("ref_logprobs", R, T)`: the same for the reference's dtype;
+- `("zeros", 0, 0)`: () -> accumulator;
+- `("init", 0, 0)`: (trainable) -> optimizer state;
+- `("update", 0, 0)`: (trainable, optimizer state, accumulator) -> (trainable, optimizer state, metrics); the first two
+  are donated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.config import Config
+from jaxrl.kernels.attention import Heads, choose_packed
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import Weight
+from jaxrl.sharding.compiled import CompiledPrograms, products_of
+from jaxrl.sharding.rules import map_weights, train_shardings
+from jaxrl.train import losses
+from jaxrl.train import optimizer as optimizers
+from jaxrl.train.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs
+from jaxrl.train.packing import TokenBatch, microbatch_shapes
+
+Tree = Any
+Shape = tuple[str, int, int]
+"""(program, rows of the microbatch on all devices together, tokens of a row); of programs without one, 0 and 0."""
+
+
+@struct.dataclass
+class Accumulator:
+    """Sums over the microbatches of a minibatch: gradients, their denominator, and metrics."""
+
+    gradients: Tree
+    denominator: jax.Array
+    means: dict[str, losses.Fraction]
+    maxima: dict[str, jax.Array]
+
+
+class TrainPrograms(CompiledPrograms):
+    """Gradients, log-probabilities and updates of one model on one mesh, each shape compiled once.
+
+    Example::
+
+        programs = TrainPrograms(config, model_config, mesh)
+        programs.program(("accumulate", 4 * mesh.size, 1024))  # compiles it, or waits where another thread does
+        Trainer(config, model_config, params, mesh, programs=programs)
+
+    Attributes:
+      config, model_config, mesh: what the programs are made for. platform: of the mesh's devices.
+      packed_attention: what `actor.attention` means on the mesh's platform.
+      microbatches: the shapes of a microbatch on one device, ascending.
+      optimizer: the update rule.
+      trainable, frozen, state: shapes, dtypes and shardings of the master weights' two parts and the optimizer's state.
+      rows: the sharding of a microbatch's arrays. shardings: of all weights.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        mesh: Mesh,
+        *,
+        total_updates: int = 0,
+        trainable: optimizers.Trainable = optimizers.everything,
+        interpret: bool = False,
+    ) -> None:
+        """See `jaxrl.train.step.Trainer` for the arguments and for what is refused."""
+        super().__init__()
+        actor = config.actor
+        self.config, self.model_config, self.mesh = config, model_config, mesh
+        m, self.platform = model_config, mesh.devices.flat[0].platform
+        heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype)
+        self.packed_attention = choose_packed(actor.attention, self.platform, heads, interpret=interpret)
+        self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
+        self.optimizer = optimizers.build(actor.optim, actor.grad_clip, total_updates)
+        self.shardings = train_shardings(model_config, mesh)
+        self.rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._widen = self.packed_attention.tiling.widen
+        self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
+        self._chunk = DEFAULT_CHUNK if actor.logprob_chunk_tokens == "auto" else actor.logprob_chunk_tokens
+        self._gather = _gather_functions(model_config, self.shardings, actor.dtype)
+        self.trainable, self.frozen = optimizers.partition(self._abstract_params(actor.param_dtype), trainable)
+        chain = self.optimizer.chain
+        shapes = jax.eval_shape(chain.init, self.trainable)
+        shardings = optax.tree_utils.tree_map_params(
+            chain,
+            lambda _, own: own.sharding,
+            shapes,
+            self.trainable,
+            transform_non_params=lambda _: self._replicated,
+        )
+        self.state = jax.tree.map(_abstract, shapes, shardings)
+        empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, self._batch(mesh.size, 16))
+        self._accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
+        self._accumulator = self._accumulator.replace(gradients=self.trainable)
+
+    def compile(self, shape: Shape) -> Any:
+        return self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0]))
+
+    def compiler_options(self, kind: str) -> dict[str, Any]:
+        """XLA's options for a program."""
+        del kind
+        return {}
+
+    def shapes(self) -> list[tuple[str, int, int]]:
+        """Every program that a run with these options needs; full microbatches first, because most are."""
+        kinds = ["accumulate"]
+        if self.config.actor.old_logprobs != "rollout":
+            kinds.insert(0, "logprobs")
+        if self.config.needs_ref:
+            kinds.insert(0, "ref_logprobs")
+        sizes = [(shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
+        whole = [(kind, *sizes[0]) for kind in kinds]
+        smaller = [(kind, *size) for size in sizes[1:] for kind in kinds]
+        return [("init", 0, 0), ("zeros", 0, 0), *whole, ("update", 0, 0), *smaller]
+
+    def lower(self, kind: str, rows: int = 0, tokens: int = 0) -> Any:
+        """The program of a shape (see the module), traced for the mesh's devices.
+
+        Args:
+          rows: of the microbatch, on all devices together; a multiple of their number.
+          tokens: of a row.
+        """
+        with products_of(self.config.actor.dtype, self.platform):
+            return self._lower(kind, rows, tokens)
+
+    def _lower(self, kind: str, rows: int, tokens: int) -> Any:
+        params, total, state = (self.trainable, self.frozen), self._accumulator, self.state
+        match kind:
+            case "accumulate":
+                jitted = jax.jit(self._add, donate_argnums=2, out_shardings=(_shardings(total), self._replicated))
+                return jitted.lower(*params, total, self._batch(rows, tokens))
+            case "logprobs" | "ref_logprobs":
+                actor = self.config.actor
+                dtype = actor.param_dtype if kind == "logprobs" else actor.dtype
+                jitted = jax.jit(self._logprobs_of, out_shardings=self._replicated)
+                return jitted.lower(self._abstract_params(dtype), self._batch(rows, tokens))
+            case "zeros":
+                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), total)
+                return jax.jit(zeros, out_shardings=_shardings(total)).lower()
+            case "init":
+                return jax.jit(self.optimizer.init, out_shardings=_shardings(state)).lower(self.trainable)
+            case "update":
+                out = (_shardings(self.trainable), _shardings(state), self._replicated)
+                jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)
+                return jitted.lower(self.trainable, state, total)
+        raise ValueError(f"the update has no program named {kind!r}")
+
+    def _abstract_params(self, dtype: str) -> Tree:
+        def one(weight: Weight, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
+
+        return map_weights(one, self.model_config.weights(), self.shardings)
+
+    def _batch(self, rows: int, tokens: int) -> TokenBatch:
+        return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens))
+
+    def _hidden_and_head(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, Tree]:
+        """Final-normed hidden states [R, T, E] and the gathered parameters that turn them into logits."""
+        gathered = {name: self._gather[name](w) for name, w in params.items() if name != "layers"}
+        rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), batch)
+        hidden = decoder.forward_scan(
+            gathered | {"layers": params["layers"]},
+            rows.tokens,
+            rows.positions,
+            self._attention(rows),
+            self.model_config,
+            dtype=jnp.dtype(self.config.actor.dtype),
+            remat=self._remat,
+            widen=self._widen,
+            find=self._look_up,
+            constrain=lambda x: jax.lax.with_sharding_constraint(x, self.rows),
+            gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
+        )
+        head = "lm_head" if "lm_head" in gathered else "embed"
+        return hidden, {head: gathered[head]}
+
+    def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if self.platform != "gpu":  # elsewhere the plain gradient has an order
+            return decoder.look_up(table, tokens)
+        # each device sums the gradient of its own rows; what is the same on all is summed over them by the transpose
+        own = jax.shard_map(
+            decoder.look_up_in_order,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), self.rows.spec),
+            out_specs=self.rows.spec,
+            check_vma=False,
+        )
+        return own(table, tokens)
+
+    def _attention(self, rows: TokenBatch) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+        """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows."""
+        packed = self.packed_attention
+        local = partial(jax.shard_map, mesh=self.mesh, out_specs=self.rows.spec, check_vma=False)
+        shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
+        tiles = local(partial(packed.tile_pairs, dtype=self.config.actor.dtype), in_specs=self.rows.spec)(*shards)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return local(packed.attend, in_specs=self.rows.spec)(q, k, v, *shards, tiles)
+
+        return attend
+
+    def _token_logprobs(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
+        hidden, head = self._hidden_and_head(params, batch)
+        options = HeadOptions(
+            project=partial(_project, config=self.model_config),
+            chunk=self._chunk,
+            temperature=self.config.rollout.temperature or 1.0,
+            entropy_gradient=bool(self.config.actor.entropy_coeff),
+            widen=self._widen,
+        )
+        return token_logprobs(options, head, hidden, jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask), self.mesh)
+
+    def _logprobs_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
+        return self._token_logprobs(params, batch)[0]
+
+    def _gradients_of(self, trainable: Tree, frozen: Tree, batch: TokenBatch) -> Accumulator:
+        def objective(trainable: Tree) -> tuple[jax.Array, losses.LossTerms]:
+            logprobs, entropy = self._token_logprobs(optimizers.combine(trainable, frozen), batch)
+            terms = losses.compute(logprobs, entropy, _held_back(batch, logprobs), self.config)
+            return terms.total, terms
+
+        total, pull_back, terms = jax.vjp(objective, trainable, has_aux=True)
+        (gradients,) = pull_back(_one_after(terms, total.dtype))
+        return Accumulator(gradients, terms.denominator, terms.means, terms.maxima)
+
+    def _add(
+        self, trainable: Tree, frozen: Tree, total: Accumulator, batch: TokenBatch
+    ) -> tuple[Accumulator, jax.Array]:
+        """`total` with a microbatch; and a number that is there when it has run, and that the next one leaves alone."""
+        part = self._gradients_of(trainable, frozen, batch)
+        added = jax.tree.map(jnp.add, total, part)
+        return added.replace(maxima=jax.tree.map(jnp.maximum, total.maxima, part.maxima)), part.denominator
+
+    def _apply(self, trainable: Tree, state: Tree, total: Accumulator) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+        gradients = jax.tree.map(lambda g: g / total.denominator.astype(g.dtype), total.gradients)
+        lr = self.optimizer.lr(optimizers.update_count(state))
+        trainable, state, outcome = self.optimizer.update(gradients, state, trainable)
+        metrics = {name: fraction.total / fraction.denominator for name, fraction in total.means.items()}
+        metrics |= total.maxima | {"actor/grad_norm": outcome.grad_norm, "actor/lr": jnp.asarray(lr)}
+        finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
+        skipped = 1 - outcome.applied.astype(jnp.int32)
+        return trainable, state, metrics | {"actor/skipped_updates": skipped, "finite_weights": finite}
+
+
+def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
+    """The same batch, changed so that XLA cannot compute its sums before the log-probabilities exist.
+
+    Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
+    the loop over layers; with as many threads as (virtual) devices, some devices may then wait in one collective and
+    some in another, for ever. XLA removes an optimization barrier before threads are assigned, but not a comparison of
+    data. `_one_after` does the same for the backward loop.
+    """
+    never = _never(logprobs)
+    return dataclasses.replace(
+        batch,
+        loss_mask=jnp.where(never, 0, batch.loss_mask),
+        num_sequences=jnp.where(jnp.any(never, axis=1), 0, batch.num_sequences),
+    )
+
+
+def _one_after(terms: losses.LossTerms, dtype: Any) -> jax.Array:
+    """1, the cotangent of the loss, which exists only once all sums of `terms` do."""
+    return jnp.where(_never(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(terms))), 0, 1).astype(dtype)
+
+
+def _never(x: Any) -> jax.Array:
+    """False everywhere, in a form that no compiler can simplify: whether a NaN is positive."""
+    return jnp.isnan(x) & (x > 0)
+
+
+def _project(head: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
+    return decoder.logits(head, x, config)
+
+
+def _abstract(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _shardings(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _gather_functions(config: ModelConfig, shardings: Tree, dtype: str) -> Tree:
+    """Per weight, a function that gathers one layer of it on every device; its gradient is split again.
+
+    Weights of layers are cast to the compute dtype first (half the traffic); norm scales and the weights outside the
+    layers stay in the master dtype: the embedding's gradient is a long sum, and the head casts for itself.
+    """
+
+    def one(weight: Weight, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        spec = sharding.spec[1:] if weight.stacked else sharding.spec
+        cast = dtype if weight.stacked and weight.init != "ones" else None
+        return _gather(NamedSharding(sharding.mesh, PartitionSpec(*spec)), cast)
+
+    return map_weights(one, config.weights(), shardings)
+
+
+def _gather(split: NamedSharding, dtype: str | None) -> Callable[[jax.Array], jax.Array]:
+    whole = NamedSharding(split.mesh, PartitionSpec())
+
+    @jax.custom_vjp
+    def gather(w: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(w if dtype is None else w.astype(dtype), whole)
+
+    def forward(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # an empty array carries the master dtype to the backward pass
+        return gather(w), jnp.zeros((0,), w.dtype)
+
+    def backward(like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+        # a constraint's own transpose would ask for the whole gradient on every device: an all-reduce of all weights
+        return (jax.lax.with_sharding_constraint(gradient, split).astype(like.dtype),)
+
+    gather.defvjp(forward, backward)
+    return gather

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Is what a device draws and differentiates right? The engine and the trainer against float32 and float64 of a CPU.
+
+    python -m gpu.check [--json FOLDER] [--prompts N]
+
+A process that sees no GPU makes the reference first (`gpu.reference`). Then, for float32 (products in full precision)
+and bfloat16:
+
+- engine: responses unlike the CPU's, per thousand tokens; the error of each drawn token's log-probability, against
+  float64 on the CPU with weights of that dtype, worst and mean; responses of a second run that are not equal bit for
+  bit, tokens and log-probabilities; responses that differ where few rows decode at once and
+  sequences are preempted.
+- trainer: the error of the gradient, as a share of its norm, against float64; how many of a second trainer's gradient
+  arrays are not equal bit for bit.
+
+What is no number counts as infinitely wrong (1e300 in the records). Bars are the page's matter: the exit status says
+only that everything ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from bench import records
+from bench.measure import say
+
+from gpu import reference
+from gpu.reference import Task
+from jaxrl.types import Sample
+
+WRONG = 1e300
+
+Case = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="append a dated record to a file in FOLDER")
+    parser.add_argument("--prompts", type=int, default=Task().prompts, help=f"({Task().prompts})")
+    parser.add_argument("--layers", type=int, default=Task().layers, help=f"of the small model ({Task().layers})")
+    parser.add_argument("--attention", nargs="+", default=["auto"], help="actor.attention of the trainers (auto)")
+    options = parser.parse_args(arguments)
+    head = records.header(
+        "check", records.describe_devices(jax.devices()[:1]), records.versions(), records.command(arguments)
+    )
+    records.print_header(head, say)
+    task = Task(options.prompts, options.layers)
+    wanted = task.requests()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "reference.npz"
+        _make_reference(file, task)
+        samples, gradient = reference.load(file, wanted)
+    cases = [*engine_cases(task, samples), *trainer_cases(task, samples, gradient, options.attention)]
+    for case in cases:
+        say(
+            "  ".join(
+                f"{key} {value:.2e}" if isinstance(value, float) else f"{key} {value}" for key, value in case.items()
+            )
+        )
+    if options.json is not None:
+        records.append_record(options.json, head | {"results": {"cases": cases}})
+    return 0
+
+
+def _make_reference(file: Path, task: Task) -> None:
+    sizes = ["--prompts", str(task.prompts), "--layers", str(task.layers)]
+    command = [sys.executable, "-m", "gpu.reference", str(file), *sizes]
+    subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}, check=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.2e}" if isinstance(value, float) else str(value)
+
+
+def full_precision(dtype: str) -> AbstractContextManager[Any]:
+    """On GPUs, float32 products are TF32 unless they are asked for otherwise."""
+    return jax.default_matmul_precision("highest") if dtype == "float32" else nullcontext()
+
+
+# -- engine ------------------------------------------------------------------------------------------------------------
+
+
+def engine_cases(task: Task, expected: Sequence[Sample]) -> Iterator[Case]:
+    """One case for each dtype."""
+    params, wanted, device = task.weights(), task.requests(), jax.devices()[0]
+    for dtype in ("float32", "bfloat16"):
+        with full_precision(dtype):
+            drawn, again = (task.generate(params, wanted, device, dtype) for _ in range(2))
+            case = _engine_case(task, expected, drawn, again, dtype)
+            if dtype == "float32":  # what few rows draw is promised there alone
+                few = task.generate(params, wanted, device, dtype, slots=max(2, len(wanted) // 8))
+                case["few_rows_unlike_per_thousand_tokens"] = _unlike(drawn, few) / case["tokens"] * 1000
+        yield case
+
+
+def _engine_case(
+    task: Task, expected: Sequence[Sample], drawn: Sequence[Sample], again: Sequence[Sample], dtype: str
+) -> Case:
+    exact = task.exact_logprobs(task.weights(), task.requests(), drawn, dtype)
+    errors = np.concatenate([np.abs(a - s.rollout_logprobs) for a, s in zip(exact, drawn, strict=True)])
+    tokens = sum(len(sample) for sample in drawn)
+    return {
+        "case": "engine",
+        "dtype": dtype,
+        "responses": len(drawn),
+        "tokens": tokens,
+        "unlike_per_thousand_tokens": _unlike(expected, drawn) / tokens * 1000,
+        "worst_error": size(errors.max()),
+        "mean_error": size(errors.mean()),
+        "again_unlike": _unlike(drawn, again, values=True),
+    }
+
+
+def _unlike(some: Sequence[Sample], others: Sequence[Sample], *, values: bool = False) -> int:
+    """Responses whose tokens differ (with `values`: or whose log-probabilities do)."""
+    return sum(
+        not np.array_equal(a.token_ids, b.token_ids)
+        or (values and not np.array_equal(a.rollout_logprobs, b.rollout_logprobs))
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+# -- trainer -----------------------------------------------------------------------------------------------------------
+
+
+def trainer_cases(
+    task: Task, samples: Sequence[Sample], expected: dict[str, np.ndarray], kinds: Sequence[str]
+) -> Iterator[Case]:
+    """One case for each kind of attention and dtype."""
+    params, wanted, device = task.weights(), task.requests(), jax.devices()[0]
+    batch = reference.batch_of(wanted, samples)
+    for kind in kinds:
+        for dtype in ("float32", "bfloat16"):
+            with full_precision(dtype):
+                found, again = (reference.flat(task.gradients(params, batch, device, dtype, kind)) for _ in range(2))
+            yield {
+                "case": "trainer",
+                "dtype": dtype,
+                "attention": kind,
+                "gradient_error": relative(found, expected),
+                "again_unlike": sum(not np.array_equal(found[path], again[path]) for path in found),
+            }
+
+
+def relative(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The norm of the difference of two gradients over that of the second."""
+    assert found.keys() == expected.keys()
+    off = sum(float(np.sum((found[path] - expected[path]) ** 2)) for path in expected)
+    return size(np.sqrt(off / sum(float(np.sum(np.square(leaf, dtype=np.float64))) for leaf in expected.values())))
+
+
+def size(value: Any) -> float:
+    """The value; what is no number, as the largest."""
+    return float(value) if np.isfinite(value) else WRONG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The parts of the battery, in order of worth: is it right, how near is it to the roofline, and then the rest.
+
+Each part is one benchmark as anyone may run it, or one module of this folder. `seconds` are guesses for one H100 with
+an empty compilation cache, at 13 s a program and autotuning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpu.frame import FOLDER, Part, python
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
+BFLOAT16 = ("--dtypes", "bfloat16")
+JSON = ("--json", FOLDER)
+CONTEXTS = ("1024", "8192")
+PROMPT = 128
+"""Tokens of a prompt in training and in the whole step."""
+
+
+TRIAL_S = 150
+"""For each part of a trial, however busy the machine is."""
+
+
+def parts() -> list[Part]:
+    """Those for a GPU."""
+    return [
+        Part("ceilings", 40, _bench("ceilings", "--shape", SMALL, "--rows", "16", "64", "256")),
+        Part("tests", 150, python("-m", "gpu.tests", *JSON)),
+        Part("check", 100, python("-m", "gpu.check", *JSON, "--attention", "auto", "reference")),
+        *_decode("64", 80, "--profile"),
+        _train("train", 100, 16, 1024, "--profile"),
+        _train("train-row", 90, 1, 8192, "--profile"),
+        Part("step", 170, _step()),
+        Part("rules", 150, _rules()),
+        Part("sync", 40, _bench("sync", "--shape", SMALL)),
+        Part("attention", 120, _attention()),
+        Part("decode-1.5b-rows", 120, _points(SMALL, "1", "16", "256")),
+        Part("decode-7b-rows", 140, _points(LARGE, "1", "16", "256")),
+        Part("train-torch", 150, _train_command(16, 1024, torch=True)),
+        Part("train-row-torch", 150, _train_command(1, 8192, torch=True)),
+    ]
+
+
+def trial_parts() -> list[Part]:
+    """The same with tiny shapes, on a CPU: does every command run, and does the page find every key?"""
+    quick = ("--quick", *JSON)
+    tiny = ("--repetitions", "1", "--warmup", "1")
+    at = python(str(SCRIPTS / "bench_decode.py"), "--at-context", "32", "--rows", "2", "--profile", *quick)
+    step = ("--without-trl", "--fresh-cache", "--train-tokens", "64")
+    return [
+        Part("ceilings", TRIAL_S, python(str(SCRIPTS / "bench_ceilings.py"), *quick)),
+        Part("tests", TRIAL_S, python("-m", "gpu.tests", *JSON)),
+        Part("check", TRIAL_S, python("-m", "gpu.check", *JSON, "--prompts", "1", "--layers", "1")),
+        Part("decode-1.5b", TRIAL_S, at),
+        Part("train", TRIAL_S, python(str(SCRIPTS / "bench_train.py"), *quick, *tiny, "--profile", "--without-torch")),
+        Part("step", TRIAL_S, python(str(SCRIPTS / "bench_step.py"), *quick, *tiny, *step)),
+        Part("rules", TRIAL_S, python(str(SCRIPTS / "bench_rules.py"), *quick)),
+        Part("sync", TRIAL_S, python(str(SCRIPTS / "bench_sync.py"), *quick)),
+        Part("attention", TRIAL_S, python(str(SCRIPTS / "bench_attention.py"), *quick)),
+    ]
+
+
+def _bench(name: str, *words: str) -> tuple[str, ...]:
+    return python(str(SCRIPTS / f"bench_{name}.py"), *words, *BFLOAT16, *JSON)
+
+
+def _points(shape: str, *words: str) -> tuple[str, ...]:
+    return _bench("decode", "--shape", shape, "--at-context", *CONTEXTS, "--rows", *words)
+
+
+def _decode(rows: str, seconds: int, *words: str) -> Iterator[Part]:
+    for name, shape in (("decode-1.5b", SMALL), ("decode-7b", LARGE)):
+        yield Part(name, seconds, _points(shape, rows, *words))
+        seconds = seconds * 3 // 2
+
+
+def _train_command(rows: int, tokens: int, *words: str, torch: bool = False) -> tuple[str, ...]:
+    sizes = ("--rows", str(rows), "--tokens", str(tokens), "--response", str(tokens - PROMPT))
+    peer = ("--one-at-a-time",) if torch else ("--without-torch",)
+    return _bench("train", "--shape", SMALL, *sizes, "--microbatches", "2", "--repetitions", "3", *peer, *words)
+
+
+def _train(name: str, seconds: int, rows: int, tokens: int, *words: str) -> Part:
+    return Part(name, seconds, _train_command(rows, tokens, *words))
+
+
+def _step() -> tuple[str, ...]:
+    sizes = ("--prompts", "8", "--samples", "8", "--prompt-tokens", str(PROMPT), "--new", "512")
+    rest = ("--train-tokens", "16384", "--repetitions", "3", "--warmup", "2", "--without-trl", "--fresh-cache")
+    return _bench("step", "--shape", SMALL, *sizes, *rest)
+
+
+def _attention() -> tuple[str, ...]:
+    paged, packed = ("--rows", "64", "--contexts", *CONTEXTS), ("--packed", "16x1024", "1x8192")
+    return _bench("attention", "--shape", SMALL, *paged, *packed)
+
+
+def _rules() -> tuple[str, ...]:
+    sizes = ("--prompts", "16", "--samples", "8", "--prompt", "32", "--median-length", "128", "--max-length", "1024")
+    return _bench("rules", "--shape", SMALL, *sizes, "--repetitions", "8")

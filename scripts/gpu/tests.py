@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Runs the tests marked `gpu` and writes how many passed.
+
+    python -m gpu.tests [--json FOLDER]
+
+The exit status is pytest's: 1 where one failed. On a CPU all of them are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import records
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Outcomes:
+    """A plugin of pytest: counts how tests ended, and keeps the names of those that did not pass."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Once for each phase of a test; a set-up that fails or skips is the last of them."""
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+            if report.outcome == "failed":
+                self.failed.append(report.nodeid)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="append a dated record to a file in FOLDER")
+    options = parser.parse_args(arguments)
+    files = sorted(str(file) for file in (ROOT / "tests").glob("*/test_gpu*.py"))
+    outcomes = Outcomes()
+    status = pytest.main(
+        ["-m", "gpu", "-q", "-s", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *files], plugins=[outcomes]
+    )
+    if options.json is not None:
+        import jax
+
+        head = records.header(
+            "tests", records.describe_devices(jax.devices()[:1]), records.versions(), records.command(arguments)
+        )
+        case = {"case": "tests", **{name: outcomes.counts[name] for name in ("passed", "failed", "skipped")}}
+        records.append_record(options.json, head | {"results": {"cases": [case], "failed": outcomes.failed}})
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""What is to be known of jaxrl on a GPU, in one command: is it right, and how near is it to what the card can do.
+
+    python scripts/gpu_battery.py --minutes 9 --out DIR [--only NAME ...] [--again NAME ...]
+    python scripts/gpu_battery.py --list --out DIR
+    python scripts/gpu_battery.py --quick --out DIR          # all of it on a CPU with tiny shapes: does it run?
+
+Parts run in order of worth, each in a process of its own with a limit of its own, until the minutes are up. What has
+passed is not run again by the next call with the same DIR, on this machine or another; parts that never ran come first
+then, and those that failed last. A part that fails does not stop the others.
+
+DIR holds `summary.txt` (one page: every figure beside what was expected of it and the bar that it must reach),
+`records.jsonl` (the same as records, one a line, each with date, device, commit, versions and command; and the state
+that the next call reads) and `log.txt` (the end of what each part printed).
+
+Needs one NVIDIA GPU and jaxrl with JAX's CUDA plugin (`pip install 'jaxrl[cuda13]'`), pytest for its tests, no network
+and no other process on the card. Exit status 1: a part failed or a bar was missed; 2: asked for nonsense, or no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import records
+from bench.measure import num_cores, say
+from gpu import page
+from gpu.figures import Figure, figures, trial_figures
+from gpu.frame import Battery, Part, end_on_sigterm
+from gpu.parts import parts, trial_parts
+
+ROOT = Path(__file__).resolve().parents[1]
+MEMORY_SHARE = "0.93"
+"""Of the card, for JAX: its own default of 0.75 leaves a quarter to nothing, since a part has the card to itself."""
+_QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""A trial's programs run once: it is compiling that takes its time."""
+_DESCRIBE = (
+    "import json, jax; from bench import records; print(json.dumps(records.describe_devices(jax.devices()[:1])))"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--minutes", type=float, default=9.0, help="when it ends, whatever still runs (9)")
+    made.add_argument("--out", type=Path, metavar="DIR", help="results, and what has been done (needed to run)")
+    made.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these parts alone")
+    made.add_argument("--again", nargs="+", default=[], metavar="NAME", help="run these though they have passed")
+    made.add_argument("--list", action="store_true", help="print the parts, their seconds and what has become of them")
+    made.add_argument("--expected", action="store_true", help="print what is expected of each figure (a page)")
+    made.add_argument("--quick", action="store_true", help="tiny shapes on a CPU: try the battery itself")
+    made.add_argument("--cache", type=Path, metavar="DIR", help="compilation cache (~/.cache/jaxrl/xla)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.expected:
+        print(page.expected_page(), end="")
+        return 0
+    try:
+        return _run(options)
+    except ValueError as error:
+        print(f"gpu_battery: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    began = time.monotonic()
+    if options.out is None:
+        raise ValueError("--out must name a folder for results")
+    if not options.minutes > 0:
+        raise ValueError(f"--minutes ({options.minutes}) must be above 0")
+    chosen, known = (trial_parts(), trial_figures()) if options.quick else (parts(), figures())
+    environment = _environment(options)
+    device = functools.cache(lambda: _device(environment))
+    battery = Battery(
+        chosen,
+        options.out,
+        lambda command: records.header("part", device(), records.versions(), command),
+        environment,
+        at_once=num_cores() if options.quick else 1,
+        say=say,
+        on_end=lambda: _write_page(options.out, known, battery.records()),
+    )
+    wanted = battery.waiting(options.only, options.again)
+    if options.list:
+        _print_list(battery)
+        return 0
+    device()
+    end_on_sigterm()
+    battery.run(wanted, 60 * options.minutes - (time.monotonic() - began))
+    found = battery.records()
+    print(_write_page(options.out, known, found), end="")
+    return _exit_status(battery, known, found)
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    """Of all parts. A trial has one CPU device, and one thread for each of the parts that run side by side."""
+    cache = (options.cache or Path("~/.cache/jaxrl/xla")).expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
+    paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = dict(os.environ)
+    found |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
+    if options.quick:
+        return found | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _QUICK_COMPILES, "OMP_NUM_THREADS": "1"}
+    found.setdefault("JAX_PLATFORMS", "cuda,cpu")
+    found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
+    return found
+
+
+def _device(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The device that the parts will find. A process of its own asks: this one must not hold its memory.
+
+    Raises:
+      ValueError: there is none.
+    """
+    done = subprocess.run([sys.executable, "-c", _DESCRIBE], env=dict(environment), capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"JAX finds no device ({done.stderr.strip().splitlines()[-1]}); --quick tries it on a CPU")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _write_page(out: Path, known: Sequence[Figure], found: Sequence[Mapping[str, Any]]) -> str:
+    text = page.results(known, found)
+    (out / "summary.txt").write_text(text, encoding="utf-8")
+    return text
+
+
+def _print_list(battery: Battery) -> None:
+    statuses = battery.statuses()
+    for part in battery.parts:
+        print(f"{part.name:<18} {part.seconds:>4} s  {statuses.get(part.name, 'not run'):<15} {_words(part)}")
+
+
+def _words(part: Part) -> str:
+    """The command, without the interpreter and without where files lie."""
+    return " ".join(Path(word).name for word in part.command[1:])
+
+
+def _exit_status(battery: Battery, known: Sequence[Figure], found: Sequence[Mapping[str, Any]]) -> int:
+    is_gpu = any(record["device"]["platform"] == "gpu" for record in found)
+    failed = [name for name, status in battery.statuses().items() if status in ("failed", "over its limit")]
+    missed = [figure for figure in known if page.verdict(figure, figure.value(found), is_gpu) == page.MISSED]
+    return 1 if failed or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

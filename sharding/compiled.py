@@ -1,0 +1,148 @@
+"""Programs that are compiled once for each shape of their arguments, before they are needed or when they are.
+
+Purpose: the rollout (`jaxrl.rollout.layout_programs`) and the update (`jaxrl.train.programs`) both know the shapes of
+their arguments before there are any, so they are compiled side by side, and in the background while another thread
+works. A thread that needs a program meanwhile waits for that program only.
+
+Compiling lets go of the interpreter; tracing does not. A program of 28 layers is traced in about a second and takes XLA
+ten for a GPU, so some threads share the work well: one per core, since XLA's own threads only serve parts of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_CARRIED = (
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "numpy_dtype_promotion",
+    "threefry_partitionable",
+    "debug_nans",
+    "debug_infs",
+)
+"""The settings of jax that decide what a program is, and that `with` changes for one thread only."""
+_MOST_THREADS = 8  # each holds a program's intermediate forms, of large models gigabytes
+
+
+def products_of(dtype: Any, platform: str) -> AbstractContextManager[Any]:
+    """A context for tracing: products of float32 arrays are products of float32 numbers.
+
+    GPUs multiply float32 with the 10 bits of TF32 by default, and TPUs with bfloat16's 7; where float32 is what was
+    asked for, that is not it. CPUs take all bits anyhow, and in bfloat16 nothing changes.
+    """
+    if platform == "cpu" or jnp.dtype(dtype).itemsize < 4:
+        return nullcontext()
+    return jax.default_matmul_precision("highest")
+
+
+class CompiledPrograms:
+    """Programs of one mesh, each compiled once. Subclasses say which shapes there are, and how one is lowered.
+
+    Attributes:
+      is_warm: all expected shapes are compiled; what is compiled later counts in `recompiles`.
+    """
+
+    def __init__(self) -> None:
+        self.is_warm = False
+        self.recompiles = 0
+        self._compiled: dict[Any, Future[Any]] = {}
+        self._lock = threading.Lock()
+
+    def shapes(self) -> Sequence[Any]:
+        """Every shape that can be needed, those first that are needed first."""
+        raise NotImplementedError
+
+    def lower(self, kind: str, *sizes: int) -> Any:
+        """The program of a shape, traced for this mesh's devices."""
+        raise NotImplementedError
+
+    def compiler_options(self, kind: str) -> dict[str, Any]:
+        """XLA's options for a program."""
+        del kind
+        return {}
+
+    def program(self, shape: Any) -> Any:
+        """The compiled program of a shape (a name and sizes); compiles it if no thread has."""
+        with self._lock:
+            found = self._compiled.get(shape)
+            is_mine = found is None
+            if found is None:
+                found = self._compiled[shape] = Future()
+                self.recompiles += self.is_warm
+        if is_mine:
+            try:
+                found.set_result(self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0])))
+            except BaseException as error:
+                with self._lock:
+                    del self._compiled[shape]  # the next caller tries again
+                found.set_exception(error)
+        return found.result()
+
+    @property
+    def compiled_shapes(self) -> list[Any]:
+        """The shapes whose programs have been compiled, or are about to be."""
+        with self._lock:
+            return list(self._compiled)
+
+
+class CompileAhead:
+    """Compiles programs in threads of its own, all shapes of the first ones before those of the next; `close` drops
+    what has not begun."""
+
+    def __init__(self, every: Sequence[CompiledPrograms], num_threads: int | None = None) -> None:
+        """`num_threads`: default: the cores that this process may use, at most eight."""
+        carry = _settings_of_this_thread()
+        left = {id(programs): len(programs.shapes()) for programs in every}
+        lock = threading.Lock()
+
+        def compile_one(programs: CompiledPrograms, shape: Any) -> None:
+            with carry():
+                programs.program(shape)
+            with lock:
+                left[id(programs)] -= 1
+                programs.is_warm |= not left[id(programs)]
+
+        self._pool = ThreadPoolExecutor(num_threads or compile_threads(), thread_name_prefix="compile-ahead")
+        self._jobs = [
+            self._pool.submit(compile_one, programs, shape) for programs in every for shape in programs.shapes()
+        ]
+
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Until everything is compiled; returns how many programs that are, and raises what compiling raised."""
+        for done, job in enumerate(as_completed(self._jobs), 1):
+            job.result()
+            if progress is not None:
+                progress(done, len(self._jobs))
+        return len(self._jobs)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def compile_threads() -> int:
+    """How many programs are compiled at a time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_THREADS)
+
+
+def _settings_of_this_thread() -> Callable[[], Any]:
+    """A context in which another thread has the settings that the caller has now."""
+    values = {name: getattr(jax.config, f"jax_{name}") for name in _CARRIED}
+
+    @contextmanager
+    def carried() -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, value in values.items():
+                stack.enter_context(getattr(jax, name)(value))
+            yield
+
+    return carried

@@ -1,0 +1,82 @@
+"""What is said of a GPU's memory and of its compilation cache, with devices that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl.commands.explain import explain_config
+from jaxrl.config import from_mapping
+from jaxrl.runtime import build
+from jaxrl.runtime.build import memory_share, retuning_note, share_notes, use_compilation_cache
+
+CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
+VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+H100 = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 60 << 30}, device_kind="H100")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch):
+    for name in (VARIABLE, "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [({}, 0.75), ({VARIABLE: ".92"}, 0.92), ({"XLA_CLIENT_MEM_FRACTION": "0.8"}, 0.8), ({VARIABLE: ""}, 0.75)],
+)
+def test_the_share_is_what_jax_was_told(variables: dict[str, str], share: float, monkeypatch: pytest.MonkeyPatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert memory_share("gpu") == share
+    assert memory_share("cpu") is None
+
+
+def test_a_small_share_is_said_with_what_to_set(monkeypatch: pytest.MonkeyPatch):
+    (note,) = share_notes(CONFIG, [H100])
+    assert note == (
+        "JAX was given 0.75 of each GPU's memory (60.0 GiB of about 80.0 GiB), and rollout.memory_fraction (0.85) is "
+        f"of that: for a larger KV pool, set {VARIABLE}=0.92 in the environment"
+    )
+    monkeypatch.setenv(VARIABLE, "0.9")
+    assert share_notes(CONFIG, [H100]) == []
+    monkeypatch.setenv(VARIABLE, "0.5")
+    assert share_notes(CONFIG, [SimpleNamespace(platform="cpu", memory_stats=lambda: None)]) == []
+    assert share_notes(CONFIG, [SimpleNamespace(platform="gpu", memory_stats=lambda: None)]) == []  # no limit
+
+
+def test_explain_config_prints_the_share(monkeypatch: pytest.MonkeyPatch):
+    line = "JAX is given 0.75 of a GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION): 60.0 GiB of about 80.0 GiB"
+    assert line in str(explain_config(CONFIG, 1, 60 << 30)).splitlines()  # of devices that are not here
+    assert "JAX is given" not in str(explain_config(CONFIG, 0, None)), "CPUs give all"
+    monkeypatch.setattr("jaxrl.commands.explain.prepare_jax", lambda _: [H100])
+    text = str(explain_config(CONFIG, 0, None))
+    assert line in text.splitlines()
+    assert "note: JAX was given 0.75 of each GPU's memory" in text
+
+
+def test_a_resume_without_the_cache_of_before_says_so_on_gpus():
+    assert retuning_note("a", "a", "gpu") is None
+    assert retuning_note(None, "a", "gpu") is None, "an older version noted no cache"
+    for platform in ("gpu", "cuda"):
+        assert "is not there any more, or another folder" in (retuning_note("a", "b", platform) or "")
+        assert "is not there any more, or another folder" in (retuning_note("a", "", platform) or "")
+        assert "was switched off" in (retuning_note("", "b", platform) or "")
+        assert "numbers may differ in their last bits" in (retuning_note("", "", platform) or "")
+    assert retuning_note("a", "b", "cpu") is None
+
+
+def test_a_cache_is_known_again_until_its_folder_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "reset_cache", lambda: None)
+    monkeypatch.setattr(build.jax.config, "update", lambda *_: None)
+    folder = tmp_path / "cache"
+    config = from_mapping({"model": {"path": "m"}, "trainer": {"compilation_cache_dir": str(folder)}})
+    name = use_compilation_cache(config)
+    assert name
+    assert use_compilation_cache(config) == name
+    for file in folder.iterdir():
+        file.unlink()
+    assert use_compilation_cache(config) not in ("", name)
+    assert use_compilation_cache(from_mapping({"model": {"path": "m"}, "trainer": {"compilation_cache_dir": ""}})) == ""
