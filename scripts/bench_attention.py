@@ -265,8 +265,7 @@ def _decode_step(place: Place, pools: Pools) -> Callable[[], list[jax.Array]]:
         for k, v in zip(keys, values, strict=True):
             how = {"eps": config.rms_norm_eps, "interpret": place.interpret}
             layers.append(decode_pallas.decode_attention(qkv, bias, norms, cos, sin, k, v, tables, at, **how))
-        outs, keys, values = zip(*layers, strict=True)
-        return list(outs), list(keys), list(values)
+        return [[layer[i] for layer in layers] for i in range(3)]
 
     run = jax.jit(step, donate_argnums=(0, 1))
 
