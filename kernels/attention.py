@@ -6,10 +6,12 @@ the layer's product and writes the new keys and values (`decode_pallas`). An opt
 for the cache and `actor.attention` for packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
-- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that they refuse;
-- `"auto"`, over the cache: the kernels where the devices that the program is compiled for are GPUs and the kernels
-  take these shapes and dtypes; the reference otherwise. All of this is known while tracing; nothing is tried and
-  caught. On packed rows: jnp in tiles (`packed`), everywhere.
+- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that
+  they refuse;
+- `"auto"`, over the cache: the kernels where the devices that the program is compiled for are GPUs and the kernels take
+  these shapes and dtypes; the reference otherwise. On packed rows: the kernels on GPUs where they take the model's
+  heads and the dtype; jnp in tiles (`packed`) otherwise. All of this is known while tracing; nothing is tried and
+  caught.
 
 docs/kernels.md says what the kernels are, why these, and what has been measured.
 
@@ -19,11 +21,14 @@ W blocks per table, T tokens of a packed row. All of it is local to one device: 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 
 from jaxrl.kernels import packed, reference
+
+if TYPE_CHECKING:
+    from jaxrl.kernels.packed_pallas import TileLists
 
 Implementation = Literal["auto", "reference", "pallas"]
 _KERNEL_KEYS = 128  # two tiles of keys: the kernels skip most other tiles, so packing may count on about as much
@@ -115,17 +120,32 @@ class PackedAttention(NamedTuple):
         `pallas`, GPU kernels (`jaxrl.kernels.packed_pallas`).
       tiling: how the work of `tiles` is cut.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+      note: where `auto` would be the kernels and they refuse: why it is the tiles.
     """
 
     implementation: Literal["reference", "tiles", "pallas"]
     tiling: packed.Tiling = packed.Tiling()
     interpret: bool = False
+    note: str = ""
 
-    def tile_pairs(self, segment_ids: jax.Array, prefix_ids: jax.Array) -> packed.TilePairs | None:
-        """What the layers share, worked out once per microbatch for all `attend` calls; None if nothing."""
-        if self.implementation != "tiles":
-            return None
-        return packed.visible_pairs(segment_ids, prefix_ids, self.tiling)
+    def tile_pairs(
+        self, segment_ids: jax.Array, positions: jax.Array, prefix_ids: jax.Array, dtype: Any
+    ) -> packed.TilePairs | TileLists | None:
+        """What the layers share, worked out once per microbatch for all `attend` calls; None if nothing.
+
+        Args:
+          segment_ids, positions, prefix_ids: int32 [R, T].
+          dtype: of queries, keys and values.
+        """
+        match self.implementation:
+            case "reference":
+                return None
+            case "tiles":
+                return packed.visible_pairs(segment_ids, prefix_ids, self.tiling)
+            case "pallas":
+                from jaxrl.kernels import packed_pallas  # here for the same reasons as above
+
+                return packed_pallas.tile_lists(segment_ids, prefix_ids, positions, packed_pallas.choose_tiles(dtype))
 
     def attend(
         self,
@@ -135,9 +155,9 @@ class PackedAttention(NamedTuple):
         segment_ids: jax.Array,
         positions: jax.Array,
         prefix_ids: jax.Array,
-        tiles: packed.TilePairs | None,
+        tiles: Any,
     ) -> jax.Array:
-        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same segments and prefixes.
+        """[R, T, H, D]; `tiles`: from `tile_pairs` for the same integers and dtype.
 
         Raises:
           ValueError: for shapes or dtypes that the GPU kernels refuse.
@@ -148,10 +168,11 @@ class PackedAttention(NamedTuple):
             case "tiles":
                 return packed.attention(q, k, v, segment_ids, positions, prefix_ids, tiles, self.tiling)
             case "pallas":
-                from jaxrl.kernels import packed_pallas  # here for the same reasons as above
+                from jaxrl.kernels import packed_pallas
 
-                ids = segment_ids, positions
-                return packed_pallas.packed_attention(q, k, v, *ids, prefix_ids=prefix_ids, interpret=self.interpret)
+                return packed_pallas.packed_attention(
+                    q, k, v, segment_ids, positions, prefix_ids=prefix_ids, lists=tiles, interpret=self.interpret
+                )
 
     def num_keys(self, tokens: int) -> int:
         """About how many keys each query of a row of so many tokens is multiplied with."""
@@ -170,20 +191,41 @@ class PackedAttention(NamedTuple):
         )
 
 
-def choose_packed(implementation: Implementation, platform: str, *, interpret: bool = False) -> PackedAttention:
-    """What `actor.attention` means on a platform (`cpu`, `gpu`, `tpu`).
+class Heads(NamedTuple):
+    """What a model asks of attention: query heads, key/value heads, head dim, and the dtype of all three arrays."""
 
-    `auto` is the tiles in jnp, on a GPU too: the Pallas kernels have not run on one yet, and a training run should not
-    be their first (docs/kernels.md).
+    query: int
+    key_value: int
+    dim: int
+    dtype: Any
+
+
+def choose_packed(
+    implementation: Implementation, platform: str, heads: Heads, *, interpret: bool = False
+) -> PackedAttention:
+    """What `actor.attention` means on a platform (`cpu`, `gpu`, `tpu`) for a model's heads.
 
     Args:
       interpret: as in `PackedAttention`.
 
     Raises:
-      ValueError: `pallas` on a platform that the kernels are not made for.
+      ValueError: `pallas` on a platform that the kernels are not made for, or for heads that they refuse.
     """
     if implementation == "pallas" and platform != "gpu" and not interpret:
         raise ValueError(
             f"actor.attention (pallas) must be auto or reference on {platform}: the Pallas kernels run on GPUs alone"
         )
-    return PackedAttention("tiles" if implementation == "auto" else implementation, packed.tiling(platform), interpret)
+    tiling = packed.tiling(platform)
+    if implementation == "reference":
+        return PackedAttention("reference", tiling)
+    if implementation == "auto" and platform != "gpu":
+        return PackedAttention("tiles", tiling)
+    from jaxrl.kernels import paged_pallas
+
+    q, k = (jax.ShapeDtypeStruct((1, 1, count, heads.dim), heads.dtype) for count in heads[:2])
+    reason = paged_pallas.refusal(q, k, k, heads.key_value)
+    if reason is None:
+        return PackedAttention("pallas", tiling, interpret)
+    if implementation == "pallas":
+        raise ValueError(f"actor.attention (pallas) must be auto or reference for this model: {reason}")
+    return PackedAttention("tiles", tiling, note=f"actor.attention: auto is jnp in tiles, not the kernels: {reason}")

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,25 @@ class PackedTileSizes:
     num_stages: int
 
 
-def choose_tiles(dtype: Any) -> tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]:
+def choose_tiles(dtype: Any) -> Tiles:
     """Tile sizes for the forward pass and the gradients of queries, and of keys and values. A rule of thumb,
     unmeasured."""
     if jnp.dtype(dtype) == jnp.float32:  # three products instead of one: larger tiles would spill registers
         return PackedTileSizes(32, 32, 4, 2), PackedTileSizes(32, 32, 4, 2), PackedTileSizes(16, 32, 4, 2)
     # Five stages, as in `paged_pallas`: the number of the tile to visit is looked up before its keys and values.
     return PackedTileSizes(128, 64, 8, 5), PackedTileSizes(64, 64, 8, 5), PackedTileSizes(64, 64, 8, 5)
+
+
+Tiles = tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]
+"""Of the forward pass, and of the gradients of queries, and of keys and values."""
+
+
+class TileLists(NamedTuple):
+    """Which tiles to visit, for each of the three kernels: what `list_tiles` gives. Made by `tile_lists`."""
+
+    forward: tuple[jax.Array, jax.Array]
+    queries: tuple[jax.Array, jax.Array]
+    keys: tuple[jax.Array, jax.Array]
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -67,7 +79,8 @@ def packed_attention(
     positions: jax.Array,
     *,
     prefix_ids: jax.Array | None = None,
-    tiles: tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes] | None = None,
+    tiles: Tiles | None = None,
+    lists: TileLists | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention within segments of packed rows and to the segments that they continue; differentiable once.
@@ -80,6 +93,7 @@ def packed_attention(
       segment_ids, positions: int32 [R, T], none negative.
       prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none.
       tiles: how to cut the work; `choose_tiles` decides if None.
+      lists: of `tile_lists` for the same integers and tiles; worked out here if None.
       interpret: run as plain JAX, on any device (slow; for tests).
 
     Returns:
@@ -92,44 +106,52 @@ def packed_attention(
         raise ValueError(f"packed attention's Pallas kernels: {reason}; set actor.attention to auto or reference")
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
     integers = (segment_ids.astype(jnp.int32), prefix_ids.astype(jnp.int32), positions.astype(jnp.int32))
-    return _packed(q, k, v, integers, tiles or choose_tiles(q.dtype), interpret)
+    tiles = tiles or choose_tiles(q.dtype)
+    if lists is None:
+        lists = tile_lists(*integers, tiles)
+    return _packed(q, k, v, integers, lists, tiles, interpret)
 
 
 Integers = tuple[jax.Array, jax.Array, jax.Array]  # segment_ids, prefix_ids, positions
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _packed(q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, tiles: Any, interpret: bool) -> jax.Array:
-    return _forward(q, k, v, ids, tiles, interpret)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _packed(
+    q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, lists: TileLists, tiles: Tiles, interpret: bool
+) -> jax.Array:
+    return _forward(q, k, v, ids, lists, tiles, interpret)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, tiles: Any, interpret: bool) -> tuple[Any, Any]:
-    listed = list_tiles(visible_tiles(*ids, tiles[0].queries, tiles[0].keys))
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, ids: Integers, lists: TileLists, tiles: Tiles, interpret: bool
+) -> tuple[Any, Any]:
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    out, lse = _call(_forward_kernel, tiles[0], q, k, (q, k, v), ids, listed, (q, lse), interpret)
+    out, lse = _call(_forward_kernel, tiles[0], q, k, (q, k, v), ids, lists.forward, (q, lse), interpret)
     out, lse = (checkpoint_name(x, ATTENTION) for x in (out, lse))
-    return out, (q, k, v, ids, out, lse)
+    return out, (q, k, v, ids, lists, out, lse)
 
 
-def _backward(tiles: Any, interpret: bool, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, ids, out, lse = residuals
+def _backward(tiles: Tiles, interpret: bool, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, ids, lists, out, lse = residuals
     d_out = d_out.astype(q.dtype)
     # Shared by all gradients of a row's scores: the derivative of the softmax's normaliser.
     shift = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     inputs = (q, k, v, d_out, lse, shift)
-    segment_ids, prefix_ids, positions = ids
-    visible = visible_tiles(segment_ids, prefix_ids, positions, tiles[1].queries, tiles[1].keys)
-    (d_q,) = _call(_query_gradient_kernel, tiles[1], q, k, inputs, ids, list_tiles(visible), (q,), interpret)
-    visible = visible_tiles(segment_ids, prefix_ids, positions, tiles[2].queries, tiles[2].keys)
-    listed = list_tiles(jnp.swapaxes(visible, 1, 2))
-    d_k, d_v = _call(_key_gradient_kernel, tiles[2], q, k, inputs, ids, listed, (k, v), interpret, over_keys=True)
-    return d_q, d_k, d_v, (None, None, None)
+    (d_q,) = _call(_query_gradient_kernel, tiles[1], q, k, inputs, ids, lists.queries, (q,), interpret)
+    d_k, d_v = _call(_key_gradient_kernel, tiles[2], q, k, inputs, ids, lists.keys, (k, v), interpret, over_keys=True)
+    return d_q, d_k, d_v, None, None
 
 
 _packed.defvjp(_forward, _backward)
 
 
 # ---------------------------------------------------------------- which tiles to visit
+
+
+def tile_lists(segment_ids: jax.Array, prefix_ids: jax.Array, positions: jax.Array, tiles: Tiles) -> TileLists:
+    """The lists of all three kernels; the same for every layer of a microbatch. Integers as in `packed_attention`."""
+    forward, queries, keys = (visible_tiles(segment_ids, prefix_ids, positions, own.queries, own.keys) for own in tiles)
+    return TileLists(list_tiles(forward), list_tiles(queries), list_tiles(jnp.swapaxes(keys, 1, 2)))
 
 
 def visible_tiles(

@@ -73,7 +73,7 @@ def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, 
     return PagedTileSizes(tile, positions, max(1, parts), 8 if tile >= 128 else 4, STAGES)
 
 
-def refusal(q: jax.Array, k: jax.Array, v: jax.Array, kv_heads: int) -> str | None:
+def refusal(q: Any, k: Any, v: Any, kv_heads: int) -> str | None:
     """Why neither these kernels nor those for packed rows can serve queries [., ., H, D] with so many key/value heads.
 
     None if they can; depends on shapes and dtypes only.

@@ -3,6 +3,7 @@
 
     python scripts/compile_for_gpu.py decode --shape Qwen2.5-1.5B --rows 64 --context 1024 --layers 2
     python scripts/compile_for_gpu.py prefill --tokens 512 --json
+    python scripts/compile_for_gpu.py gradients --rows 1 --tokens 8192 --remat dots --layers 28
 
 Needs the CUDA plugin of JAX (`pip install 'jaxrl[compile-gpu]'`, best into a folder of its own that PYTHONPATH
 names: without cuDNN the plugin complains in every process that finds it). CUDA and a driver are not needed. Autotuning
@@ -16,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,13 +34,16 @@ from jaxrl.models.shapes import named_shape
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("program", choices=["decode", "prefill"])
+    made.add_argument("program", choices=["decode", "prefill", "gradients", "logprobs"])
     made.add_argument("--shape", default="Qwen2.5-1.5B", help="of a model (jaxrl.models.shapes; Qwen2.5-1.5B)")
     made.add_argument("--layers", type=int, default=2, help="how many of its layers (2)")
     made.add_argument("--dtype", default="bfloat16", help="of weights and activations (bfloat16)")
     made.add_argument("--rows", type=int, default=64, help="rows of the program (64)")
     made.add_argument("--context", type=int, default=1024, help="tokens of the longest sequence (1024)")
-    made.add_argument("--tokens", type=int, default=512, help="prefill: tokens of a chunk (512)")
+    made.add_argument("--tokens", type=int, default=512, help="prefill: tokens of a chunk; training: of a row (512)")
+    made.add_argument("--remat", default="dots", choices=["dots", "full", "none"], help="gradients: actor.remat (dots)")
+    made.add_argument("--attention", default="auto", help="training: actor.attention (auto)")
+    made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
     made.add_argument("--tp", type=int, default=1, help="decode, prefill: tensor parallelism, on as many devices (1)")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--hlo", default="", metavar="FILE", help="write the optimised HLO there")
@@ -50,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         config = dataclasses.replace(named_shape(options.shape), num_layers=options.layers)
-        found, facts = _rollout(options, config)
+        trains = options.program in ("gradients", "logprobs")
+        found, facts = (_training if trains else _rollout)(options, config)
     except (ValueError, RuntimeError) as error:
         print(f"compile_for_gpu: {error}", file=sys.stderr)
         return 2
@@ -63,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kernels": dict(found.kernels),
         "copies": found.copies,
         "memory": dict(found.memory),
+        "scatters": [text.split(", metadata")[0] for text in re.findall(r"= (\S+ scatter\(.*)", found.text)],
+        "products": re.findall(r"precision_config\":(\{[^}]*\})", found.text),
     }
     print(json.dumps(told) if options.json else _page(told))
     return 0
@@ -93,9 +101,42 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled
     }
 
 
+def _training(options: argparse.Namespace, model: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
+    """A microbatch of one device; with what the memory plan says of the update."""
+    from jaxrl.config import from_mapping
+    from jaxrl.runtime.memory import plan_chunk, update_parts
+    from jaxrl.sharding.mesh import make_mesh
+    from jaxrl.train.programs import TrainPrograms
+
+    chunk = options.chunk if options.chunk == "auto" else int(options.chunk)
+    actor: dict[str, Any] = {
+        "dtype": options.dtype,
+        "remat": options.remat,
+        "attention": options.attention,
+        "ppo_max_token_len_per_gpu": options.rows * options.tokens,
+        "logprob_chunk_tokens": chunk,
+    }
+    data = {"max_prompt_length": options.tokens // 2, "max_response_length": options.tokens - options.tokens // 2}
+    config = from_mapping({"model": {"path": "unused"}, "data": data, "actor": actor})
+    kind = "accumulate" if options.program == "gradients" else "logprobs"
+    with compiled.as_default_device():
+        programs = TrainPrograms(config, model, make_mesh(compiled.devices()))
+        lowered = programs.lower(kind, options.rows, options.tokens)
+    # Without a device Triton's products of concatenated operands find no tiling; with one, autotuning chooses.
+    settings = programs.compiler_options(kind) | {"xla_gpu_enable_triton_gemm": False}
+    return compiled.compile_program(lowered, settings), {
+        "program": [kind, options.rows, options.tokens],
+        "plan": update_parts(config, model, 1, "gpu", options.remat, plan_chunk(config, model, 1, None, "gpu", "")),
+    }
+
+
 def _page(told: dict[str, Any]) -> str:
     """The same as a few lines of text."""
-    lines = [f"{name}: {value}" for name, value in told.items() if name not in ("kernels", "copies", "memory")]
+    lines = [
+        f"{name}: {value}"
+        for name, value in told.items()
+        if name not in ("kernels", "copies", "memory", "scatters", "products")
+    ]
     lines.append(f"kernels, each counted once however often its loop turns: {sum(told['kernels'].values())}")
     lines += [f"  {count:4} {name}" for name, count in sorted(told["kernels"].items(), key=lambda item: -item[1])]
     lines += [f"copy of {size / 1e6:.1f} MB: {name} in {where}" for where, name, size in told["copies"]]

@@ -14,10 +14,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _CARRIED = (
     "enable_x64",
@@ -30,6 +31,17 @@ _CARRIED = (
 )
 """The settings of jax that decide what a program is, and that `with` changes for one thread only."""
 _MOST_THREADS = 8  # each holds a program's intermediate forms, of large models gigabytes
+
+
+def products_of(dtype: Any, platform: str) -> AbstractContextManager[Any]:
+    """A context for tracing: products of float32 arrays are products of float32 numbers.
+
+    GPUs multiply float32 with the 10 bits of TF32 by default, and TPUs with bfloat16's 7; where float32 is what was
+    asked for, that is not it. CPUs take all bits anyhow, and in bfloat16 nothing changes.
+    """
+    if platform == "cpu" or jnp.dtype(dtype).itemsize < 4:
+        return nullcontext()
+    return jax.default_matmul_precision("highest")
 
 
 class CompiledPrograms:

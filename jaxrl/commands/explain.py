@@ -16,15 +16,13 @@ from jaxrl.config import Config
 from jaxrl.config.declared import Declared, number_problem
 from jaxrl.config.devices import MAX_DEVICES, devices_problem
 from jaxrl.config.options import total_steps
-from jaxrl.kernels.attention import choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.build import bytes_each, device_bytes, memory_share, prepare_jax, share_notes
 from jaxrl.runtime.degree import planned_degree
-from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, memory_problem
+from jaxrl.runtime.memory import MemoryPlan, full_microbatch, in_bytes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batch_rule
-from jaxrl.train.packing import microbatch_shapes
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
 
@@ -143,7 +141,7 @@ def _counts(
     if num_prompts is None and data.task:
         num_prompts = data.task_size
     training = num_devices - config.rollout.num_devices
-    full = microbatch_shapes(config, model_config, training, choose_packed(config.actor.attention, platform))[-1]
+    full = full_microbatch(config, model_config, training, platform)
     device_samples = full.rows * (full.length // config.max_model_length)
     evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
     dp, _ = _layout(config, num_devices)
@@ -237,6 +235,7 @@ def render(e: Explanation) -> str:
         "",
         f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
         f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
+        f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
         *(f"note: {text}" for text in e.warnings),
     ]
     return "\n".join(line.rstrip() for line in lines)

@@ -40,7 +40,7 @@ from jaxrl.runtime.build import (
     retuning_note,
     share_notes,
     use_compilation_cache,
-    with_planned_remat,
+    with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.layout_session import LayoutSession
@@ -93,7 +93,7 @@ class Run:
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
-        trained = with_planned_remat(config, self.model, self.mesh.devices.ravel().tolist())
+        trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
         self._checkpoints()
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
@@ -153,6 +153,8 @@ class Run:
         self.trainer = Trainer(
             trained, self.model, params, self.mesh, total_updates=updates, on_progress=self.watchdog.beat
         )
+        if note := self.trainer.programs.packed_attention.note:
+            self.said.append(note)
 
     def _find_checkpoint(self) -> Checkpointer:
         """The run's checkpoints, of which the newest whole one is known. Nothing is written."""

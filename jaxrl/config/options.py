@@ -185,11 +185,16 @@ class ActorSection:
         "What the backward pass recomputes; none: nothing, dots: all but products with weights and attention, full: "
         "whole layers, auto: dots where the device's memory allows it, else full.",
     ] = "auto"
-    logprob_chunk_tokens: Annotated[int, Ge(1), "Tokens that have their logits at once, per device."] = 1024
+    logprob_chunk_tokens: Annotated[
+        int | Literal["auto"],
+        Ge(1),
+        "Tokens that have their logits at once, per device; auto: a power of two from 128 to 4096 whose logits take at "
+        "most half of what the update leaves of the device's memory, 1024 where that is not known.",
+    ] = "auto"
     attention: Annotated[
         Literal["auto", "reference", "pallas"],
-        "Implementation of attention in training; auto: tiles in jnp, on GPUs too, reference: plain jnp, whose scores "
-        "exist at once, pallas: a kernel, on GPUs only.",
+        "Implementation of attention in training; auto: a kernel on GPUs where it takes the dtype and the head dim, "
+        "tiles in jnp elsewhere, reference: plain jnp, whose scores exist at once, pallas: the kernel, on GPUs only.",
     ] = "auto"
     offload_optimizer: Annotated[bool, "Keep the optimizer state in host memory outside the update."] = False
 

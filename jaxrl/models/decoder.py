@@ -257,10 +257,57 @@ def _dense_backward(widen: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.
 _dense.defvjp(_dense_forward, _dense_backward)
 
 
-def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of the embedding, [..., E]. Token ids must lie in the vocabulary (padding: any id that does)."""
+def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of an embedding [V, E] for tokens [...]. Ids must lie in the vocabulary (padding: any id that does)."""
     # "clip" spares the select of out-of-range rows, which the default mode would add.
-    return jnp.take(params["embed"], tokens, axis=0, mode="clip").astype(dtype)
+    return jnp.take(table, tokens, axis=0, mode="clip")
+
+
+@jax.custom_vjp
+def look_up_in_order(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`look_up`, with a gradient whose sums have the same order in every run.
+
+    The gradient of `look_up` adds each token's row to the table's, which a GPU does with atomics: rows of a token that
+    occurs several times are added in the order of chance. Here tokens are sorted, and the sum of each run of equal ones
+    is made by doubling: log2(tokens) passes over [tokens, E]. On several devices, call it inside `shard_map`.
+    """
+    return look_up(table, tokens)
+
+
+def _look_up_forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # an array without numbers carries the vocabulary's size and the dtype to the backward pass
+    return look_up(table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+def _look_up_backward(saved: tuple[jax.Array, jax.Array], d_rows: jax.Array) -> tuple[jax.Array, None]:
+    tokens, like = saved
+    flat, vocab, (count, width) = tokens.reshape(-1), like.shape[0], (tokens.size, d_rows.shape[-1])
+    order = jnp.argsort(flat, stable=True)
+    ids, sums = flat[order], d_rows.reshape(count, width)[order].astype(like.dtype)
+    reach = 1
+    while reach < count:  # each row holds the sum of the last `reach` rows of its run, itself included
+        same = ids[reach:] == ids[:-reach]
+        sums += jnp.pad(jnp.where(same[:, None], sums[:-reach], 0), ((reach, 0), (0, 0)))
+        reach *= 2
+    is_last = jnp.append(ids[1:] != ids[:-1], True)
+    rows = jnp.where(is_last, ids, vocab + jnp.arange(count))  # the others lie outside, each elsewhere: dropped
+    # the zeros wait for the sums: XLA would make them with those of the head's gradient, before the backward pass
+    zero, sums = lax.optimization_barrier((jnp.zeros((), like.dtype), sums))
+    table = jnp.full((vocab, width), zero)
+    return table.at[rows].set(sums, mode="drop", unique_indices=True), None
+
+
+look_up_in_order.defvjp(_look_up_forward, _look_up_backward)
+
+
+def embed(
+    params: Params,
+    tokens: jax.Array,
+    dtype: Any,
+    find: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
+) -> jax.Array:
+    """Rows of the embedding, [..., E], found as `look_up` does."""
+    return find(params["embed"], tokens).astype(dtype)
 
 
 def final_norm(params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False) -> jax.Array:
@@ -274,17 +321,45 @@ def logits(params: Params, x: jax.Array, config: ModelConfig, *, features_first:
     With `features_first`, x is [E, ...] and a separate head [V, E]; logits are [..., V] all the same.
     """
     wide = _at_least_float32(x.dtype)
+    out: Any
     if features_first:
         head = params["lm_head"] if "lm_head" in params else params["embed"]
         out = jnp.einsum("ve,e...->v...", head.astype(x.dtype), x, preferred_element_type=wide)
         out = jnp.moveaxis(out, 0, -1)
     elif "lm_head" in params:
-        out = jnp.einsum("...e,ev->...v", x, params["lm_head"].astype(x.dtype), preferred_element_type=wide)
+        out = _head_product("ev", x, params["lm_head"].astype(x.dtype))
     else:
-        out = jnp.einsum("...e,ve->...v", x, params["embed"].astype(x.dtype), preferred_element_type=wide)
+        out = _head_product("ve", x, params["embed"].astype(x.dtype))
     if out.shape[-1] > config.vocab_size:
         out = jnp.where(jnp.arange(out.shape[-1]) < config.vocab_size, out, -jnp.inf)
     return out
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head_product(order: str, x: jax.Array, head: jax.Array) -> jax.Array:
+    """x [..., E] times the head in its `order` of dims, in at least float32.
+
+    The gradient of the logits is rounded to x's dtype before it is multiplied: else both products of the backward pass
+    have one operand in float32, for which XLA makes a float32 copy of the head and multiplies at half the rate.
+    """
+    wide = _at_least_float32(x.dtype)
+    return jnp.einsum(f"...e,{order}->...v", x, head, preferred_element_type=wide)
+
+
+def _head_forward(order: str, x: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _head_product(order, x, head), (x, head)
+
+
+def _head_backward(order: str, saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, head = saved
+    d_out, wide = d_out.astype(x.dtype), d_out.dtype
+    d_x = jnp.einsum(f"...v,{order}->...e", d_out, head, preferred_element_type=wide)
+    flat = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
+    d_head = jnp.einsum(f"tv,te->{order}", *flat, preferred_element_type=wide)
+    return d_x.astype(x.dtype), d_head.astype(head.dtype)
+
+
+_head_product.defvjp(_head_forward, _head_backward)
 
 
 def forward_scan(
@@ -298,6 +373,7 @@ def forward_scan(
     remat: Remat = "none",
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     gather: Callable[[Params], Params] = lambda layer_params: layer_params,
+    find: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
     widen: bool = False,
 ) -> jax.Array:
     """Training form: final-normed hidden states [..., E] of tokens [...]. Callers chunk the logits.
@@ -309,6 +385,7 @@ def forward_scan(
         products with weights and attention).
       constrain: applied to the residual stream after the embedding and after each layer (a sharding constraint).
       widen: as in `layer`.
+      find: (embedding, tokens) -> rows, as `look_up` does.
       gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
     """
 
@@ -317,7 +394,7 @@ def forward_scan(
         return constrain(x), None
 
     cos, sin = rope_tables(positions, config, dtype)
-    x = constrain(embed(params, tokens, dtype))
+    x = constrain(embed(params, tokens, dtype, find))
     x, _ = lax.scan(_rematerialised(body, remat), x, params["layers"])
     return final_norm(params, x, config)
 

@@ -22,7 +22,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
 from jaxrl.scheduling.tokens.plan import Capacity
-from jaxrl.sharding.compiled import CompiledPrograms
+from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
@@ -226,7 +226,8 @@ class LayoutPrograms(CompiledPrograms):
             arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
             program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
         jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
-        return jitted.lower(*live, *arguments)
+        with products_of(self.dtype, self.layout.mesh.devices.flat[0].platform):
+            return jitted.lower(*live, *arguments)
 
     # -- what programs are compiled for ----------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_problem, plan_remat
+from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_problem, plan_chunk, plan_remat
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
@@ -153,10 +153,13 @@ def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any],
         raise ConfigError(problem)
 
 
-def with_planned_remat(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
-    """`config` with `actor.remat: auto` replaced by what the devices' memory allows."""
-    remat = plan_remat(config, model, len(devices), device_bytes(devices), devices[0].platform)
-    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, remat=remat))
+def with_planned_update(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
+    """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory allows."""
+    memory, platform = device_bytes(devices), devices[0].platform
+    remat = plan_remat(config, model, len(devices), memory, platform)
+    chunk = plan_chunk(config, model, len(devices), memory, platform, remat)
+    actor = dataclasses.replace(config.actor, remat=remat, logprob_chunk_tokens=chunk)
+    return dataclasses.replace(config, actor=actor)
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:

@@ -25,18 +25,21 @@ from typing import Literal
 
 from jaxrl.config import Config
 from jaxrl.config.devices import prime_factors
-from jaxrl.kernels.attention import choose_packed
+from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
-from jaxrl.train.packing import microbatch_shapes
+from jaxrl.train.logprobs import DEFAULT_CHUNK
+from jaxrl.train.packing import Shape, microbatch_shapes
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
 _SCORE_COPIES = 3
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a decode step samples
+_PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
+_LOGITS_SHARE = 0.5  # of what the update leaves of that: larger chunks read the head's gradient less often
 _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory by more than the estimate may be off
 
 
@@ -52,6 +55,8 @@ class MemoryPlan:
     pool_requests: int  # of the longest length, per dp group
     device_bytes: int | None
     shared: bool = True  # both phases have the same devices
+    remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
+    chunk_tokens: int = 0
 
     @property
     def rollout_bytes(self) -> int:
@@ -125,6 +130,16 @@ def layout_sizes(
     return sizes
 
 
+def full_microbatch(config: Config, model_config: ModelConfig, num_devices: int, platform: str) -> Shape:
+    """The largest microbatch of an update, on one of so many devices."""
+    return microbatch_shapes(config, model_config, num_devices, _attention(config, model_config, platform))[-1]
+
+
+def _attention(config: Config, m: ModelConfig, platform: str) -> PackedAttention:
+    heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, config.actor.dtype)
+    return choose_packed(config.actor.attention, platform, heads)
+
+
 def _splits(size: int, degree: int) -> int:
     """The number of shards into which a dim of `size` is split on a mesh of so many devices."""
     return math.prod(dividing_factors(prime_factors(degree), size))
@@ -183,44 +198,111 @@ def plan_remat(
     chosen = config.actor.remat
     if chosen != "auto":
         return chosen
-    parts = _resident(config, model_config, num_devices) | _update(config, model_config, num_devices, platform, "dots")
-    # for fragments and what XLA allocates beside the plan: a little more than the estimate's largest error so far
-    return "dots" if memory_bytes is None or sum(parts.values()) <= 0.8 * memory_bytes else "full"
+    chunk = config.actor.logprob_chunk_tokens
+    chunk = DEFAULT_CHUNK if chunk == "auto" else chunk
+    update = update_parts(config, model_config, num_devices, platform, "dots", chunk)
+    needed = sum(_resident(config, model_config, num_devices).values()) + sum(update.values())
+    return "dots" if memory_bytes is None or needed <= _PLANNED_SHARE * memory_bytes else "full"
 
 
-def _update(config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str) -> dict[str, int]:
+def plan_chunk(
+    config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str, remat: str
+) -> int:
+    """`actor.logprob_chunk_tokens`, with `auto` resolved for an `actor.remat` that is.
+
+    The largest power of two from 128 to 4096 whose logits take at most half of what the rest of the update leaves of
+    0.8 of a device's memory; `DEFAULT_CHUNK` if the memory is not known (`memory_bytes` None).
+    """
+    chosen = config.actor.logprob_chunk_tokens
+    if chosen != "auto":
+        return chosen
+    if memory_bytes is None:
+        return DEFAULT_CHUNK
+    resident = sum(_resident(config, model_config, num_devices).values())
+    others = _phases(config, model_config, num_devices, platform, remat, 0)["head"]
+    left = _PLANNED_SHARE * memory_bytes - resident - sum(others.values())
+    chunks = [1 << i for i in range(7, 13)]
+    fitting = [c for c in chunks if _chunk_bytes(config, model_config, c) <= _LOGITS_SHARE * left]
+    return max(fitting, default=chunks[0])
+
+
+def update_parts(
+    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+) -> dict[str, int]:
+    """Bytes of what an update adds to what is always there, in the phase that needs most.
+
+    Args:
+      remat, chunk: `actor.remat` and `actor.logprob_chunk_tokens`, resolved.
+    """
+    phases = _phases(config, model_config, num_devices, platform, remat, chunk)
+    return {name: size for name, size in max(phases.values(), key=lambda parts: sum(parts.values())).items() if size}
+
+
+def _phases(
+    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+) -> dict[str, dict[str, int]]:
+    """What lives in each phase of a microbatch: while the head's gradient is made, in the backward pass of the layers,
+    and while the embedding's gradient is made; and in the optimizer's update."""
     m, actor = model_config, config.actor
     numbers, size, wide = _device_numbers(m, num_devices), _BYTES[actor.param_dtype], _BYTES[actor.dtype]
-    attention = choose_packed(actor.attention, platform)
-    full = microbatch_shapes(config, m, num_devices, attention)[-1]
+    full = full_microbatch(config, m, num_devices, platform)
     rows, row, tokens = full.rows, full.length, full.tokens
-    products = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size  # q k v out, gate up act
-    # numbers per token: what a layer keeps for the backward pass, and what one layer needs while it is computed
-    working = 2 * products + 6 * m.hidden_size
-    match remat:
-        case "full":
-            kept = m.hidden_size
-        case "dots":
-            kept = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 2 * m.intermediate_size + 2 * m.hidden_size
-        case _:
-            kept = working
-    held = attention.holds_scores(row)
+    kept, working = _layer_bytes(m, remat, platform, wide)
+    weights = m.num_params() - m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    one_layer = weights // m.num_layers * wide * (1 if num_devices == 1 else 2)  # gathered: its gradient is whole, too
+    if remat == "none" and wide < size:
+        kept += weights // m.num_layers * wide / tokens  # cast once, and kept
+    held = _attention(config, m, platform).holds_scores(row)
     scores = rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES if held else 0
     score_layers = m.num_layers if remat == "none" else 1
     why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"
-    head = m.vocab_size * m.hidden_size
-    chunk = min(actor.logprob_chunk_tokens, tokens) * m.vocab_size * max(wide, 4)
-    parts = {
-        "gradients": numbers * size,
-        f"activations kept (remat {remat}, estimate)": m.num_layers * tokens * kept * wide,
-        "one layer at work (estimate)": tokens * working * wide,
-        f"attention scores ({why_scores})": scores * score_layers,
-        "logits of a chunk and their gradient": 2 * chunk,
-        "vocabulary head, gathered, and its gradient": head * (wide + size),
+    vocabulary = m.vocab_size * m.hidden_size
+    total = {"gradients": numbers * size}
+    activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
+    own = {"gradients of a microbatch": numbers * size}
+    return {
+        "head": total
+        | activations
+        | {
+            "logits of a chunk and their gradient": _chunk_bytes(config, m, min(chunk, tokens)),
+            "vocabulary head, its gradient, and a chunk's share of that": vocabulary * (wide + 2 * size),
+        },
+        "layers": total
+        | activations
+        | own
+        | {
+            "one layer at work (estimate)": int(tokens * working) + one_layer,
+            f"attention scores ({why_scores})": scores * score_layers,
+        },
+        "embedding": total | own | {"the embedding's gradient": (vocabulary + 2 * tokens * m.hidden_size) * size},
+        "optimizer": total
+        | ({"optimizer (adam m, v), from the host": 2 * numbers * size} if actor.offload_optimizer else {}),
     }
-    if actor.offload_optimizer:
-        parts["optimizer (adam m, v), from the host"] = 2 * numbers * size
-    return {name: count for name, count in parts.items() if count}
+
+
+def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
+    """The logits of so many tokens in float32 or better, and their gradient in the type of the products."""
+    wide = _BYTES[config.actor.dtype]
+    return chunk * model_config.vocab_size * (max(wide, 4) + wide)
+
+
+def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[float, float]:
+    """Bytes per token that a layer keeps for the backward pass, and that one layer needs while it is computed.
+
+    What XLA keeps without remat, and how many of a layer's arrays live at once, differs between its compilers: both
+    are read from what they report (see the module), in units of the model's dims.
+    """
+    heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
+    normaliser = 4 * m.num_heads  # attention's, in float32
+    kept = {"full": embed * wide, "dots": (heads + 2 * mlp + 2 * embed) * wide + normaliser}
+    if platform == "cpu":
+        products = heads + 3 * mlp  # q k v out, gate up act
+        working = (2 * products + 6 * embed) * wide
+        return kept.get(remat, working), working
+    # gate, up, its sigmoid, its product ...; of the two norms the input, its square root's share and the result
+    kept["none"] = (heads + 6 * mlp + 3 * embed) * wide + 6 * embed * max(wide, 4) + normaliser
+    working = {"full": 6 * mlp + 6 * embed, "dots": 4 * mlp, "none": 3 * mlp}
+    return kept[remat], working[remat] * wide
 
 
 def memory_plan(
@@ -239,6 +321,7 @@ def memory_plan(
     rolling, training = own or num_devices, num_devices - own
     num_blocks = plan_num_blocks(config, model_config, rolling, device_bytes)
     remat = plan_remat(config, model_config, training, device_bytes, platform)
+    chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
     block_size = config.rollout.block_size
     usable = num_blocks - _RESERVED_BLOCKS
     return MemoryPlan(
@@ -247,12 +330,14 @@ def memory_plan(
             "rollout weights": _rollout_weights(config, model_config, rolling),
             "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
         },
-        update=_update(config, model_config, training, platform, remat),
+        update=update_parts(config, model_config, training, platform, remat, chunk),
         num_blocks=num_blocks,
         pool_tokens=usable * block_size,
         pool_requests=usable // -(-config.max_model_length // block_size),
         device_bytes=device_bytes,
         shared=not own,
+        remat=remat,
+        chunk_tokens=chunk,
     )
 
 

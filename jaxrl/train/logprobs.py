@@ -25,6 +25,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels.reference import operands
 
+DEFAULT_CHUNK = 1024
+"""`HeadOptions.chunk` where `actor.logprob_chunk_tokens` is auto and the memory is not known."""
+
 Head = Any
 Project = Callable[[Head, jax.Array], jax.Array]
 
@@ -84,10 +87,15 @@ def token_logprobs(
 
 
 def _wanted_first(wanted: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Indices of the wanted tokens, in order, then N (out of range) for slices that reach beyond; and their number."""
+    """Indices of the wanted tokens, in order, then some out of range, for slices that reach beyond; and their number.
+
+    No index is there twice, so that scatters need no atomics.
+    """
     size = wanted.shape[0]
     padded = size + _last_chunk(chunk)
-    return jnp.flatnonzero(wanted, size=padded, fill_value=size).astype(jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
+    place, count = jnp.arange(padded, dtype=jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
+    order = jnp.flatnonzero(wanted, size=padded, fill_value=size).astype(jnp.int32)
+    return jnp.where(place < count, order, size + place), count
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -116,7 +124,7 @@ def _forward(
         # padded vocabulary has logits of -inf, so p and its share of the entropy are 0
         entropy = lse - jnp.sum(weights * jnp.maximum(logits, _MIN_LOGIT), axis=-1) / total
         values = (chosen - lse, entropy, lse)
-        return tuple(c.at[index].set(v, mode="drop") for c, v in zip(carry, values, strict=True))
+        return tuple(c.at[index].set(v, mode="drop", unique_indices=True) for c, v in zip(carry, values, strict=True))
 
     empty = jnp.zeros((size,), wide)
     logprobs, entropy, lse = _loop(count, options.chunk, body, (empty, empty, empty))
@@ -149,7 +157,7 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, jax
         d_logits = jnp.where((index < hidden.shape[0])[:, None], d_logits / options.temperature, 0.0)
         d_head_chunk, d_x = pull(d_logits.astype(raw.dtype))
         d_head = jax.tree.map(lambda total, part: total + part.astype(total.dtype), d_head, d_head_chunk)
-        return d_head, d_hidden.at[index].set(d_x.astype(hidden.dtype), mode="drop")
+        return d_head, d_hidden.at[index].set(d_x.astype(hidden.dtype), mode="drop", unique_indices=True)
 
     start = (jax.tree.map(jnp.zeros_like, head), jnp.zeros_like(hidden))
     d_head, d_hidden = _loop(count, options.chunk, body, start)

@@ -29,15 +29,15 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
-from jaxrl.kernels.attention import choose_packed
+from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import Weight
-from jaxrl.sharding.compiled import CompiledPrograms
+from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.logprobs import HeadOptions, token_logprobs
+from jaxrl.train.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs
 from jaxrl.train.packing import TokenBatch, microbatch_shapes
 
 Tree = Any
@@ -65,7 +65,7 @@ class TrainPrograms(CompiledPrograms):
         Trainer(config, model_config, params, mesh, programs=programs)
 
     Attributes:
-      config, model_config, mesh: what the programs are made for.
+      config, model_config, mesh: what the programs are made for. platform: of the mesh's devices.
       packed_attention: what `actor.attention` means on the mesh's platform.
       microbatches: the shapes of a microbatch on one device, ascending.
       optimizer: the update rule.
@@ -87,7 +87,9 @@ class TrainPrograms(CompiledPrograms):
         super().__init__()
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
-        self.packed_attention = choose_packed(actor.attention, mesh.devices.flat[0].platform, interpret=interpret)
+        m, self.platform = model_config, mesh.devices.flat[0].platform
+        heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype)
+        self.packed_attention = choose_packed(actor.attention, self.platform, heads, interpret=interpret)
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self.optimizer = optimizers.build(actor.optim, actor.grad_clip, total_updates)
         self.shardings = train_shardings(model_config, mesh)
@@ -95,6 +97,7 @@ class TrainPrograms(CompiledPrograms):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._widen = self.packed_attention.tiling.widen
         self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
+        self._chunk = DEFAULT_CHUNK if actor.logprob_chunk_tokens == "auto" else actor.logprob_chunk_tokens
         self._gather = _gather_functions(model_config, self.shardings, actor.dtype)
         self.trainable, self.frozen = optimizers.partition(self._abstract_params(actor.param_dtype), trainable)
         chain = self.optimizer.chain
@@ -138,6 +141,10 @@ class TrainPrograms(CompiledPrograms):
           rows: of the microbatch, on all devices together; a multiple of their number.
           tokens: of a row.
         """
+        with products_of(self.config.actor.dtype, self.platform):
+            return self._lower(kind, rows, tokens)
+
+    def _lower(self, kind: str, rows: int, tokens: int) -> Any:
         params, total, state = (self.trainable, self.frozen), self._accumulator, self.state
         match kind:
             case "accumulate":
@@ -181,20 +188,32 @@ class TrainPrograms(CompiledPrograms):
             dtype=jnp.dtype(self.config.actor.dtype),
             remat=self._remat,
             widen=self._widen,
+            find=self._look_up,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self.rows),
             gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
         )
         head = "lm_head" if "lm_head" in gathered else "embed"
         return hidden, {head: gathered[head]}
 
+    def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if self.platform != "gpu":  # elsewhere the plain gradient has an order
+            return decoder.look_up(table, tokens)
+        # each device sums the gradient of its own rows; what is the same on all is summed over them by the transpose
+        own = jax.shard_map(
+            decoder.look_up_in_order,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), self.rows.spec),
+            out_specs=self.rows.spec,
+            check_vma=False,
+        )
+        return own(table, tokens)
+
     def _attention(self, rows: TokenBatch) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         """Attention of [R, T] tokens, for all layers of a microbatch; each device loops over its own rows."""
         packed = self.packed_attention
         local = partial(jax.shard_map, mesh=self.mesh, out_specs=self.rows.spec, check_vma=False)
         shards = (jnp.asarray(rows.segment_ids), jnp.asarray(rows.positions), jnp.asarray(rows.prefix_ids))
-        tiles = local(lambda segments, _, prefixes: packed.tile_pairs(segments, prefixes), in_specs=self.rows.spec)(
-            *shards
-        )
+        tiles = local(partial(packed.tile_pairs, dtype=self.config.actor.dtype), in_specs=self.rows.spec)(*shards)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return local(packed.attend, in_specs=self.rows.spec)(q, k, v, *shards, tiles)
@@ -205,7 +224,7 @@ class TrainPrograms(CompiledPrograms):
         hidden, head = self._hidden_and_head(params, batch)
         options = HeadOptions(
             project=partial(_project, config=self.model_config),
-            chunk=self.config.actor.logprob_chunk_tokens,
+            chunk=self._chunk,
             temperature=self.config.rollout.temperature or 1.0,
             entropy_gradient=bool(self.config.actor.entropy_coeff),
             widen=self._widen,

@@ -68,8 +68,9 @@ class Trainer:
         """Places a copy of `params` on the mesh.
 
         Args:
-          config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `actor.remat: auto`
-            means `dots` here; `jaxrl.runtime.memory.plan_remat` replaces it before, if the memory is known.
+          config: `actor`, `algorithm`, `rollout.temperature` and the lengths in `data` are read. `auto` means `dots`
+            for `actor.remat` and `logprobs.DEFAULT_CHUNK` for `actor.logprob_chunk_tokens` here;
+            `jaxrl.runtime.build.with_planned_update` replaces both before by what the memory allows.
           model_config: of the decoder.
           params: training form, numpy or jax arrays of any floating dtype. The caller keeps them. A reference model, if
             one is needed, has these weights.

@@ -96,10 +96,25 @@ def test_memory_of_smollm2_on_one_device():
     assert e.warnings == ()
 
 
-def test_offload_moves_the_optimizer_out_of_rollout():
+def test_offload_leaves_the_optimizer_on_the_host_until_gradients_are_there():
     here, away = (explain(config(actor={"offload_optimizer": offload}), SMOLLM2, 1).memory for offload in (False, True))
     assert here.rollout_bytes - away.rollout_bytes == 2 * SMOLLM2.num_params() * 4
-    assert here.update_bytes == away.update_bytes
+    assert here.update_bytes - away.update_bytes == 2 * SMOLLM2.num_params() * 4
+    few = {"actor": {"offload_optimizer": True, "ppo_max_token_len_per_gpu": 64}, "data": {"max_response_length": 32}}
+    assert "optimizer (adam m, v), from the host" in explain(config(**few), SMOLLM2, 1).memory.update
+
+
+def test_a_chunk_of_logits_takes_half_of_what_is_left():
+    c = config(actor={"logprob_chunk_tokens": "auto"})
+    room = {gib: explain(c, SMOLLM2, 1, gib << 30).memory for gib in (3, 5, 8, 80)}
+    chunks = [memory.chunk_tokens for memory in room.values()]
+    assert chunks == sorted(chunks)
+    assert (chunks[0], chunks[-1]) == (128, 4096)
+    assert 128 < chunks[1] < 4096
+    assert explain(c, SMOLLM2, 1).memory.chunk_tokens == 1024
+    fixed = config(actor={"logprob_chunk_tokens": 300})
+    assert explain(fixed, SMOLLM2, 1, 80 << 30).memory.chunk_tokens == 300
+    assert "logits of 4096 tokens at a time, remat dots" in str(explain(c, SMOLLM2, 1, 80 << 30))
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxrl.kernels import attention, packed, packed_pallas, reference
 from jaxrl.kernels.packed_pallas import PackedTileSizes
 
+HEADS = attention.Heads(4, 2, 16, "float32")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 SMALL = (PackedTileSizes(32, 16, 4, 2), PackedTileSizes(16, 32, 4, 2), PackedTileSizes(16, 32, 4, 2))
 
@@ -124,10 +125,10 @@ def test_the_interface(tokens, implementation, prefixes):
     segments, positions, given = rows_of(tokens)
     given = np.where(given == 0, segments, given)  # as `pack` writes it
     chosen = {"own": segments, "zeros": np.zeros_like(given), "given": given}[prefixes]
-    packed = attention.choose_packed(implementation, "cpu", interpret=True)
-    tiles = packed.tile_pairs(segments, chosen)
+    packed = attention.choose_packed(implementation, "cpu", HEADS, interpret=True)
+    tiles = packed.tile_pairs(segments, positions, chosen, "float32")
     out = packed.attend(q, k, v, segments, positions, chosen, tiles)
-    assert (tiles is not None) == (implementation == "auto" and tokens == 100)
+    assert (tiles is not None) == (implementation == "pallas" or (implementation == "auto" and tokens == 100))
     expected = naive(q, k, v, segments, positions, given if prefixes == "given" else np.zeros_like(given))
     real = segments > 0
     expect_close(np.asarray(out)[real], np.asarray(expected)[real], "float32")
@@ -137,17 +138,29 @@ def test_the_interface(tokens, implementation, prefixes):
 
 
 def test_what_an_option_means_on_a_platform():
-    chosen = {name: attention.choose_packed(name, "gpu").implementation for name in ("auto", "reference", "pallas")}
-    assert chosen == {"auto": "tiles", "reference": "reference", "pallas": "pallas"}
-    assert attention.choose_packed("auto", "cpu") == attention.PackedAttention("tiles", packed.tiling("cpu"))
+    def choose(name, platform, **changes):
+        return attention.choose_packed(name, platform, HEADS._replace(**changes))
+
+    for dtype in ("float32", "bfloat16"):
+        chosen = [choose(name, "gpu", dtype=dtype).implementation for name in ("auto", "reference", "pallas")]
+        assert chosen == ["pallas", "reference", "pallas"]
+    assert choose("auto", "cpu") == attention.PackedAttention("tiles", packed.tiling("cpu"))
+    assert choose("auto", "gpu").note == choose("auto", "cpu", dim=24).note == ""
     for platform in ("cpu", "tpu"):
         with pytest.raises(ValueError, match=rf"actor\.attention \(pallas\) must be auto or reference on {platform}"):
-            attention.choose_packed("pallas", platform)
+            choose("pallas", platform)
+    for refused in ({"dim": 24}, {"dtype": "float64"}):
+        tiles = choose("auto", "gpu", **refused)
+        assert tiles.implementation == "tiles"
+        assert str(*refused.values()) in tiles.note
+        with pytest.raises(ValueError, match=str(*refused.values())):
+            choose("pallas", "gpu", **refused)
 
 
 @pytest.mark.parametrize(("tokens", "tiles_hold"), [(64, True), (65, False)])
 def test_what_holds_the_scores_of_a_row(tokens, tiles_hold):
-    of = {name: attention.choose_packed(name, "cpu", interpret=True) for name in ("auto", "reference", "pallas")}
+    names = ("auto", "reference", "pallas")
+    of = {name: attention.choose_packed(name, "cpu", HEADS, interpret=True) for name in names}
     held = {name: packed.holds_scores(tokens) for name, packed in of.items()}
     assert held == {"auto": tiles_hold, "reference": True, "pallas": False}
     keys = {name: packed.num_keys(1024) for name, packed in of.items()}

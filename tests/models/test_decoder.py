@@ -281,3 +281,32 @@ def test_rope_is_computed_in_float32_for_bfloat16():
     cos, sin = decoder.rope_tables(jnp.arange(4), tiny_config(), jnp.bfloat16)
     assert cos.dtype == sin.dtype == jnp.float32
     assert cos.shape == (4, 4)
+
+
+def test_the_embeddings_gradient_in_order(x64):
+    """`look_up_in_order` has the gradient of `look_up`, for tokens that occur once, often, and never."""
+    random = np.random.default_rng(0)
+    table = jnp.asarray(random.normal(size=(40, 6)))
+    tokens = jnp.asarray(np.where(random.random((3, 50)) < 0.4, 7, random.integers(0, 30, (3, 50))))
+    d_rows = jnp.asarray(random.normal(size=(3, 50, 6)))
+    (plain,), (ordered,) = (
+        jax.vjp(lambda t, find=find: find(t, tokens), table)[1](d_rows)
+        for find in (decoder.look_up, decoder.look_up_in_order)
+    )
+    np.testing.assert_allclose(ordered, plain, rtol=0, atol=1e-13)
+    assert not np.asarray(ordered)[30:].any()
+    np.testing.assert_array_equal(decoder.look_up_in_order(table, tokens), table[tokens])
+
+
+def test_gradients_of_the_head_are_rounded_to_the_products_type_and_no_further():
+    """In bfloat16 as near to float64 as bfloat16's 8 bits allow, for a tied and a separate head."""
+    random = np.random.default_rng(0)
+    x, table, d_out = (random.normal(size=shape) for shape in ((20, 8), (30, 8), (20, 30)))
+    for order, head in (("ve", table), ("ev", table.T)):
+        narrow = [jnp.asarray(each, jnp.bfloat16) for each in (x, head)]
+        out, pull = jax.vjp(lambda x, h, order=order: decoder._head_product(order, x, h), *narrow)
+        assert out.dtype == jnp.float32
+        exact = d_out @ table, d_out.T @ x if order == "ve" else (d_out.T @ x).T
+        for found, expected in zip(pull(jnp.asarray(d_out, jnp.float32)), exact, strict=True):
+            worst = np.abs(np.asarray(found, np.float64) - expected).max() / np.abs(expected).max()
+            assert worst < 2e-2

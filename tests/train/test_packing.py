@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.config import from_mapping
-from jaxrl.kernels.attention import choose_packed
+from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.models.shapes import SHAPES
 from jaxrl.train.packing import Shape, microbatch_shapes, pack, row_length
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
@@ -199,7 +199,9 @@ def test_shapes(options, devices, platform, attention, shapes):
             "actor": {"ppo_max_token_len_per_gpu": 1024} | options,
         }
     )
-    found = microbatch_shapes(config, SHAPES["SmolLM2-135M"], devices, choose_packed(attention, platform))
+    model = SHAPES["SmolLM2-135M"]
+    heads = Heads(model.num_heads, model.num_kv_heads, model.head_dim, "float32")
+    found = microbatch_shapes(config, model, devices, choose_packed(attention, platform, heads))
     assert list(found) == shapes
     assert found[-1].tokens <= max(config.actor.ppo_max_token_len_per_gpu, config.max_model_length)
 

@@ -411,3 +411,27 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
     metrics = [trainer.apply() for trainer in trainers]
     assert [each.pop("actor/recompiles") for each in metrics] == [0, len(others)]
     assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_gradients_of_the_kernels_are_those_of_float64(
+    dtype, limit, make_config, make_batch, make_trainer, model_config
+):
+    """The GPU kernels (interpreted) in the trainer, shared prompts included, on two devices; by norm."""
+    model = dataclasses.replace(model_config, head_dim=16)
+    batch = make_batch(size=24, same=True)
+    options = {"actor__ppo_max_token_len_per_gpu": 96, **EVERYTHING_ON}
+    with jax.enable_x64(True):
+        exact = make_trainer(make_config(**options, actor__dtype="float64", actor__param_dtype="float64"), 2, model)
+        exact.programs.microbatches = one_row(96)
+        exact.accumulate(batch)
+        expected = jax.tree.map(np.asarray, exact.gradients())
+    trainer = make_trainer(
+        make_config(**options, actor__dtype=dtype, actor__attention="pallas"), 2, model, interpret=True
+    )
+    trainer.programs.microbatches = one_row(96)
+    assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._pack(batch).microbatches)
+    trainer.accumulate(batch)
+    off = distance(trainer.gradients(), expected)
+    print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")
+    assert 0 < off <= limit

@@ -1,0 +1,67 @@
+"""What XLA makes of the update's programs for an H100, on a machine without one.
+
+Memory is compared at the full depth of the 1.5B; with few layers the vocabulary alone would decide.
+"""
+
+import re
+
+import pytest
+from for_gpu import compile_for_gpu
+
+# The scans over layers forward and backward, and the head's loops over chunks: whole ones, then short ones.
+LOOPS = {"gradients": 2 + 2 * 2, "logprobs": 1 + 2}
+
+
+def training(program: str, *arguments: str) -> dict:
+    found = {"--shape": "Qwen2.5-1.5B", "--layers": "28", "--rows": "1", "--tokens": "8192"}
+    found |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    return compile_for_gpu(program, *(word for pair in found.items() for word in pair))
+
+
+def attention_kernels(told: dict) -> dict[str, int]:
+    names = ("_forward_kernel", "_query_gradient_kernel", "_key_gradient_kernel")
+    return {name: told["kernels"].get(name, 0) for name in names}
+
+
+@pytest.mark.parametrize(("remat", "forward"), [("dots", 1), ("full", 2), ("none", 1)])
+def test_attention_is_three_kernels_and_memory_is_as_planned(remat, forward):
+    """The forward kernel runs once a layer, and once more where the backward pass recomputes whole layers."""
+    told = training("gradients", "--remat", remat)
+    assert attention_kernels(told) == {
+        "_forward_kernel": forward,
+        "_query_gradient_kernel": 1,
+        "_key_gradient_kernel": 1,
+    }
+    assert len(told["host_loops"]) == LOOPS["gradients"]
+    planned = sum(told["plan"].values()) - told["plan"]["gradients"]  # the accumulator is an argument
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=0.05)
+    # the accumulator goes out where it came in
+    assert told["memory"]["results"] - told["memory"]["aliased"] < 1 << 20
+
+
+def test_memory_of_many_rows_and_large_chunks():
+    told = training("gradients", "--rows", "16", "--tokens", "1024", "--chunk", "4096")
+    planned = sum(told["plan"].values()) - told["plan"]["gradients"]
+    assert planned == pytest.approx(told["memory"]["temporaries"], rel=0.05)
+
+
+def test_nothing_is_added_in_the_order_of_chance():
+    """A scatter that adds floats runs with atomics, unless no index is there twice. Integers' sums have no order."""
+    told = training("gradients", "--layers", "2")
+    floats = [text for text in told["scatters"] if re.match(r"(f|bf)\d", text)]
+    assert floats
+    assert not [text for text in floats if "unique_indices=true" not in text]
+
+
+def test_log_probabilities_have_no_loop_over_tiles():
+    told = training("logprobs", "--layers", "2")
+    assert attention_kernels(told)["_forward_kernel"] == 1
+    assert len(told["host_loops"]) == LOOPS["logprobs"]
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
+def test_float32_is_float32(dtype, exact):
+    """Products of float32 arrays say so; by default a GPU takes 10 bits of each number (TF32)."""
+    told = training("gradients", "--layers", "2", "--dtype", dtype)
+    assert told["products"]
+    assert all("highest" in text for text in told["products"]) == exact
