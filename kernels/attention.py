@@ -2,8 +2,8 @@
 
 Prefill, decode and verification are the same operation with a different number of queries per row: `PagedAttention`
 takes C queries a row and masks by position. On GPUs a decode step's attention can also be the kernel that begins with
-the layer's product and writes the new keys and values (`decode_pallas`). An option chooses the implementation of an operation: `rollout.attention`
-for the cache and `actor.attention` for packed rows:
+the layer's product and writes the new keys and values (`decode_pallas`). An option chooses the implementation of an
+operation: `rollout.attention` for the cache and `actor.attention` for packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; what everything else is tested against;
 - `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`); a ValueError for shapes or dtypes that
@@ -104,9 +104,18 @@ def choose_paged(implementation: Implementation, platform: str, *, interpret: bo
     return PagedAttention(implementation if runs else "reference", interpret)
 
 
-def paged_attention(*arrays: jax.Array, implementation: Implementation = "auto") -> jax.Array:
+def paged_attention(
+    q_RCHD: jax.Array,
+    k_KNPD: jax.Array,
+    v_KNPD: jax.Array,
+    tables_RW: jax.Array,
+    positions_RC: jax.Array,
+    *,
+    implementation: Implementation = "auto",
+) -> jax.Array:
     """`PagedAttention.attend` on JAX's default backend."""
-    return choose_paged(implementation, jax.default_backend()).attend(*arrays)
+    how = choose_paged(implementation, jax.default_backend())
+    return how.attend(q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
 
 
 class PackedAttention(NamedTuple):

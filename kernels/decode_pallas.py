@@ -32,7 +32,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels.paged_pallas import (
-    HEAD_DIMS,
     MAX_QUERIES,
     NEVER,
     PagedTileSizes,
@@ -98,47 +97,45 @@ def decode_attention(
     Raises:
       ValueError: for what `decode_refusal` names.
     """
-    parts, rows, kv_heads, slab, dim = qkv_SRKXD.shape
-    group, dtype, width = slab - 2, k_KNPD.dtype, tables_RW.shape[1]
-    heads = kv_heads * group
+    _, rows, kv_heads, slab, dim = qkv_SRKXD.shape
+    (_, blocks, size, _), dtype, width = k_KNPD.shape, k_KNPD.dtype, tables_RW.shape[1]
+    heads = kv_heads * (slab - 2)
     if reason := decode_refusal(heads, kv_heads, dim, dtype):
         raise ValueError(f"decode's Pallas kernel: {reason}; use implementation='reference'")
-    blocks, size = k_KNPD.shape[1:3]
     tiles = tiles or choose_tiles(rows, 1, heads, kv_heads, width * size, dim, dtype)
-    tiles = replace(tiles, queries=max(tiles.queries, pl.next_power_of_2(group)))
-
-    def of_row(*dims: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *dims), lambda i, r, s: (r, *(0,) * len(dims)))
-
-    def of_head(*dims: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *dims), lambda i, r, s: (i, *(0,) * len(dims)))
-
-    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]] = {
-        "k": (k_KNPD.reshape(kv_heads, blocks * size, dim), of_head(blocks * size, dim)),
-        "v": (v_KNPD.reshape(kv_heads, blocks * size, dim), of_head(blocks * size, dim)),
-        "qkv": (qkv_SRKXD, pl.BlockSpec((parts, None, None, slab, dim), lambda i, r, s: (0, r, i, 0, 0))),
-        "cos": (cos_RC, of_row(dim // 2)),
-        "sin": (sin_RC, of_row(dim // 2)),
-        "table": (tables_RW.astype(jnp.int32), of_row(width)),
-        "position": (positions_R.astype(jnp.int32)[:, None], of_row(1)),
+    tiles = replace(tiles, queries=max(tiles.queries, pl.next_power_of_2(slab - 2)))
+    flat = tiles.parts * heads
+    pool = jax.ShapeDtypeStruct((kv_heads, blocks * size, dim), dtype), _of_head(blocks * size, dim)
+    inputs = {
+        "k": (k_KNPD.reshape(pool[0].shape), pool[1]),
+        "v": (v_KNPD.reshape(pool[0].shape), pool[1]),
+        "table": (tables_RW.astype(jnp.int32), _of_row(width)),
+        "position": (positions_R.astype(jnp.int32)[:, None], _of_row(1)),
+        **_slab_inputs(qkv_SRKXD, bias_KXD, norms, cos_RC, sin_RC),
     }
-    if bias_KXD is not None:
-        inputs["bias"] = bias_KXD, of_head(slab, dim)
-    if norms is not None:
-        whole = pl.BlockSpec((dim,), lambda i, r, s: (0,))
-        inputs |= {"q_norm": (norms.q, whole), "k_norm": (norms.k, whole)}
-    pool = jax.ShapeDtypeStruct(inputs["k"][0].shape, dtype)
-    outputs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]] = {
-        "new_k": (pool, inputs["k"][1]),
-        "new_v": (pool, inputs["v"][1]),
-    }
+    outputs = {"new_k": pool, "new_v": pool}
     if tiles.parts == 1:
-        outputs["out"] = jax.ShapeDtypeStruct((rows, heads, dim), dtype), of_row(heads, dim)
+        outputs["out"] = jax.ShapeDtypeStruct((rows, heads, dim), dtype), _of_row(heads, dim)
     else:
-        flat = tiles.parts * heads
-        outputs["out"] = jax.ShapeDtypeStruct((rows, flat, dim), jnp.float32), of_row(flat, dim)
-        outputs["lse"] = jax.ShapeDtypeStruct((rows, flat), jnp.float32), of_row(flat)
-    made = pl.pallas_call(
+        outputs["out"] = jax.ShapeDtypeStruct((rows, flat, dim), jnp.float32), _of_row(flat, dim)
+        outputs["lse"] = jax.ShapeDtypeStruct((rows, flat), jnp.float32), _of_row(flat)
+    new_k, new_v, out, *lse = _call(inputs, outputs, tiles, size, eps, interpret)
+    if tiles.parts > 1:
+        out = merge(out, lse[0], tiles.parts, dtype, interpret)
+    return out, new_k.reshape(k_KNPD.shape), new_v.reshape(v_KNPD.shape)
+
+
+def _call(
+    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]],
+    outputs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+    tiles: PagedTileSizes,
+    size: int,
+    eps: float,
+    interpret: bool,
+) -> list[jax.Array]:
+    """The outputs, in their order; the first two take the place of the first two inputs, which are the pool."""
+    rows, kv_heads = inputs["table"][0].shape[0], inputs["k"][0].shape[0]
+    return pl.pallas_call(
         partial(_decode_kernel, names=(*inputs, *outputs), tiles=tiles, size=size, eps=eps),
         grid=(kv_heads, rows, tiles.parts),
         in_specs=[spec for _, spec in inputs.values()],
@@ -148,8 +145,36 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
     )(*(array for array, _ in inputs.values()))
-    out = made[2] if tiles.parts == 1 else merge(made[2], made[3], tiles.parts, dtype, interpret)
-    return out, made[0].reshape(k_KNPD.shape), made[1].reshape(v_KNPD.shape)
+
+
+def _of_row(*dims: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *dims), lambda i, r, s: (r, *(0,) * len(dims)))
+
+
+def _of_head(*dims: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *dims), lambda i, r, s: (i, *(0,) * len(dims)))
+
+
+def _slab_inputs(
+    qkv_SRKXD: jax.Array,
+    bias_KXD: jax.Array | None,
+    norms: HeadNorms | None,
+    cos_RC: jax.Array,
+    sin_RC: jax.Array,
+) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+    """What the new queries, keys and values come from, by the names that `_decode_kernel` has for it."""
+    parts, _, _, slab, dim = qkv_SRKXD.shape
+    inputs = {
+        "qkv": (qkv_SRKXD, pl.BlockSpec((parts, None, None, slab, dim), lambda i, r, s: (0, r, i, 0, 0))),
+        "cos": (cos_RC, _of_row(dim // 2)),
+        "sin": (sin_RC, _of_row(dim // 2)),
+    }
+    if bias_KXD is not None:
+        inputs["bias"] = bias_KXD, _of_head(slab, dim)
+    if norms is not None:
+        whole = pl.BlockSpec((dim,), lambda i, r, s: (0,))
+        inputs |= {"q_norm": (norms.q, whole), "k_norm": (norms.k, whole)}
+    return inputs
 
 
 def _decode_kernel(*refs: Any, names: tuple[str, ...], tiles: PagedTileSizes, size: int, eps: float) -> None:

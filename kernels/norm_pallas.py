@@ -36,7 +36,7 @@ def add_norm(
     of_row = pl.BlockSpec((None, features), lambda r: (r, 0))
     shape = jax.ShapeDtypeStruct(x_RE.shape, x_RE.dtype)
     x_RE, normed_RE = pl.pallas_call(
-        partial(_kernel, width=width, eps=eps),
+        partial(_add_norm_kernel, width=width, eps=eps),
         grid=(rows,),
         in_specs=[
             of_row,
@@ -51,7 +51,10 @@ def add_norm(
     return x_RE, normed_RE
 
 
-def _kernel(x_ref: Any, parts_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref: Any, *, width: int, eps: float) -> None:
+def _add_norm_kernel(
+    x_ref: Any, parts_ref: Any, scale_ref: Any, sum_ref: Any, out_ref: Any, *, width: int, eps: float
+) -> None:
+    """Refs of one row: x, sum, out [E], parts [S, E]; scale [E]. `width` is E up to the next power of two."""
     parts, features = parts_ref.shape
     dtype = x_ref.dtype
     at = jnp.arange(width, dtype=jnp.int32)
@@ -65,4 +68,4 @@ def _kernel(x_ref: Any, parts_ref: Any, scale_ref: Any, sum_ref: Any, normed_ref
     wide = added.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.sum(wide * wide) / features + eps)
     scale = plgpu.load(scale_ref.at[at], mask=mask, other=0).astype(jnp.float32)
-    plgpu.store(normed_ref.at[at], (normed * scale).astype(dtype), mask=mask)
+    plgpu.store(out_ref.at[at], (normed * scale).astype(dtype), mask=mask)

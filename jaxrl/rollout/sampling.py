@@ -23,6 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxrl.types import SampleKey
 
@@ -97,7 +98,8 @@ def sample(logits: jax.Array, positions: jax.Array, state: SamplingState, *, tru
     greedy = state.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, state.temperature).astype(logits.dtype)[..., None]
     blocks = _in_blocks(scaled)
-    highest = jnp.max(blocks, axis=-1)
+    # Kept apart from what follows: XLA would look for the largest of all in the logits a second time.
+    highest = lax.optimization_barrier(jnp.max(blocks, axis=-1))
     top = jnp.max(highest, axis=-1)[..., None]
     mass = _mass(blocks, highest, top)
     kept = mass

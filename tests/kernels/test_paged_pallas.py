@@ -142,12 +142,12 @@ def test_cpu_takes_the_reference():
 def test_what_the_kernel_refuses(change, message):
     q, k, v, tables, positions = case(4, 2, 32, 16, 1)
     with pytest.raises(ValueError, match=f"{message}.*use implementation='reference'"):
-        PALLAS.attend(*change(q, k, v), tables, positions)
+        PALLAS.attend(*change(q, k, v), tables_RW=tables, positions_RC=positions)
 
 
 def test_unknown_implementation():
     with pytest.raises(ValueError, match=r"implementation \('cudnn'\) must be one of"):
-        attention.paged_attention(*case(4, 2, 16, 16, 1), implementation="cudnn")  # pyright: ignore
+        attention.choose_paged("cudnn", "gpu")  # pyright: ignore
 
 
 # ---------------------------------------------------------------- lowering for CUDA, without a GPU

@@ -246,18 +246,21 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
 
 
 @pytest.mark.parametrize(
-    ("features_first", "gathered"),
+    ("tp", "features_first", "merged", "gathered"),
     [
-        (False, False),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
+        (4, False, False, False),
+        (2, False, True, False),
+        pytest.param(4, True, False, False, marks=pytest.mark.slow),
+        pytest.param(4, False, False, True, marks=pytest.mark.slow),
+        pytest.param(2, False, True, True, marks=pytest.mark.slow),
     ],
 )
-def test_every_form_of_the_programs_draws_the_same_tokens(features_first: bool, gathered: bool):
+def test_every_form_of_the_programs_draws_the_same_tokens(tp: int, features_first: bool, merged: bool, gathered: bool):
     """The other tests run what a CPU runs: features first, decode over gathered windows."""
     heads = (14, 2)
-    engine, recorder = start(4, 4, heads, features_first=features_first, gathered=gathered)
-    assert recorder.inner.config.features_first is features_first
+    engine, recorder = start(4, tp, heads, features_first=features_first, merged=merged, gathered=gathered)
+    programs = recorder.inner._now.programs
+    assert (programs.features_first, programs.merged) == (features_first, merged)
     asked = requests()
     samples = engine.generate(asked)
     check(heads, asked, samples)

@@ -102,7 +102,7 @@ def test_train_with_microbatches(tmp_path):
     record = run(tmp_path, "bench_train", *arguments)
     (case,) = record["results"]["cases"]
     assert record["results"]["microbatches"] == 3
-    assert case["microbatches"] == [[2, 32]] * 3
+    assert [rows * tokens for rows, tokens in case["microbatches"]] == [2 * 32] * 3
     assert case["tokens"] == 3 * 2 * 32
     assert case["flops"] == costs.train_flops(named_shape("tiny"), 6, 32, 16)
     assert case["mfu_datasheet"] is None

@@ -1,0 +1,108 @@
+"""Merged rollout weights: the same numbers as the separate ones, on every layout, and where they cannot be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.sharding import rules
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.reshard import rollout_to_rollout
+
+
+def tiny(num_heads, num_kv_heads, family) -> ModelConfig:
+    return ModelConfig(
+        family=family,
+        vocab_size=101,
+        hidden_size=24,
+        intermediate_size=30,
+        num_layers=3,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=4,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tie_word_embeddings=family == "qwen2",
+    )
+
+
+MODELS = [tiny(12, 4, "qwen2"), tiny(9, 3, "llama"), tiny(8, 4, "qwen3")]  # 9/3 is padded to 12/4
+CASES = [
+    pytest.param(config, tp, id=f"{config.family}-{tp}", marks=[] if i == j else pytest.mark.slow)
+    for i, config in enumerate(MODELS)
+    for j, tp in enumerate((1, 2, 4))
+]
+
+
+def converted(config, layout, **form):
+    random = np.random.default_rng(3)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(random.normal(0.5, 0.5, x.shape)),
+        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
+    )
+    placed = jax.tree.map(jax.device_put, params, rules.train_shardings(config, layout.mesh))
+    return rules.to_rollout(placed, config, layout, jnp.float64, max_tp=4, layers_per_call=2, **form)
+
+
+@pytest.mark.parametrize(("config", "tp"), CASES)
+def test_merged_weights_hold_the_separate_ones(config, tp, x64):
+    layout = Layout(make_mesh(jax.devices()[:4]), tp)
+    separate, merged = converted(config, layout), converted(config, layout, merged=True)
+    for one, both in zip(separate["layers"], merged["layers"], strict=True):
+        # the merged arrays are split over tp, in whole groups
+        assert both["qkv"].sharding.is_equivalent_to(layout.sharding(None, layout.tp_axes), 4)
+        assert both["gate_up"].sharding.is_equivalent_to(layout.sharding(None, None, "tp"), 3)
+        slabs = [(both.pop("qkv"), ["q", "k", "v"])]
+        if config.qkv_bias:
+            slabs.append((both.pop("qkv_bias"), ["q_bias", "k_bias", "v_bias"]))
+        for slab, names in slabs:
+            q = slab[..., :-2, :]
+            both |= dict(zip(names, (q.reshape(one[names[0]].shape), slab[..., -2, :], slab[..., -1, :]), strict=True))
+        gate_up = both.pop("gate_up")
+        both |= {"gate": gate_up[:, 0], "up": gate_up[:, 1]}
+        assert both.keys() == one.keys()
+        for name in one:
+            np.testing.assert_array_equal(both[name], one[name])
+
+
+@pytest.mark.parametrize(("config", "tp"), CASES)
+def test_the_forward_pass_gives_the_same(config, tp, x64):
+    layout = Layout(make_mesh(jax.devices()[:4]), tp)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 101, (4, 6)))
+    at = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+
+    def attends(index, q, k, v):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True), None
+
+    @jax.jit
+    def logits(params):
+        hidden, _ = decoder.forward_layers(params, tokens, at, attends, config, dtype=jnp.float64)
+        return decoder.logits(params, hidden, config)
+
+    one, other = (logits(converted(config, layout, merged=merged)) for merged in (False, True))
+    np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
+def test_they_move_between_layouts(before, after, x64):
+    config, mesh = MODELS[1], make_mesh(jax.devices()[:4])
+    fresh = {tp: converted(config, Layout(mesh, tp), merged=True) for tp in (before, after)}
+    layouts = Layout(mesh, before), Layout(mesh, after)
+    moved, _ = rollout_to_rollout(fresh[before], config, *layouts, 4, merged=True, keep=True)
+    jax.tree.map(np.testing.assert_array_equal, moved, fresh[after])
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), moved, fresh[after]))
+
+
+def test_where_they_cannot_be_merged():
+    """14/2 heads at tp 4 are 16/2: two shards share a key/value head."""
+    layout = Layout(make_mesh(jax.devices()[:4]), 4)
+    for config, form in ((tiny(14, 2, "llama"), {}), (MODELS[0], {"features_first": True})):
+        with pytest.raises(ValueError, match="rollout weights in merged form must have features last, and"):
+            rules.rollout_shardings(config, layout, 4, merged=True, **form)
+    specs = rules.rollout_shardings(MODELS[0], layout, 4, merged=True)["layers"][0]
+    assert specs["qkv_bias"].spec == P(layout.tp_axes)
