@@ -199,8 +199,9 @@ class LayoutPrograms(CompiledPrograms):
             return {}
         return {"xla_gpu_enable_command_buffer": _GRAPHS}
 
-    def lower(self, kind: str, rows: int, length: int, width: int) -> Any:
-        """The program of a shape, traced for this layout's devices."""
+    def lower(self, kind: str, *sizes: int) -> Any:
+        """The program of a `Shape`, traced for this layout's devices."""
+        rows, length, width = sizes
         groups, truncate = self.layout.dp, self.config.truncate
         by_group = self.programs.rows_sharding
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())

@@ -114,9 +114,6 @@ class TrainPrograms(CompiledPrograms):
         self._accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
         self._accumulator = self._accumulator.replace(gradients=self.trainable)
 
-    def compile(self, shape: Shape) -> Any:
-        return self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0]))
-
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program."""
         del kind
@@ -134,13 +131,13 @@ class TrainPrograms(CompiledPrograms):
         smaller = [(kind, *size) for size in sizes[1:] for kind in kinds]
         return [("init", 0, 0), ("zeros", 0, 0), *whole, ("update", 0, 0), *smaller]
 
-    def lower(self, kind: str, rows: int = 0, tokens: int = 0) -> Any:
+    def lower(self, kind: str, *sizes: int) -> Any:
         """The program of a shape (see the module), traced for the mesh's devices.
 
         Args:
-          rows: of the microbatch, on all devices together; a multiple of their number.
-          tokens: of a row.
+          sizes: rows of the microbatch on all devices together, a multiple of their number; and tokens of a row.
         """
+        rows, tokens = sizes or (0, 0)
         with products_of(self.config.actor.dtype, self.platform):
             return self._lower(kind, rows, tokens)
 

@@ -13,10 +13,12 @@ from jaxrl.config import ConfigError, OptimSection, RolloutCorrectionSection
 from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.sharding.compiled import CompileAhead
+from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.packing import Shape, TokenBatch, row_length
 from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.step import Trainer
 from jaxrl.types import RunFailed
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -330,9 +332,6 @@ def test_nothing_to_learn_from(make_config, make_batch, make_trainer):
 
 
 def test_callers_params_survive_and_offload_changes_nothing(make_config, make_batch, model_config):
-    from jaxrl.sharding.mesh import make_mesh
-    from jaxrl.train.step import Trainer
-
     params, batch = decoder.init(model_config, jax.random.key(0)), make_batch()
     mesh = make_mesh(jax.devices()[:1])
     results = []
@@ -414,21 +413,21 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 5e-2)])
-def test_gradients_of_the_kernels_are_those_of_float64(
-    dtype, limit, make_config, make_batch, make_trainer, model_config
-):
+def test_gradients_of_the_kernels_are_those_of_float64(dtype, limit, make_config, make_batch, model_config):
     """The GPU kernels (interpreted) in the trainer, shared prompts included, on two devices; by norm."""
     model = dataclasses.replace(model_config, head_dim=16)
     batch = make_batch(size=24, same=True)
     options = {"actor__ppo_max_token_len_per_gpu": 96, **EVERYTHING_ON}
+    params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0)))
+    mesh = make_mesh(jax.devices()[:2])
     with jax.enable_x64(True):
-        exact = make_trainer(make_config(**options, actor__dtype="float64", actor__param_dtype="float64"), 2, model)
+        wide = make_config(**options, actor__dtype="float64", actor__param_dtype="float64")
+        exact = Trainer(wide, model, params, mesh)
         exact.programs.microbatches = one_row(96)
         exact.accumulate(batch)
         expected = jax.tree.map(np.asarray, exact.gradients())
-    trainer = make_trainer(
-        make_config(**options, actor__dtype=dtype, actor__attention="pallas"), 2, model, interpret=True
-    )
+    narrow = make_config(**options, actor__dtype=dtype, actor__attention="pallas")
+    trainer = Trainer(narrow, model, params, mesh, interpret=True)
     trainer.programs.microbatches = one_row(96)
     assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._pack(batch).microbatches)
     trainer.accumulate(batch)
