@@ -318,7 +318,6 @@ def _forward_flops(config: ModelConfig, point: dict[str, Any]) -> float:
 def packed_cases(place: Place, point: dict[str, Any]) -> dict[str, Callable[[], Callable[[], Values]]]:
     """As `paged_cases`."""
     config, rows, tokens, dtype = place.config, point["rows"], point["tokens"], point["dtype"]
-    segments = point["segments"]
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
     q, k, v, d_out = (random_array((rows, tokens, h, config.head_dim), dtype, i) for i, h in enumerate(heads))
 
@@ -335,26 +334,24 @@ def packed_cases(place: Place, point: dict[str, Any]) -> dict[str, Callable[[], 
 
     rival = "cudnn" if place.on_gpu else "xla"
     return {
-        "pallas": lambda: case(_packed(place, "pallas", rows, tokens, segments)),
-        "tiles": lambda: case(_packed(place, "tiles", rows, tokens, segments)),
-        rival: lambda: case(_rival(rival, dtype, segments)),
+        "pallas": lambda: case(_packed(place, "pallas", point)),
+        "tiles": lambda: case(_packed(place, "tiles", point)),
+        rival: lambda: case(_rival(rival, dtype, point["segments"])),
     }
 
 
-def _packed(place: Place, implementation: Any, rows: int, tokens: int, segments: int) -> Attend:
-    """An implementation of `actor.attention` over rows of equal samples."""
+def _packed(place: Place, implementation: Any, point: dict[str, Any]) -> Attend:
+    """An implementation of `actor.attention` over rows of equal samples. What layers share is worked out beforehand."""
     if implementation == "pallas":
         place.need_kernels()
     platform = jax.default_backend()
     chosen = PackedAttention(implementation, packed.tiling(platform), place.interpret)
-    each = tokens // segments
+    rows, tokens = point["rows"], point["tokens"]
+    each = tokens // point["segments"]
     ids = jnp.asarray(np.tile(np.arange(tokens) // each + 1, (rows, 1)), jnp.int32)
     positions = jnp.asarray(np.tile(np.arange(tokens) % each, (rows, 1)), jnp.int32)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return chosen.attend(q, k, v, ids, positions, ids, chosen.tile_pairs(ids, ids))
-
-    return attend
+    tiles = chosen.tile_pairs(ids, positions, ids, jnp.dtype(point["dtype"]))
+    return lambda q, k, v: chosen.attend(q, k, v, ids, positions, ids, tiles)
 
 
 def _rival(name: Any, dtype: str, segments: int) -> Attend:

@@ -342,7 +342,8 @@ def test_a_decode_step_reads_and_replaces_all_pools():
 def test_cases_of_packed_attention_compute_the_same(segments):
     place = bench_attention.Place(named_shape("SmolLM2-135M"), on_gpu=False, interpret=True)
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 32, h, 64)) for i, h in enumerate((9, 3, 3)))
-    cases = [bench_attention._packed(place, name, 1, 32, segments) for name in ("tiles", "pallas")]
+    point = {"what": "packed", "rows": 1, "tokens": 32, "segments": segments, "dtype": "float32"}
+    cases = [bench_attention._packed(place, name, point) for name in ("tiles", "pallas")]
     if segments == 1:
         cases.append(bench_attention._rival("xla", "float32", 1))
     first, *rest = (one(q, k, v) for one in cases)
