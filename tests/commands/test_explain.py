@@ -152,10 +152,10 @@ BUDGET = {"ppo_max_token_len_per_gpu": 384}  # of a row
 
 @pytest.mark.parametrize(("attention", "platform", "held"), [("reference", "cpu", True), ("pallas", "gpu", False)])
 def test_the_scores_of_attention_follow_the_option(attention, platform, held):
-    """Rows of 384 tokens: long enough for tiles on CPU, too short on GPU; the option says otherwise."""
+    """Rows of 384 tokens: long enough for tiles on CPU, and on GPUs auto is the kernels; the option says otherwise."""
     of = {name: layers(config(actor={"attention": name} | BUDGET), platform) for name in ("auto", attention)}
     names = {name: [part for part in parts if "scores" in part] for name, parts in of.items()}
-    assert names["auto"] == ([] if held else ["attention scores (rows too short for tiles)"])
+    assert names["auto"] == []
     assert names[attention] == (["attention scores (actor.attention: reference)"] if held else [])
 
 
@@ -166,17 +166,13 @@ def test_kernels_on_a_cpu_are_refused_by_the_plan():
 
 def test_rows_too_short_for_tiles_hold_their_scores():
     """Rows are as long as the budget, where that is long enough for tiles."""
-    sizes = {"data": {"max_prompt_length": 24, "max_response_length": 40}, "actor": {"ppo_max_token_len_per_gpu": 64}}
-    middle = {"data": {"max_prompt_length": 100, "max_response_length": 156}}
-    on_cpu, on_gpu, long_on_gpu = (
-        layers(config(**middle, actor={"ppo_max_token_len_per_gpu": budget}), platform)
-        for platform, budget in (("cpu", 512), ("gpu", 512), ("gpu", 1024))
+    lengths = {"max_prompt_length": 24, "max_response_length": 40}
+    short, long = (
+        layers(config(data=lengths, actor={"ppo_max_token_len_per_gpu": budget}), "cpu") for budget in (64, 512)
     )
     name = "attention scores (rows too short for tiles)"
-    assert name not in on_cpu
-    assert name not in long_on_gpu
-    assert on_gpu[name] == 2 * 9 * 256 * 256 * 4 * 3
-    assert name in layers(config(**sizes), "cpu")
+    assert name not in long
+    assert short[name] == 9 * 64 * 64 * 4 * 3
 
 
 @pytest.mark.parametrize("model", [TINY, SMOLLM2], ids=["tiny", "smollm2"])
