@@ -61,7 +61,7 @@ class CompiledPrograms:
         """Every shape that can be needed, those first that are needed first."""
         raise NotImplementedError
 
-    def lower(self, kind: str, *sizes: int) -> Any:
+    def lower(self, *shape: Any, **named: Any) -> Any:
         """The program of a shape, traced for this mesh's devices."""
         raise NotImplementedError
 

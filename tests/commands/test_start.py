@@ -168,13 +168,13 @@ def test_a_resume_on_a_gpu_whose_cache_is_gone_says_so_and_keeps_it(
         start(folder, "trainer.total_training_steps=2") == 0
     )  # the first start had no cache; of a CPU that is nothing
     capsys.readouterr()
-    shutil.rmtree(folder / "cache")
+    other = f"trainer.compilation_cache_dir={folder / 'other'}"
     real = retuning_note
     monkeypatch.setattr("jaxrl.commands.train.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
-    assert start(folder, "trainer.total_training_steps=3") == 0
+    assert start(folder, other, "trainer.total_training_steps=3") == 0
     said = "the compilation cache of this run's last start is not there any more, or another folder is used now"
     assert said in " ".join(capsys.readouterr().out.split())
     starts = json.loads((folder / "run" / "run.json").read_text())["starts"]
     assert [said in begun.get("note", "") for begun in starts] == [False, False, True]
-    assert start(folder, "trainer.total_training_steps=4") == 0
+    assert start(folder, other, "trainer.total_training_steps=4") == 0
     assert said not in " ".join(capsys.readouterr().out.split())
