@@ -21,7 +21,11 @@ from jaxrl.config.inputs import reading, strict_json
         (b'{"a": ', lambda p: json.loads(p.read_text()), "file: not valid JSON (Expecting value, column 7)"),
         (b"\n{]", lambda p: json.loads(p.read_text()), "not valid JSON (Expecting property name enclosed in double"),
         (b"plain", lambda p: gzip.GzipFile(p).read(), "file: damaged or cut off (Not a gzipped file (b'pl'))"),
-        (gzip.compress(b"x" * 99)[:-9], lambda p: gzip.GzipFile(p).read(), "file: damaged or cut off (Compressed file"),
+        (
+            gzip.compress(b"x" * 99, mtime=0)[:-9],
+            lambda p: gzip.GzipFile(p).read(),
+            "file: damaged or cut off (Compressed file",
+        ),
         (b"plain", lambda p: zlib.decompress(p.read_bytes()), "file: damaged or cut off (Error -3"),
         (b"[" * 200_000, lambda p: json.loads(p.read_text()), "file: nested too deeply"),
     ],
