@@ -1,6 +1,8 @@
 """Counts and memory of a configuration, checked against numbers worked out by hand and against real arrays."""
 
 import math
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +101,7 @@ def test_offload_leaves_the_optimizer_on_the_host_until_gradients_are_there():
     here, away = (explain(config(actor={"offload_optimizer": offload}), SMOLLM2, 1).memory for offload in (False, True))
     assert here.rollout_bytes - away.rollout_bytes == 2 * SMOLLM2.num_params() * 4
     assert here.update_bytes - away.update_bytes == 2 * SMOLLM2.num_params() * 4
-    few = {"actor": {"offload_optimizer": True, "ppo_max_token_len_per_gpu": 64}, "data": {"max_response_length": 32}}
+    few = {"actor": {"offload_optimizer": True, "ppo_max_token_len_per_gpu": 288}, "data": {"max_response_length": 32}}
     assert "optimizer (adam m, v), from the host" in explain(config(**few), SMOLLM2, 1).memory.update
 
 
@@ -139,12 +141,12 @@ def test_remat_auto_keeps_what_fits():
 
 @pytest.mark.parametrize(("attention", "platform", "held"), [("reference", "cpu", True), ("pallas", "gpu", False)])
 def test_the_scores_of_attention_follow_the_option(attention, platform, held):
-    """Rows of 384 tokens: long enough for tiles on CPU, too short on GPU; the option says otherwise."""
+    """Rows of 384 tokens: long enough for tiles on CPU; on a GPU auto is the kernels, which hold none."""
     of = {
         name: explain(config(actor={"attention": name}), SMOLLM2, 1, platform=platform) for name in ("auto", attention)
     }
     names = {name: [part for part in e.memory.update if "scores" in part] for name, e in of.items()}
-    assert names["auto"] == ([] if held else ["attention scores (rows too short for tiles)"])
+    assert names["auto"] == []
     assert names[attention] == (["attention scores (actor.attention: reference)"] if held else [])
 
 
@@ -155,10 +157,10 @@ def test_kernels_on_a_cpu_are_refused_by_the_plan():
 
 def test_rows_too_short_for_tiles_hold_their_scores():
     sizes = {"data": {"max_prompt_length": 24, "max_response_length": 40}}
-    on_cpu, on_gpu = (
-        explain(config(data={"max_prompt_length": 100, "max_response_length": 156}), SMOLLM2, 1, platform=platform)
-        for platform in ("cpu", "gpu")
-    )
+    refused = replace(SMOLLM2, head_dim=48)  # by the kernels: tiles on a GPU, too, where rows must be longer
+    # with few logits at once, the layers' backward pass needs most, and is what the plan shows
+    medium = config(data={"max_prompt_length": 100, "max_response_length": 156}, actor={"logprob_chunk_tokens": 128})
+    on_cpu, on_gpu = (explain(medium, refused, 1, platform=platform) for platform in ("cpu", "gpu"))
     name = "attention scores (rows too short for tiles)"
     assert name not in on_cpu.memory.update
     assert on_gpu.memory.update[name] == 8 * 9 * 256 * 256 * 4 * 3
@@ -250,9 +252,9 @@ def test_the_text():
         "1,250 steps; an epoch of 10,000 prompts takes 1,250.0",
         "KV pool per dp group: 769 blocks (one reserved), 12,288 tokens, 32 requests of the longest length",
         "rows stay empty",
-        "of                                            16.0 GiB   16.0 GiB",
     ):
         assert part in text
+    assert re.search(r"^  of +16\.0 GiB +16\.0 GiB$", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= 120
     assert "not known before the files are read" in str(explain(config(), SMOLLM2, 1))
 
@@ -267,7 +269,7 @@ def test_devices_of_the_rollouts_own_hold_no_training_state():
     assert e.memory.resident == shared.resident
     assert e.memory.rollout_bytes == sum(e.memory.rollout.values())
     assert "8 devices, rollout alone on 4: dp 2 × tp 2" in str(e)
-    assert "  master weights                                          " in str(e)
+    assert re.search(r"^  master weights {30,}\S+ \S+$", str(e), re.MULTILINE)
     with pytest.raises(ValueError, match=r"rollout\.num_devices \(4\) must be below the number of devices \(4\)"):
         explain(config(rollout=own, trainer={"one_step_off": True}), SMOLLM2, 4)
 
