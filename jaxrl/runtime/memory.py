@@ -8,7 +8,7 @@ and KV follow exactly from the table of weights and the sharding rules. Activati
 pass keeps of each layer, and one layer's working set. The update has phases (the head, the layers' backward pass, the
 embedding's gradient, the optimizer), and the plan is that of the largest one. On GPUs its numbers are read from the
 buffers that XLA assigns when it compiles the gradient for an H100 (jax 0.11.2): 18.14 GB of temporaries planned, 18.14
-compiled for the 1.5B with 8k tokens and dots, 8.01 and 7.98 for full, 45.9 and 46.2 for none
+compiled for the 1.5B with 8k tokens and dots, 8.00 and 7.98 for full, 46.22 and 46.20 for none
 (`tests/train/test_compiled_for_gpu.py` holds 5 %). On CPU, compared with the temporaries that XLA reports for the
 gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
 

@@ -178,8 +178,11 @@ def test_remat_dots_keeps_what_the_attention_kernels_gave(remat, calls):
     ids = jax.ShapeDtypeStruct((1, 64), jnp.int32)
 
     def loss(params, ids):
+        kernels = attention.PackedAttention("pallas")
+        tiles = kernels.tile_pairs(ids, ids, ids, jnp.float32)  # outside of the layers, as the trainer does
+
         def attend(q, k, v):
-            return attention.PackedAttention("pallas").attend(q, k, v, ids, ids, ids, None)
+            return kernels.attend(q, k, v, ids, ids, ids, tiles)
 
         return jnp.sum(decoder.forward_scan(params, ids, ids, attend, config, dtype=jnp.float32, remat=remat))
 
