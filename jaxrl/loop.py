@@ -448,12 +448,12 @@ class Loop:
                 self._failing = self._failing or str(early) or None
                 return  # the step's update stands; only these numbers are missing
             self._backend.end()
-        groups = current.groups()
-        rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
-        lengths = [len(sample) for group in groups for sample in group.samples]
-        measured = {"val/accuracy": float(rewards.mean()), f"val/best@{val.n}": float(rewards.max(axis=1).mean())}
-        measured |= numbers.length_metrics(lengths, self.config.data.max_response_length, "val/response_length")
-        self._hooks.on_eval(self.step, measured, groups)
+            groups = current.groups()
+            rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
+            lengths = [len(sample) for group in groups for sample in group.samples]
+            measured = {"val/accuracy": float(rewards.mean()), f"val/best@{val.n}": float(rewards.max(axis=1).mean())}
+            measured |= numbers.length_metrics(lengths, self.config.data.max_response_length, "val/response_length")
+            self._hooks.on_eval(self.step, measured, groups)
 
     def _save(self) -> None:
         if self._saved_step != self.step:
