@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
         environment,
         at_once=num_cores() if options.quick else 1,
         say=say,
-        on_end=lambda: _write_page(options.out, known, battery.records()),
+        on_end=lambda: _write_page(options, known, battery.records()),
     )
     wanted = battery.waiting(options.only, options.again)
     if options.list:
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     end_on_sigterm()
     battery.run(wanted, 60 * options.minutes - (time.monotonic() - began))
     found = battery.records()
-    print(_write_page(options.out, known, found), end="")
+    print(_write_page(options, known, found), end="")
     return _exit_status(battery, known, found)
 
 
@@ -133,9 +133,9 @@ def _device(environment: Mapping[str, str]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _write_page(out: Path, known: Sequence[Figure], found: Sequence[Mapping[str, Any]]) -> str:
-    text = page.results(known, found)
-    (out / "summary.txt").write_text(text, encoding="utf-8")
+def _write_page(options: argparse.Namespace, known: Sequence[Figure], found: Sequence[Mapping[str, Any]]) -> str:
+    text = page.results(known, found, trial=options.quick)
+    (options.out / "summary.txt").write_text(text, encoding="utf-8")
     return text
 
 

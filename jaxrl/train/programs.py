@@ -114,11 +114,6 @@ class TrainPrograms(CompiledPrograms):
         self._accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
         self._accumulator = self._accumulator.replace(gradients=self.trainable)
 
-    def compiler_options(self, kind: str) -> dict[str, Any]:
-        """XLA's options for a program."""
-        del kind
-        return {}
-
     def shapes(self) -> list[tuple[str, int, int]]:
         """Every program that a run with these options needs; full microbatches first, because most are."""
         kinds = ["accumulate"]

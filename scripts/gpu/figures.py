@@ -168,11 +168,15 @@ def _ceilings() -> Iterator[Figure]:
 
 
 def _tests_and_check() -> Iterator[Figure]:
-    exact = "what the CPU tests show"
     yield Figure(
         "tests", "tests that failed", "failed", expected=lambda _: 0.0, how="none", bar=most(0), everywhere=True
     )
     yield Figure("tests", "tests that passed", "passed", bar=least(1))
+    yield from _engine_check()
+    yield from _trainer_check()
+
+
+def _engine_check() -> Iterator[Figure]:
     for dtype in ("float32", "bfloat16"):
         is_wide = dtype == "float32"
         engine = partial(Figure, "check", where={"case": "engine", "dtype": dtype}, everywhere=True)
@@ -213,6 +217,9 @@ def _tests_and_check() -> Iterator[Figure]:
             how="same programs, same data, no atomics",
             bar=most(0),
         )
+
+
+def _trainer_check() -> Iterator[Figure]:
     for dtype, limit, guess in (("float32", 1e-4, 2e-6), ("bfloat16", 5e-2, 1.3e-2)):
         trainer = partial(
             Figure, "check", where={"case": "trainer", "dtype": dtype, "attention": "auto"}, everywhere=True
@@ -221,7 +228,7 @@ def _tests_and_check() -> Iterator[Figure]:
             f"{dtype} gradient, error",
             "gradient_error",
             expected=lambda _, guess=guess: guess,
-            how=exact + ", kernels interpreted",
+            how="what the CPU tests show, kernels interpreted",
             bar=most(limit),
         )
         yield trainer(

@@ -11,6 +11,7 @@ from gpu.figures import Bar, Figure, figures
 from gpu.parts import parts
 
 Record = Mapping[str, Any]
+TRIAL = "sizes     tiny, whatever is said below: a trial of the battery, and no measurement"
 NOT_MEASURED, MET, MISSED = "not measured", "met", "MISSED"
 
 
@@ -23,8 +24,12 @@ def verdict(figure: Figure, value: float | None, is_gpu: bool) -> str:
     return MET if figure.bar.is_met(value) else MISSED
 
 
-def results(found: Sequence[Figure], records: Sequence[Record]) -> str:
-    """The page of results, of the newest records: bars first, then every figure by part, then kernels by group."""
+def results(found: Sequence[Figure], records: Sequence[Record], *, trial: bool = False) -> str:
+    """The page of results, of the newest records: bars first, then every figure by part, then kernels by group.
+
+    Args:
+      trial: the sizes were tiny, and not those that the figures' names have.
+    """
     measured = [record for record in records if record["bench"] != "part"]
     newest = measured[-1] if measured else {}
     device = newest.get("device", {})
@@ -32,7 +37,7 @@ def results(found: Sequence[Figure], records: Sequence[Record]) -> str:
     is_gpu = device.get("platform") == "gpu"
     values = {id(figure): figure.value(records) for figure in found}
     verdicts = {id(figure): verdict(figure, values[id(figure)], is_gpu) for figure in found}
-    lines = [*_head(newest, device, card), ""]
+    lines = [*_head(newest, device, card), *([TRIAL] if trial else []), ""]
     judged = [figure for figure in found if verdicts[id(figure)]]
     for wanted in (MET, MISSED, NOT_MEASURED):
         of_kind = [figure for figure in judged if verdicts[id(figure)] == wanted]

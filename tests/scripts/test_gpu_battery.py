@@ -251,7 +251,6 @@ def test_what_cannot_be_done_is_a_sentence(tmp_path: Path, capsys: pytest.Captur
     assert len(capsys.readouterr().out.splitlines()) == len(parts.parts())
 
 
-@pytest.mark.slow
 def test_all_of_it_on_a_cpu_with_tiny_shapes(tmp_path: Path):
     """Every part runs, the page finds every key that a CPU can have, and the bars that hold everywhere are met."""
     command = [sys.executable, str(ROOT / "scripts" / "gpu_battery.py"), "--quick", "--out", str(tmp_path)]
@@ -259,6 +258,7 @@ def test_all_of_it_on_a_cpu_with_tiny_shapes(tmp_path: Path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith((tmp_path / "summary.txt").read_text())
+    assert "\n" + page.TRIAL + "\n" in done.stdout
     found = read(tmp_path)
     assert {each["part"]: each["status"] for each in found if each["bench"] == "part"} == {
         each.name: "passed" for each in parts.trial_parts()

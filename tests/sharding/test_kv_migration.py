@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.kernels.attention import choose_paged
 from jaxrl.rollout import kv_cache
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
 from jaxrl.scheduling.layouts.regroup import regroup
@@ -164,7 +165,7 @@ class Walk:
 
 @lru_cache
 def _attend(layout):
-    return jax.jit(partial(kv_cache.attend, layout))
+    return jax.jit(partial(kv_cache.attend, layout, how=choose_paged("auto", "cpu")))
 
 
 def _dense(q_HD, k_TKD, v_TKD):
