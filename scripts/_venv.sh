@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh, test.sh and docs.sh. `prepare_venv EXTRA` makes a virtual environment with jaxrl in it, every
 # package at the version that scripts/constraints/ pins, and the small model of the quickstart. A second call finds it
-# done.
+# done. `prepare_gpu_compiler` adds what compiles for a GPU without one, for tests.
 #
 # Environment: PYTHON      the Python to use (3.11 or newer); by default the first one found
 #              JAXRL_VENV  where the environment goes; by default .venv at the top of the repository
@@ -128,8 +128,9 @@ prepare_gpu_compiler() {
     say "installing the CUDA plugin into $folder (0.7 GB; log: $venv/install.log)"
     rm -rf "$folder"
     if ! pip_install --no-deps --target "$folder" jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm; then
-        tail -n 15 "$venv/install.log" >&2
-        fail "the installation failed; the whole log is $venv/install.log"
+        say "the CUDA plugin could not be installed: tests that compile for a GPU are skipped (log: $venv/install.log)"
+        rm -rf "$folder"
+        return
     fi
     cp "$constraints" "$folder/installed"
     say "installed in $((SECONDS - started)) s"

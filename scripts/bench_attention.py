@@ -397,7 +397,7 @@ def _packed_figures(
         "forward_s": medians["forward_s"],
         "forward_flops_per_s": forward / medians["forward_s"],
         "flops_per_s": rate,
-        "flops_fraction": rate / ceilings.flops[size["dtype"]],
+        "flops_fraction": rate / ceilings.products(size["dtype"]),
     }
 
 

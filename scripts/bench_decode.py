@@ -285,7 +285,7 @@ def _figures(setting: Setting, rows: int, dtype: str, summary: Summary, ceilings
         "bytes_per_s": (weights + kv) / step_s,
         "bandwidth_fraction": (weights + kv) / step_s / ceilings.bandwidth,
         "copy_fraction": (weights + kv) / step_s / ceilings.copy,
-        "flops_fraction": flops / step_s / ceilings.flops[dtype],
+        "flops_fraction": flops / step_s / ceilings.products(dtype),
         "kept": summary.kept,
         "dropped": summary.dropped,
         "disturbed": summary.disturbed,

@@ -8,14 +8,14 @@ Every case lives in a process of its own and runs one step when it is asked to: 
 - jaxrl: backend, reward pool, Trainer and Loop as `jaxrl train` builds them, a reward function from a file; no
   evaluation, no checkpoint. Responses have no stop token, so all are of `new` tokens.
 - seconds: `timing_s/step` of the loop. Each phase is `timing_s/<phase>`; *residual* is the part of the step that is in
-  no phase, and must be within 2 %. *recompiles* counts rollout programs compiled after the warm-up, and must be 0.
+  no phase, and must be within 2 %. *recompiles* counts programs compiled after the warm-up, and must be 0.
 - TRL: GRPOTrainer with the same weights (exported as `jaxrl export` does), prompts, reward and sizes, generating with
   transformers. Its step is what lies between on_step_begin and on_step_end.
 - tokens/s: response tokens / seconds of the whole step.
 - of bandwidth, of FLOP/s (jaxrl): the mean decode step's bytes per second, as if the phase `gen` were nothing but
   decode steps, and the operations of forward and backward per second of the phase `update_actor`, over the ceilings.
-- warm-up (jaxrl): seconds of compiling the rollout's programs; with --fresh-cache, which begins with an empty
-  compilation cache, once *cold*, in a process that ends then, and once more from the cache that it left.
+- warm-up (jaxrl): seconds of compiling the programs of rollout and update; with --fresh-cache, which begins with an
+  empty compilation cache, once *cold*, in a process that ends then, and once more from the cache that it left.
 - peak: the most that the process ever held; and the same less what it held before the model was built (on GPUs, TRL's
   is what torch allocated on the device).
 
@@ -260,7 +260,7 @@ def _fractions(
     return {
         "gen_and_update_share": (case["timing_s/gen"] + case["timing_s/update_actor"]) / case["seconds"],
         "gen_bandwidth_fraction": read / step_s / ceilings.bandwidth,
-        "update_mfu": flops / case["timing_s/update_actor"] / ceilings.flops[dtype],
+        "update_mfu": flops / case["timing_s/update_actor"] / ceilings.products(dtype),
     }
 
 
@@ -292,7 +292,7 @@ def _broken(cases: Sequence[Mapping[str, Any]], allowed: float = MAX_RESIDUAL) -
                 f"{case['dtype']}: {case['residual_share']:.1%} of a step is in no phase; {allowed:.0%} may be"
             )
         if case.get("recompiles", 0):
-            broken.append(f"{case['dtype']}: {case['recompiles']:.0f} rollout programs were compiled after the warm-up")
+            broken.append(f"{case['dtype']}: {case['recompiles']:.0f} programs were compiled after the warm-up")
     return broken
 
 

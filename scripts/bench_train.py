@@ -193,7 +193,7 @@ def _results(
         name, dtype = label.split()
         m, rate = summary.medians, flops / summary.medians["seconds"]
         case = {"case": name, "dtype": dtype, "tokens": tokens, "flops": flops, **m, **infos[label]}
-        case |= {"tokens_per_s": tokens / m["seconds"], "mfu": rate / ceilings.flops[dtype]}
+        case |= {"tokens_per_s": tokens / m["seconds"], "mfu": rate / ceilings.products(dtype)}
         case |= {"mfu_datasheet": ceilings.of_datasheet(flops_per_s=rate, dtype=dtype)}
         case |= {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
         if name == "jaxrl":

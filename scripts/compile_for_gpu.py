@@ -31,6 +31,8 @@ from gpu import compiled
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import named_shape
 
+_PRODUCT = re.compile(r"precision_config\":(\{[^}]*\})| dot\([^)]*\)([^\n]*)")
+
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "copies": found.copies,
         "memory": dict(found.memory),
         "scatters": [text.split(", metadata")[0] for text in re.findall(r"= (\S+ scatter\(.*)", found.text)],
-        "products": re.findall(r"precision_config\":(\{[^}]*\})", found.text),
+        # of libraries' products the precision; of XLA's own what stands behind the operands, which names it
+        "products": ["".join(each).split(", metadata")[0] for each in _PRODUCT.findall(found.text)],
     }
     print(json.dumps(told) if options.json else _page(told))
     return 0

@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     battery = Battery(
         chosen,
         options.out,
-        lambda command: records.header("part", device(), records.versions(), command),
+        lambda command: records.header("part", device(), records.versions(), command) | {"trial": options.quick},
         environment,
         at_once=num_cores() if options.quick else 1,
         say=say,
@@ -94,12 +94,25 @@ def _run(options: argparse.Namespace) -> int:
     if options.list:
         _print_list(battery)
         return 0
-    device()
+    _refuse_a_mix(battery.records(), device(), options)
     end_on_sigterm()
     battery.run(wanted, 60 * options.minutes - (time.monotonic() - began))
     found = battery.records()
     print(_write_page(options, known, found), end="")
     return _exit_status(battery, known, found)
+
+
+def _refuse_a_mix(found: Sequence[Mapping[str, Any]], device: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Shares are of what the same device measured, so a folder has the results of one; and none of a trial.
+
+    Raises:
+      ValueError: the folder has results of another device, or of a trial beside which this is none, or the reverse.
+    """
+    for each in found:
+        if each["bench"] == "part" and (each["device"]["kind"], each["trial"]) != (device["kind"], options.quick):
+            what = f"{'a trial on' if each['trial'] else 'results of'} {each['device']['kind']}"
+            here = f"{'a trial on' if options.quick else 'a run on'} {device['kind']}"
+            raise ValueError(f"--out ({options.out}) holds {what}, and this is {here}: name another folder")
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
@@ -117,7 +130,8 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     if options.quick:
         return found | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _QUICK_COMPILES, "OMP_NUM_THREADS": "1"}
     found.setdefault("JAX_PLATFORMS", "cuda,cpu")
-    found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
+    if not found.get("XLA_CLIENT_MEM_FRACTION"):  # jax refuses both
+        found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
     return found
 
 
@@ -129,7 +143,8 @@ def _device(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     done = subprocess.run([sys.executable, "-c", _DESCRIBE], env=dict(environment), capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"JAX finds no device ({done.stderr.strip().splitlines()[-1]}); --quick tries it on a CPU")
+        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise ValueError(f"JAX finds no device ({said}); --quick tries it on a CPU")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -87,10 +87,15 @@ class CompiledPrograms:
                 found.set_exception(error)
         return found.result()
 
-    def complete(self) -> None:
-        """Until every shape is compiled: compiles here what no other thread has begun, and waits for the others."""
+    def complete(self, on_program: Callable[[], None] = lambda: None) -> None:
+        """Until every shape is compiled: compiles here what no other thread has begun, and waits for the others.
+
+        Args:
+          on_program: called after each.
+        """
         for shape in self.shapes():
             self.program(shape)
+            on_program()
         self.is_warm = True
 
     @property

@@ -30,6 +30,13 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def platform_of(device: Any) -> str:
+    """`cpu`, `tpu`, `gpu` for NVIDIA's, or `rocm` for AMD's, which jax calls `gpu` as well."""
+    if device.platform == "gpu" and "rocm" in device.client.platform_version.lower():
+        return "rocm"
+    return device.platform
+
+
 def nested_axes(mesh: Mesh) -> tuple[str, ...]:
     """(x0, x1, ...): the order in which tensor dims are split, major first."""
     return tuple(reversed(mesh.axis_names))

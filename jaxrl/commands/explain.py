@@ -19,10 +19,19 @@ from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.build import bytes_each, device_bytes, memory_share, prepare_jax, share_notes
+from jaxrl.runtime.build import (
+    DEFAULT_SHARE,
+    bytes_each,
+    device_bytes,
+    memory_share,
+    prepare_jax,
+    share_notes,
+    share_variable,
+)
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.memory import MemoryPlan, full_microbatch, in_bytes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batch_rule
+from jaxrl.sharding.mesh import platform_of
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
 
@@ -63,7 +72,7 @@ class Explanation:
     counts: Counts
     memory: MemoryPlan
     warnings: tuple[str, ...]
-    share: float | None = None  # of a device's memory, that JAX is given; None: not known, or all
+    share: float | None = None  # of a GPU's memory, that JAX is given; None: all, or of devices that are not here
 
     def __str__(self) -> str:
         return render(self)
@@ -80,16 +89,22 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     devices = [] if num_devices else prepare_jax(config)
     model = SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
-    platform = devices[0].platform if devices else "gpu"
+    platform = platform_of(devices[0]) if devices else "gpu"
     num_devices = num_devices or len(devices)
     config, said = planned_degree(config, model, config.rollout.num_devices or num_devices, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
     # of devices that are not here, what a CPU's share of a host would be is not known
     each = memory or (bytes_each(devices, num_devices) if devices else None)
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
-    notes = (said, f"a run is refused: {too_large}" if too_large else "")
-    warnings = (*filter(None, notes), *explained.warnings, *(share_notes(config, devices) if devices else ()))
-    return replace(explained, share=memory_share(platform), warnings=warnings)
+    notes = [said, f"a run is refused: {too_large}" if too_large else "", *explained.warnings]
+    if devices:
+        notes += share_notes(config, devices)
+    elif memory_bytes is not None:
+        notes.append(
+            f"--device-gib is what JAX is given of a device: {DEFAULT_SHARE:g} of a GPU, unless {share_variable()} in "
+            "the run's environment says otherwise"
+        )
+    return replace(explained, share=memory_share(platform) if devices else None, warnings=tuple(filter(None, notes)))
 
 
 def explain(
@@ -266,7 +281,7 @@ def _share_line(e: Explanation) -> list[str]:
         return []
     size = e.memory.device_bytes
     of = "" if size is None else f": {in_bytes(size)} of about {in_bytes(size / e.share)}"
-    return [f"JAX is given {e.share:g} of a GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION){of}"]
+    return [f"JAX is given {e.share:g} of a GPU's memory ({share_variable()}){of}"]
 
 
 def _table(*rows: tuple[str, ...]) -> list[str]:

@@ -52,7 +52,7 @@ from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, platform_of
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
@@ -245,7 +245,7 @@ class Run:
             self.store.tidy()
             record.begin()
         cache = use_compilation_cache(self.config)
-        note = retuning_note(cache_before, cache, self.devices[0].platform) if self.resuming else None
+        note = retuning_note(cache_before, cache, platform_of(self.devices[0])) if self.resuming else None
         self.run_dir.record_cache(cache, note)
         self.said += [] if note is None else [note]
         if self.resuming:
@@ -308,8 +308,9 @@ class Run:
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)
-        while self.beside:  # what is left when a step has ended would only slow the next one
-            self.beside.pop().complete()
+        if step < self.total_steps and not self.stop():
+            while self.beside:  # what is left when a step has ended would only slow the next one
+                self.beside.pop().complete(self.watchdog.beat)
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""
@@ -335,7 +336,8 @@ class Run:
 
         For GPUs the update's are compiled here as well: compiling tries kernels on the device and takes the fastest,
         and a rollout beside it would disturb what is measured. On a CPU nothing is measured, and the first rollout
-        does not wait.
+        does not wait. The programs of other layouts, which may be many and may never run, are compiled beside it
+        everywhere.
         """
         executor, update = self.executor, [self.trainer.programs]
         if not self.config.rollout.warmup or self.step >= self.total_steps:

@@ -174,14 +174,14 @@ class _LayerWeights(NamedTuple):
 
     def product(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
         if self.features_first:
-            return jnp.tensordot(matrix, x, 1)
+            return _from_the_left("oe,e...->o...", matrix, x)
         return _dense(self.widen, x, matrix)
 
     def heads(self, name: str, h: jax.Array) -> jax.Array:
         """[..., heads, D]"""
         w = self.get(name)
         if self.features_first:
-            return jnp.moveaxis(jnp.einsum("hde,e...->hd...", w, h), (0, 1), (-2, -1))
+            return jnp.moveaxis(_from_the_left("hde,e...->hd...", w, h), (0, 1), (-2, -1))
         return self.product(h, w.reshape(w.shape[0], -1)).reshape(*h.shape[:-1], *w.shape[1:])
 
 
@@ -214,7 +214,7 @@ def _add_attention(weights: _LayerWeights, x: jax.Array, out: jax.Array) -> jax.
     if weights.features_first:
         # a product with two summed dims makes XLA:CPU transpose the weights in every call, so they are joined into one
         out = out.reshape(*out.shape[:-2], -1)
-        return x + jnp.einsum("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
+        return x + _from_the_left("ef,...f->e...", weights.get("o").reshape(-1, out.shape[-1]), out)
     w = weights.get("o")
     return x + weights.product(out.reshape(*x.shape[:-1], -1), w.reshape(-1, w.shape[-1]))
 
@@ -229,6 +229,15 @@ def _add_mlp(weights: _LayerWeights, x: jax.Array) -> jax.Array:
         gate, up = weights.product(h, weights.get("gate")), weights.product(h, weights.get("up"))
     h = jax.nn.silu(gate) * up
     return x + weights.product(h, weights.get("down"))
+
+
+def _from_the_left(spec: str, matrix: jax.Array, x: jax.Array) -> jax.Array:
+    """A product with features first, in x's dtype.
+
+    Summed and given out in at least float32, and rounded here: for a bfloat16 result some versions of XLA:CPU do not
+    use the processor's own bfloat16 products.
+    """
+    return jnp.einsum(spec, matrix, x, preferred_element_type=_at_least_float32(x.dtype)).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

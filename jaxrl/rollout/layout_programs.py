@@ -24,6 +24,7 @@ from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
 Shape = tuple[str, int, int, int]
@@ -124,7 +125,7 @@ class LayoutPrograms(CompiledPrograms):
         self.capacity = Capacity(
             layout.dp, sizes.num_slots, sizes.num_blocks, config.block_size, config.max_prefill_tokens
         )
-        self.dtype = jnp.dtype(config.dtype)
+        self.dtype, self.platform = jnp.dtype(config.dtype), platform_of(layout.mesh.devices.flat[0])
         self.programs = Programs(
             model,
             layout,
@@ -195,7 +196,7 @@ class LayoutPrograms(CompiledPrograms):
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
-        if kind != "decode" or self.layout.mesh.devices.flat[0].platform != "gpu":
+        if kind != "decode" or self.platform != "gpu":
             return {}
         return {"xla_gpu_enable_command_buffer": _GRAPHS}
 
@@ -227,7 +228,7 @@ class LayoutPrograms(CompiledPrograms):
             arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
             program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
         jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
-        with products_of(self.dtype, self.layout.mesh.devices.flat[0].platform):
+        with products_of(self.dtype, self.platform):
             return jitted.lower(*live, *arguments)
 
     # -- what programs are compiled for ----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.sampling import SamplingState, sample
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.merged import can_merge
+from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import pad_heads
 
 MAX_STOP_IDS = 8
@@ -130,7 +131,7 @@ class Programs:
         gathered: bool | None = None,
         interpret: bool = False,
     ) -> None:
-        platform = layout.mesh.devices.flat[0].platform
+        platform = platform_of(layout.mesh.devices.flat[0])
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
         self.merged = platform == "gpu" and can_merge(kv_heads, max_tp) if merged is None else merged
         self.features_first = on_cpu and not self.merged if features_first is None else features_first

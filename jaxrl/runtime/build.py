@@ -28,11 +28,14 @@ from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_pro
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import train_shardings
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
-_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # jax takes one of them
+DEFAULT_SHARE = 0.75
+"""Of a GPU's memory, that JAX is given unless the environment says otherwise."""
 _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
 
 
@@ -67,8 +70,11 @@ def use_compilation_cache(config: Config) -> str:
     folder = Path(config.trainer.compilation_cache_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / _CACHE_NAME
-    with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8") as new:
-        new.write(uuid.uuid4().hex)
+    if not file.is_file():
+        name = uuid.uuid4().hex
+        own = folder / f"{_CACHE_NAME}.{name}"
+        own.write_text(name, encoding="utf-8")
+        own.replace(file)  # never half a name, whatever ends this process
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     reset_cache()  # jax looks at the option once, when it compiles for the first time
@@ -87,7 +93,8 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
     """
     if platform not in _GPU_PLATFORMS or earlier is None or (earlier and earlier == now):
         return None
-    why = "is not there any more, or another folder is used now" if earlier else "was switched off"
+    gone = "is not there any more, or another folder is used now" if now else "is switched off now"
+    why = gone if earlier else "was switched off"
     return (
         f"the compilation cache of this run's last start {why} (trainer.compilation_cache_dir): XLA chooses kernels "
         "anew on the GPU, so numbers may differ in their last bits from those of a run that was never stopped"
@@ -108,19 +115,23 @@ def memory_share(platform: str) -> float | None:
     """
     if platform not in _GPU_PLATFORMS:
         return None
-    given = [os.environ.get(name) for name in ("XLA_CLIENT_MEM_FRACTION", _SHARE_VARIABLE)]
-    return float(next(filter(None, given), 0.75))
+    return float(os.environ.get(share_variable()) or DEFAULT_SHARE)
+
+
+def share_variable() -> str:
+    """The environment variable that sets the share: the one that is set, for jax refuses two of them."""
+    return next(filter(os.environ.get, _SHARE_VARIABLES), _SHARE_VARIABLES[-1])
 
 
 def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
     """What is to be said, once, where JAX was given so little of a GPU that the KV pool is much smaller for it."""
-    own, share = device_bytes(devices), memory_share(devices[0].platform)
+    own, share = device_bytes(devices), memory_share(platform_of(devices[0]))
     if own is None or share is None or share >= _LEAST_SHARE:
         return []
     return [
         f"JAX was given {share:g} of each GPU's memory ({in_bytes(own)} of about {in_bytes(own / share)}), and "
         f"rollout.memory_fraction ({config.rollout.memory_fraction:g}) is of that: for a larger KV pool, set "
-        f"{_SHARE_VARIABLE}=0.92 in the environment"
+        f"{share_variable()}=0.92 in the environment"
     ]
 
 
@@ -147,7 +158,7 @@ def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any],
       trains: as in `memory_problem`.
     """
     count = len(devices) + config.rollout.num_devices
-    plan = memory_plan(config, model, count, device_bytes(devices), devices[0].platform)
+    plan = memory_plan(config, model, count, device_bytes(devices), platform_of(devices[0]))
     problem = memory_problem(config, model, plan, count, bytes_each(devices, count), trains)
     if problem is not None:
         raise ConfigError(problem)
@@ -155,7 +166,7 @@ def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any],
 
 def with_planned_update(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
     """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory allows."""
-    memory, platform = device_bytes(devices), devices[0].platform
+    memory, platform = device_bytes(devices), platform_of(devices[0])
     remat = plan_remat(config, model, len(devices), memory, platform)
     chunk = plan_chunk(config, model, len(devices), memory, platform, remat)
     actor = dataclasses.replace(config.actor, remat=remat, logprob_chunk_tokens=chunk)

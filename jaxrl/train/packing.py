@@ -183,11 +183,13 @@ def microbatch_shapes(
     def cost(length: int) -> float:
         return 1 + per_key * attention.num_keys(length)
 
-    length = shortest
-    for longer in (*_doublings(shortest, full), full):
+    rows, length = full // shortest, shortest
+    for fewer in range(1, rows + 1):
+        longer = full // fewer // _step(full // fewer) * _step(full // fewer)
         if not attention.holds_scores(longer) and cost(longer) <= _DEARER * cost(shortest):
-            length = longer
-    rows, parts = full // length, range(1, _PARTS + 1)
+            rows, length = fewer, longer
+            break
+    parts = range(1, _PARTS + 1)
     if rows > 1:
         return tuple(Shape(count, length) for count in sorted({-(-rows * part // _PARTS) for part in parts}))
     lengths = {min(row_length(-(-length * part // _PARTS)), length) for part in parts}
@@ -373,11 +375,6 @@ def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_devices: int) -> _P
     plan = filled(steps)
     assert plan is not None
     return plan
-
-
-def _doublings(length: int, most: int) -> Iterator[int]:
-    while (length := 2 * length) <= most:
-        yield length
 
 
 def _halvings(count: int) -> Iterator[int]:

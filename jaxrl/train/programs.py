@@ -34,6 +34,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
+from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
@@ -87,7 +88,7 @@ class TrainPrograms(CompiledPrograms):
         super().__init__()
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
-        m, self.platform = model_config, mesh.devices.flat[0].platform
+        m, self.platform = model_config, platform_of(mesh.devices.flat[0])
         heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype)
         self.packed_attention = choose_packed(actor.attention, self.platform, heads, interpret=interpret)
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)

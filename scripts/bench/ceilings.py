@@ -78,6 +78,10 @@ class Ceilings:
         """Bytes per second, of the faster way."""
         return max(self.copy, self.read)
 
+    def products(self, dtype: str) -> float:
+        """The best rate of what jaxrl's programs of a dtype do: they multiply float32 in full precision."""
+        return self.flops["float32_full" if dtype == "float32" else dtype]
+
     def best(self, other: Ceilings) -> Ceilings:
         """The higher value of each; both are of the same devices."""
         names = {*self.flops, *other.flops}

@@ -141,7 +141,8 @@ def run(spec: StepSpec, ask: Ask) -> None:
         )
         backend.enter_rollout(0)
         began = time.perf_counter()
-        info = {"programs": executor.warm_up(), "warm_up_s": time.perf_counter() - began}
+        programs = executor.warm_up(first=[trainer.programs])
+        info = {"programs": programs, "warm_up_s": time.perf_counter() - began}
         steps = _Steps(ask, info, baseline)
         loop = Loop(
             config,
@@ -174,7 +175,7 @@ class _Steps:
         self._values = {
             "seconds": measured["timing_s/step"],
             **{name: value for name, value in measured.items() if name.startswith("timing_s/")},
-            "recompiles": float(measured["rollout/recompiles"]),
+            "recompiles": float(measured["rollout/recompiles"] + measured["actor/recompiles"]),
             "response_tokens": float(sum(tokens)),
             "prompt_tokens": float(sum(prompts)),
             "peak_bytes": float(peak_bytes()),

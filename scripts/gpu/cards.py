@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench import costs
+from bench.ceilings import datasheet
 
 from jaxrl.models.config import ModelConfig
+from jaxrl.sim.hardware import H100, H200, Hardware
 
 WEIGHTS_OF_COPY = 0.92
 """Of the copy bandwidth: reading weights for a product of few rows."""
@@ -34,20 +36,30 @@ COMPILE_S = 13.0
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU.
+    """One GPU: its data sheet, and the rates that are assumed to be reached.
 
     Attributes:
-      name: as it stands in the device's name.
-      bandwidth, flops: bytes and bfloat16 operations per second of the datasheet.
-      memory: bytes.
-      copy: bytes per second, read and written, that a large copy is assumed to reach: 90 % of the datasheet.
+      copy: bytes per second, read and written, that a large copy is assumed to reach: 90 % of the data sheet.
       product: operations per second of a large bfloat16 product on random data: 80 % of it, for the power it draws.
     """
 
-    name: str
-    bandwidth: float
-    flops: float
-    memory: float
+    sheet: Hardware
+
+    @property
+    def name(self) -> str:
+        return self.sheet.name
+
+    @property
+    def bandwidth(self) -> float:
+        return self.sheet.memory_bytes_per_s
+
+    @property
+    def flops(self) -> float:
+        return self.sheet.flops_per_s
+
+    @property
+    def memory(self) -> float:
+        return self.sheet.memory_bytes
 
     @property
     def copy(self) -> float:
@@ -58,7 +70,13 @@ class Card:
         return 0.8 * self.flops
 
 
-CARDS = {card.name: card for card in (Card("H100", 3.35e12, 989e12, 80e9), Card("H200", 4.8e12, 989e12, 141e9))}
+CARDS = {sheet.name: Card(sheet) for sheet in (H100, H200)}
+
+
+def card_of(kind: str) -> Card | None:
+    """The card of a device as jax names it; None where nothing is expected of it."""
+    sheet = datasheet(kind)
+    return None if sheet is None else CARDS.get(sheet.name)
 
 
 # -- decode ------------------------------------------------------------------------------------------------------------

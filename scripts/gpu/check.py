@@ -3,8 +3,8 @@
 
     python -m gpu.check [--json FOLDER] [--prompts N]
 
-A process that sees no GPU makes the reference first (`gpu.reference`). Then, for float32 (products in full precision)
-and bfloat16:
+A process that sees no GPU makes the reference first (`gpu.reference`). Then, for float32
+(as jaxrl's programs make it: in full precision) and bfloat16:
 
 - engine: responses unlike the CPU's, per thousand tokens; the error of each drawn token's log-probability, against
   float64 on the CPU with weights of that dtype, worst and mean; responses of a second run that are not equal bit for
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         samples, gradient = reference.load(file, wanted)
     cases = [*engine_cases(task, samples), *trainer_cases(task, samples, gradient, options.attention)]
     for case in cases:
-        say(
-            "  ".join(
-                f"{key} {value:.2e}" if isinstance(value, float) else f"{key} {value}" for key, value in case.items()
-            )
-        )
+        say("  ".join(f"{key} {_short(value)}" for key, value in case.items()))
     if options.json is not None:
         records.append_record(options.json, head | {"results": {"cases": cases}})
     return 0
@@ -82,11 +77,6 @@ def _short(value: Any) -> str:
     return f"{value:.2e}" if isinstance(value, float) else str(value)
 
 
-def full_precision(dtype: str) -> AbstractContextManager[Any]:
-    """On GPUs, float32 products are TF32 unless they are asked for otherwise."""
-    return jax.default_matmul_precision("highest") if dtype == "float32" else nullcontext()
-
-
 # -- engine ------------------------------------------------------------------------------------------------------------
 
 
@@ -94,12 +84,11 @@ def engine_cases(task: Task, expected: Sequence[Sample]) -> Iterator[Case]:
     """One case for each dtype."""
     params, wanted, device = task.weights(), task.requests(), jax.devices()[0]
     for dtype in ("float32", "bfloat16"):
-        with full_precision(dtype):
-            drawn, again = (task.generate(params, wanted, device, dtype) for _ in range(2))
-            case = _engine_case(task, expected, drawn, again, dtype)
-            if dtype == "float32":  # what few rows draw is promised there alone
-                few = task.generate(params, wanted, device, dtype, slots=max(2, len(wanted) // 8))
-                case["few_rows_unlike_per_thousand_tokens"] = _unlike(drawn, few) / case["tokens"] * 1000
+        drawn, again = (task.generate(params, wanted, device, dtype) for _ in range(2))
+        case = _engine_case(task, expected, drawn, again, dtype)
+        if dtype == "float32":  # what few rows draw is promised there alone
+            few = task.generate(params, wanted, device, dtype, slots=max(2, len(wanted) // 8))
+            case["few_rows_unlike_per_thousand_tokens"] = _unlike(drawn, few) / case["tokens"] * 1000
         yield case
 
 
@@ -141,8 +130,7 @@ def trainer_cases(
     batch = reference.batch_of(wanted, samples)
     for kind in kinds:
         for dtype in ("float32", "bfloat16"):
-            with full_precision(dtype):
-                found, again = (reference.flat(task.gradients(params, batch, device, dtype, kind)) for _ in range(2))
+            found, again = (reference.flat(task.gradients(params, batch, device, dtype, kind)) for _ in range(2))
             yield {
                 "case": "trainer",
                 "dtype": dtype,

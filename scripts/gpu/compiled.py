@@ -134,7 +134,9 @@ def read(executable: Any, folder: Path) -> Compiled:
         "aliased": stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
     }
-    return Compiled(_thunks(last.read_text()) if last else [], text, list(_copies(text)), memory)
+    if last is None:
+        raise RuntimeError("XLA wrote no sequence of thunks: its dump has another form than this reads")
+    return Compiled(_thunks(last.read_text()), text, list(_copies(text)), memory)
 
 
 def _thunks(text: str) -> list[Thunk]:

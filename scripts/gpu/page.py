@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpu.cards import CARDS, Card
+from gpu.cards import CARDS, Card, card_of
 from gpu.figures import Bar, Figure, figures
 from gpu.parts import parts
 
@@ -33,7 +33,7 @@ def results(found: Sequence[Figure], records: Sequence[Record], *, trial: bool =
     measured = [record for record in records if record["bench"] != "part"]
     newest = measured[-1] if measured else {}
     device = newest.get("device", {})
-    card = next((card for name, card in CARDS.items() if name in device.get("kind", "")), None)
+    card = card_of(device.get("kind", ""))
     is_gpu = device.get("platform") == "gpu"
     values = {id(figure): figure.value(records) for figure in found}
     verdicts = {id(figure): verdict(figure, values[id(figure)], is_gpu) for figure in found}

@@ -92,3 +92,12 @@ def test_prefill_copies_no_pool(shape: str):
     told = compile_for_gpu("prefill", "--shape", shape, "--layers", "1")
     assert told["host_loops"] == []
     assert not [copy for copy in told["copies"] if copy[2] >= told["pool_array_bytes"] // 2]
+
+
+@pytest.mark.parametrize("program", ["decode", "prefill"])
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
+def test_float32_is_float32(program: str, dtype: str, exact: bool):
+    """Products of float32 arrays say so; by default a GPU takes 10 bits of each number (TF32)."""
+    told = compile_for_gpu(program, "--shape", "Qwen2.5-1.5B", "--layers", "1", "--dtype", dtype)
+    assert told["products"]
+    assert all("highest" in text.lower() for text in told["products"]) == exact

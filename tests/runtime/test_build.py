@@ -14,7 +14,10 @@ from jaxrl.runtime.build import memory_share, retuning_note, share_notes, use_co
 
 CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
 VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-H100 = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 60 << 30}, device_kind="H100")
+CLIENT = SimpleNamespace(platform_version="cuda 13000")
+H100 = SimpleNamespace(
+    platform="gpu", client=CLIENT, memory_stats=lambda: {"bytes_limit": 60 << 30}, device_kind="H100"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +47,16 @@ def test_a_small_share_is_said_with_what_to_set(monkeypatch: pytest.MonkeyPatch)
     assert share_notes(CONFIG, [H100]) == []
     monkeypatch.setenv(VARIABLE, "0.5")
     assert share_notes(CONFIG, [SimpleNamespace(platform="cpu", memory_stats=lambda: None)]) == []
-    assert share_notes(CONFIG, [SimpleNamespace(platform="gpu", memory_stats=lambda: None)]) == []  # no limit
+    assert (
+        share_notes(CONFIG, [SimpleNamespace(platform="gpu", client=CLIENT, memory_stats=lambda: None)]) == []
+    )  # no limit
 
 
 def test_explain_config_prints_the_share(monkeypatch: pytest.MonkeyPatch):
     line = "JAX is given 0.75 of a GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION): 60.0 GiB of about 80.0 GiB"
-    assert line in str(explain_config(CONFIG, 1, 60 << 30)).splitlines()  # of devices that are not here
+    elsewhere = str(explain_config(CONFIG, 1, 60 << 30))  # this environment says nothing of devices that are not here
+    assert "JAX is given 0.75" not in elsewhere
+    assert "note: --device-gib is what JAX is given of a device: 0.75 of a GPU, unless XLA_PYTHON" in elsewhere
     assert "JAX is given" not in str(explain_config(CONFIG, 0, None)), "CPUs give all"
     monkeypatch.setattr("jaxrl.commands.explain.prepare_jax", lambda _: [H100])
     text = str(explain_config(CONFIG, 0, None))
@@ -62,7 +69,7 @@ def test_a_resume_without_the_cache_of_before_says_so_on_gpus():
     assert retuning_note(None, "a", "gpu") is None, "an older version noted no cache"
     for platform in ("gpu", "cuda"):
         assert "is not there any more, or another folder" in (retuning_note("a", "b", platform) or "")
-        assert "is not there any more, or another folder" in (retuning_note("a", "", platform) or "")
+        assert "is switched off now" in (retuning_note("a", "", platform) or "")
         assert "was switched off" in (retuning_note("", "b", platform) or "")
         assert "numbers may differ in their last bits" in (retuning_note("", "", platform) or "")
     assert retuning_note("a", "b", "cpu") is None
@@ -76,6 +83,7 @@ def test_a_cache_is_known_again_until_its_folder_is_emptied(tmp_path: Path, monk
     name = use_compilation_cache(config)
     assert name
     assert use_compilation_cache(config) == name
+    assert len(list(folder.iterdir())) == 1, "the name, and no draft of it"
     for file in folder.iterdir():
         file.unlink()
     assert use_compilation_cache(config) not in ("", name)

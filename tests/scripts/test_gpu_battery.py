@@ -251,6 +251,21 @@ def test_what_cannot_be_done_is_a_sentence(tmp_path: Path, capsys: pytest.Captur
     assert len(capsys.readouterr().out.splitlines()) == len(parts.parts())
 
 
+def test_a_folder_has_results_of_one_device_and_none_of_a_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A trial has parts of the same names, and shares are of what the same device measured."""
+    monkeypatch.setattr(gpu_battery, "_device", lambda _: {"kind": "NVIDIA H200", "platform": "gpu", "count": 1})
+    earlier = {"bench": "part", "part": "sync", "status": "passed", "device": CARD, "trial": False}
+    for wrong, said in (
+        ({}, f"holds results of {CARD['kind']}, and this is a run on NVIDIA H200"),
+        ({"device": {"kind": "NVIDIA H200"}, "trial": True}, "holds a trial on NVIDIA H200"),
+    ):
+        (tmp_path / "records.jsonl").write_text(json.dumps(earlier | wrong) + "\n")
+        assert gpu_battery.main(["--out", str(tmp_path), "--only", "sync"]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_all_of_it_on_a_cpu_with_tiny_shapes(tmp_path: Path):
     """Every part runs, the page finds every key that a CPU can have, and the bars that hold everywhere are met."""
     command = [sys.executable, str(ROOT / "scripts" / "gpu_battery.py"), "--quick", "--out", str(tmp_path)]

@@ -1,5 +1,7 @@
 """The factored mesh and the specs that follow from a layout."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,17 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxrl.config.devices import prime_factors
 from jaxrl.sharding.layout import Layout, tp_degrees
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, platform_of
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "named"),
+    [("gpu", "PJRT C API\ncuda 13000", "gpu"), ("gpu", "PJRT C API\nrocm 60300", "rocm"), ("cpu", "rocm", "cpu")],
+)
+def test_gpus_of_two_makers_are_two_platforms(platform: str, version: str, named: str):
+    device = SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
+    assert platform_of(device) == named
+    assert platform_of(jax.devices()[0]) == "cpu"
 
 
 def test_eight_devices_factor_into_twos():

@@ -188,13 +188,16 @@ def test_rows_are_few_lengths():
         # one row is used at least, and never more tokens than the limit
         ({"ppo_max_token_len_per_gpu": 96}, 1, "cpu", "auto", [(1, 32), (1, 48), (1, 80), (1, 96)]),
         ({"ppo_max_token_len_per_gpu": 1000}, 1, "cpu", "auto", [(1, 224), (1, 448), (1, 768), (1, 896)]),
+        # where each key costs: the budget in equal rows, none of it left over
+        ({"ppo_max_token_len_per_gpu": 6000}, 1, "tpu", "auto", [(n, 1408) for n in (1, 2, 3, 4)]),
     ],
 )
 def test_shapes(options, devices, platform, attention, shapes):
+    length = 32 if platform == "cpu" else 960
     config = from_mapping(
         {
             "model": {"path": "unused"},
-            "data": {"max_prompt_length": 64, "max_response_length": 32, "train_batch_size": 6},
+            "data": {"max_prompt_length": 64, "max_response_length": length, "train_batch_size": 6},
             "rollout": {"n": 4},
             "actor": {"ppo_max_token_len_per_gpu": 1024} | options,
         }
