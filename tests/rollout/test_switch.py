@@ -275,7 +275,7 @@ def _without_weights(engine: Engine, executor: MeshExecutor, asked: list[Request
     for request in asked:
         engine.add(request)
     engine.step()
-    executor._weights = None
+    executor.way_back = None
     with _broken(reshard, "reshard"), pytest.raises(SwitchFailed, match="no source of weights") as raised:
         engine.switch(4)
     assert not raised.value.is_usable
