@@ -26,8 +26,10 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_problem, plan_chunk, plan_remat
 from jaxrl.runtime.rules import batcher_config
+from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import submeshes
 from jaxrl.sharding.rules import train_shardings
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
@@ -203,29 +205,39 @@ def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:
 def build_executor(
     config: Config, model: ModelConfig, layout: Layout, weights: Callable[[], Any] | None = None
 ) -> MeshExecutor:
-    """The executor of `config.rollout`, its pools sized by `layout_sizes`; `weights`: as in `MeshExecutor`."""
+    """The executor of a rollout with one worker; `weights`: as in `MeshExecutor`."""
+    return MeshExecutor(model, layout, _executor_config(config, model, layout.mesh, layout.tp), weights)
+
+
+def build_workers(
+    config: Config, model: ModelConfig, mesh: Mesh, weights: Callable[[], Any] | None = None
+) -> WorkerSet:
+    """The executors of `config.rollout`, one for each of the submeshes that `rollout.num_workers` cuts `mesh` into."""
+    rollout = config.rollout
+    sizes = _executor_config(config, model, mesh, rollout.tp)
+    parts = submeshes(mesh, rollout.num_workers)
+    source = weights if len(parts) == 1 else None  # several have each other
+    return WorkerSet(mesh, [MeshExecutor(model, Layout(part, rollout.tp), sizes, source) for part in parts])
+
+
+def _executor_config(config: Config, model: ModelConfig, mesh: Mesh, tp: int) -> ExecutorConfig:
+    """Sizes of each worker, its pools sized by `layout_sizes`; `mesh`: of the rollout."""
     rollout, val = config.rollout, config.rollout.val_kwargs
-    memory = device_bytes(layout.mesh.devices.ravel().tolist())
-    sizes = layout_sizes(config, model, layout.mesh.size, memory)
+    sizes = layout_sizes(config, model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
     truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
-    return MeshExecutor(
-        model,
-        layout,
-        ExecutorConfig(
-            num_slots=sizes[layout.tp][0],
-            num_blocks=sizes[layout.tp][1],
-            block_size=rollout.block_size,
-            max_length=config.max_model_length,
-            max_prefill_tokens=rollout.max_num_batched_tokens,
-            decode_steps=rollout.decode_steps,
-            attention=rollout.attention,
-            dtype=rollout.dtype,
-            seed=config.trainer.seed,
-            truncate=any(truncates),
-            max_tp=max(sizes),
-            layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
-        ),
-        weights,
+    return ExecutorConfig(
+        num_slots=sizes[tp][0],
+        num_blocks=sizes[tp][1],
+        block_size=rollout.block_size,
+        max_length=config.max_model_length,
+        max_prefill_tokens=rollout.max_num_batched_tokens,
+        decode_steps=rollout.decode_steps,
+        attention=rollout.attention,
+        dtype=rollout.dtype,
+        seed=config.trainer.seed,
+        truncate=any(truncates),
+        max_tp=max(sizes),
+        layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )
 
 
