@@ -216,7 +216,7 @@ class LayoutControl:
         self._first = 0
         self._quiet_until = 0
         self._ratios: list[float] = []
-        engine.watch = self._observe
+        engine.watchers.append(self._observe)
 
     @property
     def tp(self) -> int:
