@@ -44,7 +44,7 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.layout_session import LayoutSession
+from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
@@ -253,7 +253,7 @@ class Run:
         for line in self.said:
             self.say(line)
 
-    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend, LayoutSession | None]:
+    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend, LayoutSessions | None]:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
@@ -262,11 +262,11 @@ class Run:
         executor = self.executor = build_executor(config, self.model, self.layout, weights)
         engine = build_engine(config, executor, self.tokenizer)
         mesh = self.layout.mesh
-        layouts: LayoutSession | None = None
+        layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (journal, timeline, record.layouts)
             row_sizes = {tp: executor.row_sizes(tp) for tp in layout_degrees(config, mesh.size)}
-            layouts = build_layouts(config, self.profile, mesh, engine, row_sizes, *kept)
+            layouts = build_layouts(config, self.profile, mesh, [engine], row_sizes, *kept)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         backend = RolloutBackend(
             engine,
@@ -322,7 +322,7 @@ class Run:
         self.trainer.load_state(state)
         return join_arrays(host.values, host.arrays)
 
-    def _go_on(self, loop: Loop, layouts: LayoutSession | None) -> None:
+    def _go_on(self, loop: Loop, layouts: LayoutSessions | None) -> None:
         """Brings what is not the trainer's to the checkpoint, if there is one."""
         if self.host_state is None:
             return

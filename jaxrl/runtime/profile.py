@@ -18,9 +18,8 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.layout_session import LayoutSession
+from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.memory import layout_degrees
-from jaxrl.scheduling.layouts.control import LayoutControl
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
 from jaxrl.scheduling.tokens.engine import Engine
@@ -80,17 +79,23 @@ def build_layouts(
     config: Config,
     profile: Profile | None,
     mesh: Mesh,
-    engine: Engine,
+    engines: Sequence[Engine],
     row_sizes: Mapping[int, Sequence[int]],
     journal: Journal,
     timeline: Timeline,
     log: LayoutLog,
-) -> LayoutSession:
-    """The session of a run with an adaptive `rollout.layout`; `profile`: the checked one, where layouts switch."""
+) -> LayoutSessions:
+    """The sessions of a run with an adaptive `rollout.layout`, one for each worker's engine.
+
+    Args:
+      profile: the checked one, where layouts switch.
+      mesh: of a worker.
+      row_sizes: row counts of a worker's programs, by degree.
+    """
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
-    predictor = None
+    predictors: list[LatencyPredictor | None] = [None] * len(engines)
     if options.switch:
         assert profile is not None
-        predictor = LatencyPredictor(profile, options, row_sizes)
-    control = LayoutControl(engine, options, degrees, config.rollout.tp, predictor)
-    return LayoutSession(control, time.perf_counter, timeline, log, journal)
+        predictors = [LatencyPredictor(profile, options, row_sizes) for _ in engines]
+    kept = (time.perf_counter, timeline, log, journal)
+    return layout_sessions(options, degrees, config.rollout.tp, engines, predictors, *kept)

@@ -260,8 +260,8 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(houses: 
     house, places = houses(LENGTHS, Pool()), []
     house.backend._layouts = SimpleNamespace(
         begin=lambda *place: places.append(place),
-        before_plan=lambda: None,
-        after_plan=lambda: None,
+        before_plan=lambda worker: None,
+        after_plan=lambda worker: None,
         finished=lambda length: None,
         end=lambda preemptions: {},
     )

@@ -224,11 +224,11 @@ def test_layouts_that_adapt_leave_rows_in_lockstep(layout: dict[str, Any]):
     still, *_ = run(config())
     moving, metrics, *_ = run(config(**layout))
     lanes = []
-    for batcher in (still.engine.batcher, moving.engine.batcher):
+    for batcher in (still.workers.engines[0].batcher, moving.workers.engines[0].batcher):
         assert isinstance(batcher, LockstepBatcher)
         lanes.append(batcher.num_lanes)
     switches = sum(step["rollout/layout/switches"] for step in metrics.values())
-    assert moving.engine.counters.plans > 20 * lanes[0]
+    assert moving.workers.counters.plans > 20 * lanes[0]
     assert lanes[1] <= lanes[0] + switches
 
 

@@ -98,6 +98,7 @@ class Workers:
         self._ticks = [0] * len(engines)
         self._told = 0  # the latest tick that was told
         self._passed: list[dict[int, int]] = [{} for _ in engines]  # by dispatch, the tick after that plan
+        self._expected = [(-1, 0)] * len(engines)  # the oldest plan in flight, and what it should cost
         self._held: list[_Held] = []
         self._homes: dict[int, _Home] = {}  # of every live request, in the order in which they were added
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
@@ -345,10 +346,11 @@ class Workers:
 
     def _due(self, worker: int) -> tuple[bool, int, int]:
         """The order in which busy workers are served."""
-        engine = self.engines[worker]
+        engine, known = self.engines[worker], self._expected[worker]
         times = engine.next_times()
-        expected = 0 if times is None else self._ticks_of(worker, times)
-        return engine.num_in_flight > 0, self._ticks[worker] + expected, worker
+        if times is not None and times.index != known[0]:
+            known = self._expected[worker] = times.index, self._ticks_of(worker, times)
+        return engine.num_in_flight > 0, self._ticks[worker] + (0 if times is None else known[1]), worker
 
     def _floor(self) -> int | None:
         """No end of this tick or an earlier one is still to come; None: none at all is."""
