@@ -24,10 +24,22 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_problem, plan_chunk, plan_remat
+from jaxrl.runtime.memory import (
+    in_bytes,
+    layout_degrees,
+    layout_sizes,
+    memory_plan,
+    memory_problem,
+    plan_chunk,
+    plan_remat,
+)
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.runtime.workers import WorkerSet
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.scheduling.layouts.pace import PredictedTicks
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.workers import Workers, step_ticks
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import submeshes
 from jaxrl.sharding.rules import train_shardings
@@ -244,6 +256,26 @@ def _executor_config(config: Config, model: ModelConfig, mesh: Mesh, tp: int) ->
 def build_engine(config: Config, executor: MeshExecutor, tokenizer: Tokenizer) -> Engine:
     """The engine of `config.rollout` over an executor."""
     return Engine(executor, batcher_config(config), stop_check=stop_string_check(tokenizer))
+
+
+def build_engines(config: Config, workers: WorkerSet, tokenizer: Tokenizer, profile: Profile | None) -> Workers:
+    """The engines of all workers as one.
+
+    Args:
+      profile: the checked one, where layouts switch: logical time is then what it predicts, because workers in
+        different layouts do not keep one pace.
+    """
+    engines = [build_engine(config, executor, tokenizer) for executor in workers.executors]
+    ticks = step_ticks
+    if profile is not None:
+        ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, row_sizes(config, workers)), engines)
+    return Workers(engines, config.rollout.deal, ticks)
+
+
+def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
+    """The row counts of a worker's decode programs, by the degrees that its rounds may use."""
+    first = workers.executors[0]
+    return {tp: first.row_sizes(tp) for tp in layout_degrees(config, workers.mesh.size)}
 
 
 def abstract(tree: Any) -> Any:

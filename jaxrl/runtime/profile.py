@@ -89,7 +89,7 @@ def build_layouts(
 
     Args:
       profile: the checked one, where layouts switch.
-      mesh: of a worker.
+      mesh: of the rollout.
       row_sizes: row counts of a worker's programs, by degree.
     """
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)

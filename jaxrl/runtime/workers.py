@@ -64,12 +64,15 @@ class WorkerSet:
             executor.drop_weights()
         tp = max(executor.tp for executor in self.executors)
         first = self.executors[0]
-        # Every worker becomes the owner of its shards: this is the last that is heard of the whole arrays.
+        layouts = [Layout(executor.layout.mesh, tp) for executor in self.executors]
         whole = first.rollout_form(train_params, Layout(self.mesh, tp))
-        for executor in self.executors:
-            layout = Layout(executor.layout.mesh, tp)
-            shardings = rollout_shardings(first.model, layout, first.config.max_tp, **first.form)
-            executor.take_weights(relabel(whole, shardings), layout, policy_version)
+        parts = [
+            relabel(whole, rollout_shardings(first.model, layout, first.config.max_tp, **first.form))
+            for layout in layouts
+        ]
+        del whole  # each part owns its buffers from here on: a worker that moves its own deletes them
+        for executor, part, layout in zip(self.executors, parts, layouts, strict=True):
+            executor.take_weights(part, layout, policy_version)
 
     def allocate(self) -> None:
         """Allocates the pools of the workers that have none."""
