@@ -41,7 +41,7 @@ from jaxrl.scheduling.tokens.plan import (
     Ticket,
 )
 from jaxrl.sharding import kv_migration, reshard
-from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, compile_threads
+from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
 
@@ -211,11 +211,6 @@ class MeshExecutor:
     def programs_of(self, degrees: Iterable[int]) -> list[LayoutPrograms]:
         """The programs of these layouts, to be compiled."""
         return [self._programs_at(tp) for tp in degrees]
-
-    def compile_ahead(self, degrees: Iterable[int], first: Sequence[CompiledPrograms] = ()) -> CompileAhead:
-        """Begins to compile in the background: the programs of `first`, then those of these layouts. On a CPU the
-        rollout needs the cores as well, and everywhere the host's work does: half of them compile."""
-        return CompileAhead([*first, *self.programs_of(degrees)], max(compile_threads() // 2, 1))
 
     def switch(self, move: Relayout) -> TimeTaken:
         """Goes over to another layout (`Engine.switch`); nothing may be in flight.

@@ -35,6 +35,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding import kv_migration, reshard
+from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
@@ -181,7 +182,7 @@ def nothing_compiles(name: str) -> None:
     """Compiled ahead in the background, a walk up compiles nothing; nor do weights and KV move through the host."""
     engine, executor = start(name, "float32")
     executor.warm_up()
-    executor.compile_ahead((2, 4, 8)).wait()
+    CompileAhead(executor.programs_of((2, 4, 8))).wait()
     run(engine, requests(), (2, 4, 8), "migrate")
     assert executor.recompiles == 0
     report, migrated = executor.reports
