@@ -22,6 +22,7 @@ from small_models import model_of, requests, weights_of
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.runtime import workers as module
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.switch_rule import How
@@ -30,6 +31,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding import kv_migration
+from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.sharding.rules import train_shardings
@@ -139,6 +141,36 @@ def test_pools_are_allocated_where_there_is_none_and_all_are_freed(x64: None):
     assert workers.recompiles == 0
 
 
+def test_layouts_in_use_are_compiled_before_the_others(x64: None, monkeypatch: pytest.MonkeyPatch):
+    asked: list[list[Any]] = []
+
+    class Recorded:
+        def __init__(self, every: Sequence[Any], num_threads: int | None = None) -> None:
+            asked.append(every if num_threads is None else [num_threads, *every])
+
+        def wait(self, progress: Any) -> int:
+            return len(asked[-1])
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(module, "CompileAhead", Recorded)
+    workers, _ = worker_set("llama", (1, 2), max_tp=4)
+    update = CompiledPrograms()
+    assert workers.warm_up(first=[update]) == 3
+    assert asked[-1][0] is update
+    assert [(p.layout.mesh, p.layout.tp) for p in asked[-1][1:]] == [
+        (executor.layout.mesh, tp) for executor, tp in zip(workers.executors, (1, 2), strict=True)
+    ]
+    assert workers.compile_ahead((1, 2), [update]) is not None
+    threads, first, *others = asked[-1]
+    assert threads >= 1
+    assert first is update
+    left, right = (executor.layout.mesh for executor in workers.executors)
+    assert [(p.layout.mesh, p.layout.tp) for p in others] == [(right, 1), (left, 2)]
+    alike, _ = worker_set("llama", (2, 2))
+    assert alike.compile_ahead((2,)) is None, "nothing is left"
+
+
 # ---------------------------------------------------------------- what runs in a process of its own
 
 
@@ -170,8 +202,11 @@ def plain(name: str, *all_degrees: tuple[int, ...], **sizes: Any) -> None:
     """The first workers' samples are those of all others."""
     asked, expected = requests(), None
     for degrees in all_degrees:
-        workers, _ = house(name, degrees, **sizes)
+        workers, executors = house(name, degrees, **sizes)
+        if len(degrees) == 2:
+            executors.warm_up()
         found = run(workers, asked)
+        assert executors.recompiles == 0
         preempted = workers.counters.preemptions
         assert (preempted > 0) == bool(sizes), f"{preempted} preemptions with {degrees}"
         if len(degrees) > 1:
