@@ -352,7 +352,8 @@ class RolloutBackend:
         if timeline is not None:
             timeline.counter("rows", busy=busy)
         if self.generating:  # else all rows of the plan had stopped before: nothing is new
-            tokens = self.engine.counters.busy_row_steps - sum(before.busy_row_steps for before in self._before)
+            counts = zip(self.engine.engines, self._before, strict=True)
+            tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
             self._on_progress(busy, self.engine.num_rows, tokens, self._num_finished, self._num_launched)
 
     def _score(self, prompt: Prompt, sample: Sample) -> None:

@@ -22,7 +22,7 @@ from tiny import write_tiny_model
 
 from jaxrl.record.layouts import read_layouts
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.train.checkpoint import Checkpointer
+from jaxrl.train.checkpoint import Checkpointer, _stored
 
 ROOT = Path(__file__).resolve().parents[2]
 DEGREES = (1, 2, 4, 8)
@@ -115,7 +115,7 @@ def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
     with jax.enable_x64(True), Checkpointer(run_dir / "checkpoints") as store:
         step = store.latest_step()
         assert step == STEPS
-        tree = store._steps.item_metadata(step)["state"].tree
+        tree = _stored(run_dir / "checkpoints" / str(step) / "state")
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
         state, _ = store.restore(abstract, step)
         return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}

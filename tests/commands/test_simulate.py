@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,22 @@ def test_devices_and_blocks():
     sizes = machine_sizes(plain, cost, model_sizes(plain))
     assert (sizes.num_groups, sizes.num_slots, sizes.block_size) == (4, 8, 16)
     assert sizes.num_blocks == 8 * 10 + 1, "a tiny model: all rows at their longest, and the reserved block"
+
+
+@pytest.mark.parametrize(("model", "tokens", "is_full"), [("tiny", 96, False), ("Qwen2.5-7B", 800_000, True)])
+def test_a_worker_has_its_share_of_the_devices_and_the_same_pools(model: str, tokens: int, is_full: bool):
+    """Training state is split over all devices, however many workers they are cut into."""
+    values = yaml.safe_load(TRAINING)
+    values["model"]["path"], values["data"]["max_response_length"] = model, tokens
+    values["actor"]["ppo_max_token_len_per_gpu"] = 2 * tokens
+    one, two = (from_mapping(values | {"rollout": values["rollout"] | {"num_workers": n}}) for n in (1, 2))
+    cost, _ = cost_model(one)
+    whole, half = (machine_sizes(each, cost, model_sizes(each)) for each in (one, two))
+    assert half == replace(whole, num_devices=whole.num_devices // 2)
+    assert (whole.num_blocks < 8 * (64 + tokens) // 16) == is_full, "the memory sets the pool"
+    three = from_mapping(values | {"rollout": values["rollout"] | {"num_workers": 3}})
+    with pytest.raises(ConfigError, match=r"rollout\.num_workers \(3\) must cut simulate\.num_devices \(8\)"):
+        machine_sizes(three, cost, model_sizes(three))
 
 
 def test_a_pool_that_training_state_leaves_too_little_for():

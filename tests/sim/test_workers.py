@@ -285,6 +285,19 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
     assert {step: again[step] for step in (3, 4)} == {step: adaptive[step] for step in (3, 4)}
 
 
+def test_workers_on_devices_of_the_rollouts_own():
+    """Four of eight devices roll out beside the update, as one worker or as two: the same in the same time."""
+    made = config()
+    made = replace(made, trainer=replace(made.trainer, one_step_off=True))
+    made = replace(made, rollout=replace(made.rollout, num_devices=4))
+    _, one, alone, _ = run(made)
+    simulation, two, samples, _ = run(with_workers(made, 2))
+    assert [each.sizes.num_devices for each in simulation.executors.executors] == [2, 2]
+    assert trained(samples) == trained(alone)
+    for step, measured in two.items():
+        assert measured["timing_s/step"] == pytest.approx(one[step]["timing_s/step"], rel=0.06)
+
+
 def test_the_log_names_the_worker(tmp_path: Path):
     log = LayoutLog(tmp_path / "layouts.jsonl", 0)
     made = with_workers(config(switch=True), 2)

@@ -98,7 +98,7 @@ class Workers:
         self._ticks = [0] * len(engines)
         self._told = 0  # the latest tick that was told
         self._passed: list[dict[int, int]] = [{} for _ in engines]  # by dispatch, the tick after that plan
-        self._expected = [(-1, 0)] * len(engines)  # the oldest plan in flight, and what it should cost
+        self._expected = [0] * len(engines)  # what the oldest plan in flight should cost
         self._held: list[_Held] = []
         self._homes: dict[int, _Home] = {}  # of every live request, in the order in which they were added
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
@@ -255,7 +255,8 @@ class Workers:
     def close(self, worker: int, by: How = "recompute") -> HandedOver:
         """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more.
 
-        Afterwards nothing of it is live or in flight. Raises ValueError for the last open worker.
+        Afterwards nothing of it is live or in flight. Where a move fails, as in `move`, the worker stays open, with the
+        requests that have not moved. Raises ValueError for the last open worker.
         """
         self._refuse_closed(worker)
         if self.num_open == 1:
@@ -269,8 +270,12 @@ class Workers:
             targets.setdefault(target, []).append(request_id)
             added[target] += self._homes[request_id].limit
         moved = HandedOver(0, 0, 0)
-        for target, ids in sorted(targets.items()):
-            moved += self._move(worker, target, ids, by)
+        try:
+            for target, ids in sorted(targets.items()):
+                moved += self._move(worker, target, ids, by)
+        except BaseException:
+            self._open.add(worker)
+            raise
         return moved
 
     def open(self, worker: int) -> None:
@@ -346,11 +351,7 @@ class Workers:
 
     def _due(self, worker: int) -> tuple[bool, int, int]:
         """The order in which busy workers are served."""
-        engine, known = self.engines[worker], self._expected[worker]
-        times = engine.next_times()
-        if times is not None and times.index != known[0]:
-            known = self._expected[worker] = times.index, self._ticks_of(worker, times)
-        return engine.num_in_flight > 0, self._ticks[worker] + (0 if times is None else known[1]), worker
+        return self.engines[worker].num_in_flight > 0, self._ticks[worker] + self._expected[worker], worker
 
     def _floor(self) -> int | None:
         """No end of this tick or an earlier one is still to come; None: none at all is."""
@@ -377,6 +378,8 @@ class Workers:
         self._held += [_Held(passed[one.dispatch] if several else 0, worker, one) for one in ended]
         self._leave([one.request_id for one in ended])
         self._done[worker] = None
+        times = self.engines[worker].next_times()
+        self._expected[worker] = 0 if times is None else self._ticks_of(worker, times)
 
     def _tell(self, floor: int | None) -> list[Finished]:
         """What ended up to a tick, or all of it, in logical order."""

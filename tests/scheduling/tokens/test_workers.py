@@ -13,6 +13,7 @@ from checking import CheckingExecutor, assert_empty, assert_whole, make_engine, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
@@ -271,6 +272,32 @@ def test_a_closed_worker_has_nothing_and_gets_nothing():
     assert sorted(one.request_id for one in told) == list(range(8))
     for one in told:
         assert_whole(one.sample, requests[one.request_id], 40)
+
+
+def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.MonkeyPatch):
+    """The copy to worker 2 fails: what moved to worker 0 stays there, and all goes on."""
+    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(9)]
+    workers, executors = build(requests, [40] * 9, num_workers=3)
+    for request in requests:
+        workers.add(request)
+    for _ in range(6):
+        workers.step()
+
+    def fail(*_: Any) -> None:
+        raise SwitchFailed("the link is down", is_usable=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executors[2], "take_over", fail)
+        with pytest.raises(SwitchFailed, match="the link is down"):
+            workers.close(1, "migrate")
+    assert workers.is_open(1)
+    assert homes(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
+    told = run(workers)
+    assert sorted(one.request_id for one in told) == list(range(9))
+    for one in told:
+        assert_whole(one.sample, requests[one.request_id], 40)
+    for engine in workers.engines:
+        assert_empty(engine)
 
 
 @pytest.mark.parametrize(
