@@ -125,7 +125,7 @@ class CheckingExecutor:
         for row in rows:
             assert row.token == self._expected(row.request, row.position)
         self._requests |= {row.request.request_id: row.request for row in rows}
-        self._arrived |= dict(source._prefilling.values())
+        self._arrived |= source._arrived | dict(source._prefilling.values())  # it may go on before a chunk has run
         self.inner.take_over(source.inner, kv, rows)
 
     def _check_shape(self, plan: Plan) -> None:

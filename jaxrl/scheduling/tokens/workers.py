@@ -36,6 +36,10 @@ Deal = Literal["tokens", "prompts"]
 Ticks = Callable[[int, PlanTimes], int]
 """(worker, a plan's load) -> what the plan costs. It may not look at `duration_s`, which a clock measured."""
 
+By = How | Callable[[Engine, Engine, Collection[int]], How]
+"""How requests move, or what says it of (source, target, their ids): `cheaper_move` of `jaxrl.scheduling.layouts.pace`
+with a predictor."""
+
 PREFILL_TOKENS_PER_STEP = 256
 """Prefill tokens that cost as much as a decode step, roughly: where reading the weights once takes as long as so many
 tokens' products with them. Peak bf16 FLOP/s over bytes/s is 295 on an H100 and 206 on an H200."""
@@ -89,8 +93,8 @@ class Workers:
     """
 
     def __init__(self, engines: Sequence[Engine], deal: Deal = "tokens", ticks: Ticks = step_ticks) -> None:
-        if not engines:
-            raise ValueError("workers: there must be at least one engine")
+        if not engines or not all(engine.is_idle for engine in engines):
+            raise ValueError("workers: there must be at least one engine, and all must be idle")
         self.engines = tuple(engines)
         self._deal_by = deal
         self._cost = ticks
@@ -222,7 +226,7 @@ class Workers:
             done = self._done[worker] = sum(progress.num_prompt + num_tokens for progress, num_tokens in rows)
         return self._limits[worker] - done
 
-    def move(self, request_ids: Iterable[int], target: int, by: How = "migrate") -> HandedOver:
+    def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> HandedOver:
         """Lets live requests go on in another worker, with their tokens, log-probabilities and versions.
 
         Plans in flight of the workers that take part are collected first. Requests that ended in them do not move, and
@@ -231,7 +235,7 @@ class Workers:
         Args:
           request_ids: live requests, each named once.
           target: an open worker.
-          by: with their KV, or their tokens alone, whose KV is computed again.
+          by: with their KV, or their tokens alone, whose KV is computed again; asked for each worker that they leave.
 
         Raises:
           ValueError: before anything moves: an id that is not live, a worker that is closed; before anything of its
@@ -252,7 +256,7 @@ class Workers:
             moved += self._move(source, target, leaving, by)
         return moved
 
-    def close(self, worker: int, by: How = "recompute") -> HandedOver:
+    def close(self, worker: int, by: By = "recompute") -> HandedOver:
         """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more.
 
         Afterwards nothing of it is live or in flight. Where a move fails, as in `move`, the worker stays open, with the
@@ -312,15 +316,17 @@ class Workers:
             self._limits[home.worker] -= home.limit
             self._done[home.worker] = None
 
-    def _move(self, source: int, target: int, request_ids: Sequence[int], by: How) -> HandedOver:
+    def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> HandedOver:
         self._collect(source)
-        if by == "migrate":
-            self._collect(target)
         live = [i for i in request_ids if i in self._homes]
         if not live:
             return HandedOver(0, 0, 0)
-        move, now, was_idle = hand_over if by == "migrate" else start_again, self._now(), self.engines[target].is_idle
-        moved = move(self.engines[source], self.engines[target], live)
+        between = self.engines[source], self.engines[target]
+        how = by(*between, live) if callable(by) else by
+        if how == "migrate":
+            self._collect(target)
+        now, was_idle = self._now(), self.engines[target].is_idle
+        moved = (hand_over if how == "migrate" else start_again)(*between, live)
         # They go on no earlier than they stopped.
         self._ticks[target] = max(self._ticks[target], self._ticks[source], now if was_idle else 0)
         for request_id in live:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -241,6 +241,29 @@ def test_a_request_moves_there_and_back(by: How):
         assert_empty(engine)
 
 
+def test_how_requests_move_may_be_asked():
+    """Those of worker 0 take their KV along, those of worker 1 their tokens alone."""
+    requests = [make_request(i, num_prompt=5, max_tokens=60, prompt=i) for i in range(6)]
+    workers, _ = build(requests, [50] * 6, num_workers=3)
+    for request in requests:
+        workers.add(request)
+    for _ in range(6):
+        workers.step()
+    asked: list[tuple[int, int, list[int]]] = []
+
+    def by(source: Engine, target: Engine, request_ids: Collection[int]) -> How:
+        places = [workers.engines.index(each) for each in (source, target)]
+        asked.append((places[0], places[1], list(request_ids)))
+        return "migrate" if places[0] == 0 else "recompute"
+
+    moved = workers.move([0, 4, 3, 1], 2, by)
+    assert asked == [(0, 2, [0, 3]), (1, 2, [4, 1])]
+    assert (moved.num_requests, moved.num_seated) == (4, 2)
+    assert homes(workers) == [(), (), (2, 5, 0, 3, 1, 4)]
+    for one in run(workers):
+        assert_whole(one.sample, requests[one.request_id], 50)
+
+
 def test_a_closed_worker_has_nothing_and_gets_nothing():
     requests = [make_request(i, max_tokens=60, prompt=i) for i in range(8)]
     workers, _ = build(requests, [40] * 8, num_workers=3)
@@ -319,8 +342,9 @@ def test_refusals(act: Callable[[Workers], object], message: str):
     with pytest.raises(ValueError, match=message):
         act(workers)
     assert homes(workers) == before
-    with pytest.raises(ValueError, match="there must be at least one engine"):
-        Workers([])
+    for engines in ([], workers.engines):
+        with pytest.raises(ValueError, match="there must be at least one engine, and all must be idle"):
+            Workers(engines)
 
 
 # ---------------------------------------------------------------- whatever happens
