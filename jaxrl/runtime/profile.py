@@ -23,10 +23,11 @@ from jaxrl.runtime.memory import layout_degrees
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.sharding.mesh import submeshes
 
 
 def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
-    """The model, machine and versions for which a profile of this run's rollout holds."""
+    """The model, machine and versions for which a profile of a worker holds; `mesh` is the worker's."""
     shapes = {name: (weight.shape, weight.dims) for name, weight in _named(model.weights())}
     device = mesh.devices.ravel()[0]
     cores = f" ({os.cpu_count()} cores)" if device.platform == "cpu" else ""
@@ -58,7 +59,8 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
-    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up."""
+    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up; `mesh` is the
+    rollout's, and the profile is of one worker."""
     path = config.rollout.layout.profile
     profile = load_profile(path)
     if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:
@@ -67,7 +69,7 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
             "this machine; rollout.layout.allow_synthetic=true takes it all the same"
         )
     try:
-        profile.check(identity_of(config, model, mesh))
+        profile.check(identity_of(config, model, submeshes(mesh, config.rollout.num_workers)[0]))
     except ValueError as error:
         raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
     return profile
@@ -87,7 +89,7 @@ def build_layouts(
 
     Args:
       profile: the checked one, where layouts switch.
-      mesh: of a worker.
+      mesh: of the rollout.
       row_sizes: row counts of a worker's programs, by degree.
     """
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)

@@ -121,16 +121,38 @@ def parameters_of(run_dir: Path) -> dict[str, np.ndarray]:
         return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
+def assert_same_parameters(run_dir: Path, other: Path) -> None:
+    expected, found = parameters_of(other), parameters_of(run_dir)
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), f"{name} differs"
+
+
+@pytest.mark.slow
+def test_two_workers_switch_each_by_itself_and_ten_updates_are_those_of_one(runs: Runs):
+    one, cut = runs.folder / "one", runs.folder / "cut"
+    several = ("rollout.num_workers=2", f"rollout.layout.profile={runs.folder / 'of_half.json'}")
+    runs.start(str(ROOT / "scripts" / "made_up_profile.py"), f"--out={runs.folder / 'of_half.json'}", *several)
+    runs.run("train", f"trainer.run_dir={one}", "rollout.layout.switch=false")
+    runs.run("train", f"trainer.run_dir={cut}", "rollout.layout.allow_synthetic=true", *several)
+    assert_same_parameters(cut, one)
+    rounds = read_layouts(cut)
+    assert {each["worker"] for each in rounds} == {0, 1}
+    for worker in (0, 1):
+        switches = [switch for each in rounds if each["worker"] == worker for switch in each["switches"]]
+        assert switches, f"worker {worker} never switched"
+        assert {switch["to_tp"] for switch in switches} <= {2, 4}, "a worker has four devices"
+    at = [[(switch["dispatch"], switch["to_tp"]) for switch in each["switches"]] for each in rounds]
+    assert any(left != right for left, right in zip(at[::2], at[1::2], strict=True)), "each at times of its own"
+
+
 @pytest.mark.slow
 def test_a_synthetic_profile_makes_it_switch_and_ten_updates_are_those_of_tp_1(runs: Runs):
     plain, adaptive = runs.folder / "plain", runs.folder / "adaptive"
     runs.synthetic()
     runs.run("train", f"trainer.run_dir={plain}", "rollout.layout.switch=false")
     runs.run("train", f"trainer.run_dir={adaptive}", "rollout.layout.allow_synthetic=true")
-    expected, found = parameters_of(plain), parameters_of(adaptive)
-    assert expected.keys() == found.keys()
-    for name, array in expected.items():
-        assert found[name].tobytes() == array.tobytes(), f"{name} differs"
+    assert_same_parameters(adaptive, plain)
     lines = metrics_of(adaptive)
     assert sum(line["rollout/layout/switches"] for line in lines) >= STEPS
     assert all(line["rollout/layout/failed_switches"] == 0 for line in lines)
