@@ -127,7 +127,7 @@ def _layout(config: Config, num_devices: int) -> tuple[int, int]:
     tp, own = rollout.tp, rollout.num_devices
     if num_devices < 1:
         raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
-    problem = devices_problem(own, num_devices, tp, "the number of devices")
+    problem = devices_problem(own, num_devices, tp, "the number of devices", rollout.num_workers)
     if problem is not None:
         raise ValueError(problem)
     return (own or num_devices) // tp, tp

@@ -214,10 +214,11 @@ def _check_devices(c: Config) -> None:
             f"rollout.num_devices ({own}) needs trainer.one_step_off: without it rollout and update wait for each "
             "other, and devices of their own would stand idle in turns"
         )
-    problem = devices_problem(own, devices, tp or 1, "trainer.num_devices")
+    num_workers = c.rollout.num_workers
+    problem = devices_problem(own, devices, tp or 1, "trainer.num_devices", num_workers)
     if problem is not None:
         raise ConfigError(problem)
-    problem = c.rollout.layout.problem(tp, own or devices)
+    problem = c.rollout.layout.problem(tp, own or devices, num_workers)
     if problem is not None:
         raise ConfigError(problem)
 
@@ -247,6 +248,8 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     ):
         if not _section(c, prefix).enable:
             yield prefix, None, f"{prefix}.enable is off"
+    if c.rollout.num_workers == 1:
+        yield "rollout", frozenset({"deal"}), "rollout.num_workers is 1"
     layout, names = c.rollout.layout, frozenset(declared(type(c.rollout.layout)))
     if not layout.planner:
         planner = frozenset(name for name in names if name.startswith("planner_"))

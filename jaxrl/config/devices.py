@@ -1,6 +1,9 @@
-"""How a number of devices can be divided: the factors of a mesh, and the shares of rollout and training."""
+"""How a number of devices can be divided: the factors of a mesh, the shares of rollout and training, and workers."""
 
 from __future__ import annotations
+
+import operator
+from itertools import accumulate
 
 from jaxrl.config.declared import Cap
 
@@ -19,8 +22,18 @@ def prime_factors(count: int) -> tuple[int, ...]:
     return tuple(factors)
 
 
-def devices_problem(own: int, total: int, tp: int, option: str) -> str | None:
-    """Why the rollout cannot have degree `tp` on `own` of `total` devices (`own` 0: on all of them); None if it can.
+def possible_workers(num_devices: int) -> tuple[int, ...]:
+    """The numbers of workers that so many devices can be cut into, ascending.
+
+    The cut goes along the major axes of the factored mesh, so that a worker's devices are a factored mesh themselves,
+    with the minor axes of the whole.
+    """
+    return tuple(accumulate((1, *reversed(prime_factors(num_devices))), operator.mul))
+
+
+def devices_problem(own: int, total: int, tp: int, option: str, num_workers: int) -> str | None:
+    """Why the rollout cannot have degree `tp` on `num_workers` workers of `own` of `total` devices (`own` 0: of all of
+    them); None if it can.
 
     `option` names the option that counts all devices; `total` 0: not known yet. Weights pass from mesh to mesh with the
     same spec on both sides, so the axes of one mesh must be the first axes of the other.
@@ -35,7 +48,13 @@ def devices_problem(own: int, total: int, tp: int, option: str) -> str | None:
                 f"nested meshes for weights to pass: the prime factors of one, {mine} and {others}, must begin those "
                 "of the other"
             )
-    if (own or total) % tp:
-        where = f"rollout.num_devices ({own})" if own else f"{option} ({total})"
-        return f"rollout.tensor_model_parallel_size ({tp}) must divide {where}"
+    rolling, where = (own, f"rollout.num_devices ({own})") if own else (total, f"{option} ({total})")
+    if rolling and num_workers not in possible_workers(rolling):
+        return (
+            f"rollout.num_workers ({num_workers}) must cut {where} along the major axes of their mesh, into one of "
+            f"{', '.join(map(str, possible_workers(rolling)))} workers"
+        )
+    if (rolling // num_workers) % tp:
+        cut = f" / rollout.num_workers ({num_workers})" if num_workers > 1 else ""
+        return f"rollout.tensor_model_parallel_size ({tp}) must divide {where}{cut}"
     return None

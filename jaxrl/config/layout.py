@@ -80,11 +80,11 @@ class LayoutSection:
         return self.switch or self.planner
 
     def degrees_on(self, tp: int, num_devices: int) -> tuple[int, ...]:
-        """The degrees that rounds which start in `tp` use on so many devices. Raises ValueError for impossible ones."""
+        """The degrees that rounds which start in `tp` use on a worker's devices. Raises ValueError where impossible."""
         return self.possible_on(num_devices, tp) if self.adapts else (tp,)
 
     def possible_on(self, num_devices: int, *chosen: int) -> tuple[int, ...]:
-        """The degrees that can be used on so many devices; `chosen` ones must be among them, else ValueError."""
+        """The degrees that a worker can use on its devices; `chosen` ones must be among them, else ValueError."""
         possible = tuple(accumulate((1, *prime_factors(num_devices)), operator.mul))
         host = self.devices_per_host or num_devices
         degrees = tuple(self.degrees) or tuple(degree for degree in possible if degree <= host)
@@ -97,8 +97,9 @@ class LayoutSection:
                 )
         return degrees
 
-    def problem(self, tp: int | None, num_devices: int) -> str | None:
-        """The first impossible setting, as a sentence, or None. `tp` None: not chosen yet; so `num_devices` 0."""
+    def problem(self, tp: int | None, num_devices: int, num_workers: int) -> str | None:
+        """The first impossible setting on the rollout's devices, cut into equal workers, as a sentence, or None. `tp`
+        None: not chosen yet; so `num_devices` 0."""
         degrees = self.degrees
         if not self.adapts and tp is not None:
             return None
@@ -119,6 +120,7 @@ class LayoutSection:
                 f"rollout.tensor_model_parallel_size ({'auto' if tp is None else tp}) among them"
             )
         for degree in degrees if num_devices else ():
-            if num_devices % degree:
-                return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices})"
+            if num_devices // num_workers % degree:
+                cut = f" / rollout.num_workers ({num_workers})" if num_workers > 1 else ""
+                return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices}){cut}"
         return None

@@ -103,6 +103,18 @@ class RolloutSection:
         "Devices of the rollout's own, the last ones (needs trainer.one_step_off); 0: rollout and training take turns "
         "on the same devices.",
     ] = 0
+    num_workers: Annotated[
+        int,
+        Ge(1),
+        MAX_DEVICES,
+        "Workers that the rollout's devices are cut into, all of one size: each has an engine, a KV pool and a layout "
+        "of its own.",
+    ] = 1
+    deal: Annotated[
+        Literal["tokens", "prompts"],
+        "The worker of a new sample; tokens: the one with the fewest tokens outstanding, prompts: all samples of a "
+        "prompt go to the worker that got its first, which is chosen so.",
+    ] = "tokens"
     temperature: Annotated[float, _TEMPERATURE, _GREEDY, "Sampling temperature; 0: the likeliest token."] = 1.0
     top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
     top_p: Annotated[

@@ -46,7 +46,7 @@ def prepare_jax(config: Config) -> list[Any]:
     if wanted > len(devices):
         raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
     tp, own = 1 if config.is_tp_open else config.rollout.tp, config.rollout.num_devices
-    problem = devices_problem(own, wanted, tp, "the number of devices")
+    problem = devices_problem(own, wanted, tp, "the number of devices", config.rollout.num_workers)
     if problem is not None:
         raise ConfigError(problem)
     return devices[:wanted]

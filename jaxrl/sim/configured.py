@@ -44,7 +44,7 @@ def num_devices_of(config: Config) -> int:
 def rollout_devices_of(config: Config) -> int:
     """How many devices roll out: all, in turns with training, or only the rollout's own."""
     total, own = num_devices_of(config), config.rollout.num_devices
-    problem = devices_problem(own, total, config.rollout.tp, "simulate.num_devices")
+    problem = devices_problem(own, total, config.rollout.tp, "simulate.num_devices", config.rollout.num_workers)
     if problem is not None:
         raise ConfigError(problem)
     return own or total

@@ -136,6 +136,34 @@ def build(options=None):
             {"rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 6},
             "rollout.tensor_model_parallel_size (4) must divide trainer.num_devices (6)",
         ),
+        (
+            {"rollout.num_workers": 4, "rollout.tensor_model_parallel_size": 4, "trainer.num_devices": 8},
+            "rollout.tensor_model_parallel_size (4) must divide trainer.num_devices (8) / rollout.num_workers (4)",
+        ),
+        (
+            {"rollout.num_workers": 2, "trainer.num_devices": 6},
+            "rollout.num_workers (2) must cut trainer.num_devices (6) along the major axes of their mesh, into one of "
+            "1, 3, 6 workers",
+        ),
+        (
+            {
+                "rollout.num_workers": 4,
+                "rollout.num_devices": 2,
+                "trainer.num_devices": 4,
+                "trainer.one_step_off": True,
+            },
+            "rollout.num_workers (4) must cut rollout.num_devices (2) along the major axes of their mesh, into one of "
+            "1, 2 workers",
+        ),
+        (
+            {
+                "rollout.num_workers": 4,
+                "trainer.num_devices": 8,
+                "rollout.layout.planner": True,
+                "rollout.layout.degrees": [1, 4],
+            },
+            "rollout.layout.degrees: 4 must divide trainer.num_devices (8) / rollout.num_workers (4)",
+        ),
         ({"rollout.num_devices": 2}, "rollout.num_devices (2) needs trainer.one_step_off"),
         (
             {"rollout.num_devices": 4, "trainer.num_devices": 4, "trainer.one_step_off": True},

@@ -164,6 +164,15 @@ REFUSALS = (
         "rollout.num_blocks=2",
     ),
     run(
+        "workers-cut",
+        (
+            "rollout.num_workers (3) must cut trainer.num_devices (8) along the major axes of their mesh, into one of "
+            "1, 2, 4, 8 workers (command line: rollout.num_workers=3 trainer.num_devices=8)"
+        ),
+        "trainer.num_devices=8",
+        "rollout.num_workers=3",
+    ),
+    run(
         "tp-divides",
         (
             "rollout.tensor_model_parallel_size (3) must divide trainer.num_devices (8) (command line: "
