@@ -41,9 +41,8 @@ from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
 from jaxrl.scheduling.rounds.overlong import OverlongPenalty
-from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round
-from jaxrl.train import advantages
+from jaxrl.train import preparation
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
@@ -378,18 +377,17 @@ class Loop:
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
-        algorithm = self.config.algorithm
         batch = TrainBatch.of(groups)
         with self._phase("old_log_prob", track):
-            batch.old_logprobs = self._old_logprobs(batch, step)
+            needed = preparation.needs_policy(self.config, batch, step)
+            current = self._trainer.token_logprobs(batch, "actor") if needed else None
+            batch.old_logprobs = preparation.old_logprobs(self.config, batch, step, current)
         with self._phase("ref", track):
             if self.config.needs_ref:
                 batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
-        if self.config.rollout.stale_tokens == "mask":
-            batch.loss_masks = [on_policy_mask(s.versions, step - 1).astype(np.float32) for s in batch.samples]
+        batch.loss_masks = preparation.loss_masks(self.config, batch, step)
         with self._phase("adv", track):
-            policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
-            batch.advantages = advantages.compute(groups, algorithm, policy, batch.ref_logprobs, batch.loss_masks)
+            preparation.set_advantages(self.config, groups, batch)
         with self._phase("update_actor", track):
             updates = self._update(groups, batch)
         values = {name: [update[name] for update in updates] for name in updates[-1]}
@@ -397,23 +395,6 @@ class Loop:
         if _SKIPPED in measured:  # a simulated trainer skips nothing
             self._failing = self._alarms.updated(step, len(updates), int(measured[_SKIPPED]), measured, batch)
         return batch, measured | numbers.spread("critic/advantages", np.concatenate(batch.advantages))
-
-    def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless
-        `rollout.stale_tokens` is recompute; for the others recomputed under the current policy, if the config asks for
-        that. None: all as recorded."""
-        if self.config.actor.old_logprobs == "rollout":
-            return None
-        if self.config.rollout.stale_tokens == "recompute":
-            return self._trainer.token_logprobs(batch, "actor")
-        fresh = [on_policy_mask(sample.versions, step - 1) for sample in batch.samples]
-        if not any(mask.any() for mask in fresh):
-            return None
-        now = self._trainer.token_logprobs(batch, "actor")
-        if all(mask.all() for mask in fresh):
-            return now
-        recorded = [sample.rollout_logprobs for sample in batch.samples]
-        return old_logprobs_by_version(recorded, now, batch.samples, step - 1)
 
     def _update(self, groups: list[Group], batch: TrainBatch) -> list[dict[str, float]]:
         """`ppo_epochs` passes of minibatches of whole groups; the metrics of each update."""
