@@ -118,8 +118,8 @@ class TrainPrograms(CompiledPrograms):
         )
         self.state = jax.tree.map(_abstract, shapes, shardings)
         empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, self._batch(mesh.size, 16))
-        self.sums: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
-        self.sums = self.sums.replace(gradients=self.trainable)
+        numbers: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
+        self.sums = dataclasses.replace(numbers, gradients=self.trainable)
 
     def partition(self, params: Tree) -> tuple[Tree, Tree]:
         """(trainable, frozen): the weights' two parts."""

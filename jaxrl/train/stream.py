@@ -81,7 +81,7 @@ class TrainStream:
         self._passes = Passes(programs)
         self._weights: _Weights | None = None
         self._work: Work | None = None
-        self._running: deque[jax.Array] = deque()
+        self._running: deque[Any] = deque()  # arrays, of which the oldest is there first
         self._ahead = 1  # microbatches that the devices may have at once now
         self._batches: list[TrainBatch] = []
 

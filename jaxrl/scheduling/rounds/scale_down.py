@@ -149,8 +149,9 @@ class ScaleDownDecision:
         """What `to_json` wrote. Raises ValueError for another schema."""
         if entry.get("schema") != SCHEMA:
             raise ValueError(f"journalled scale-down {dict(entry)!r}: this version reads schema {SCHEMA}")
-        fields = {name: value for name, value in entry.items() if name != "schema"}
-        return cls(**fields | {"freed": tuple(int(worker) for worker in entry["freed"])})
+        fields: dict[str, Any] = {name: value for name, value in entry.items() if name != "schema"}
+        fields["freed"] = tuple(int(worker) for worker in entry["freed"])
+        return cls(**fields)
 
 
 def halves(num_workers: int) -> tuple[tuple[int, ...], ...]:
