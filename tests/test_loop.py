@@ -596,8 +596,9 @@ def learnt(house: House) -> list[list[SampleKey]]:
             case "apply":
                 updates.append(begun)
                 begun = []
-    per_step = house.config.actor.ppo_epochs
-    return [sorted(streamed.get(i // per_step + 1, [])) * (i % per_step == 0) + keys for i, keys in enumerate(updates)]
+    first, per_step = house.steps[0][0], house.config.actor.ppo_epochs
+    begun_by = [[] if i % per_step else sorted(streamed.get(first + i // per_step, [])) for i in range(len(updates))]
+    return [before + keys for before, keys in zip(begun_by, updates, strict=True)]
 
 
 STREAMING = [{}, {"trainer.one_step_off": True}, {"actor.ppo_epochs": 2}, {"actor.old_logprobs": "rollout"}]
@@ -625,9 +626,7 @@ def test_with_one_step_off_the_batch_that_waits_is_streamed(build: Build):
     began = [entry for entry in house.log if entry[0] in ("begin", "streamed")]
     first = next(i for i, entry in enumerate(began) if entry[0] == "streamed")
     assert began[:first] == [("begin", 1, 0.9), ("begin", 2, 0.9)], "nothing in the round that begins the pipeline"
-    assert {entry[1] for entry in began if entry[0] == "streamed"} == {1, 2}, (
-        "beside no round, the last update has none"
-    )
+    assert {entry[1] for entry in began if entry[0] == "streamed"} == {1, 2}, "no round is beside the last update"
     assert began[first][:2] == ("streamed", 1)
 
 
