@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from bench import records
@@ -30,7 +31,7 @@ from jaxrl.runtime.profile import identity_of, load_profile
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, submeshes
 
 
 def held_out(profile: Profile, count: int, seed: int) -> list[tuple[int, list[int]]]:
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
     config = adaptive(config_files.load(options.config, options.overrides))
-    mesh = make_mesh(prepare_jax(config))
+    mesh = submeshes(make_mesh(prepare_jax(config)), config.rollout.num_workers)[0]  # a profile is of one worker
+    config = replace(config, rollout=replace(config.rollout, num_workers=1))
     model, params = read_tokenizer_and_model(config)[1], load_weights(config, mesh)
     profile = load_profile(options.profile)
     profile.check(identity_of(config, model, mesh))

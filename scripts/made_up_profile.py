@@ -23,7 +23,7 @@ from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.runtime.build import prepare_jax
 from jaxrl.runtime.profile import identity_of
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, submeshes
 
 ROWS, CONTEXTS = (1, 16), (8, 4096)
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load(options.config, options.overrides)
         devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all
-        mesh = make_mesh(devices)
+        mesh = submeshes(make_mesh(devices), config.rollout.num_workers)[0]
         identity = identity_of(config, config_of(resolve_path(config.model.path)), mesh)
         profile = made_up(identity, config.rollout.layout.possible_on(mesh.size))
         options.out.write_text(json.dumps(profile.to_json()), encoding="utf-8")

@@ -7,7 +7,9 @@ Devices that differ in x0 only are neighbours in the given order.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -28,6 +30,27 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     names = tuple(f"x{i}" for i in reversed(range(len(factors))))
     grid = np.asarray(devices, dtype=object).reshape(factors[::-1])
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def submeshes(mesh: Mesh, count: int) -> tuple[Mesh, ...]:
+    """A factored mesh cut into `count` equal ones along its major axes, in the order of its devices.
+
+    A part has the axes that were not cut, with their names; a single device has one axis `x0` of size 1. So it is the
+    mesh that `make_mesh` makes of its devices, and its layouts nest in those of the whole: the dp groups of a layout
+    over the whole mesh are those of the parts' layouts of the same degree, one part after another.
+
+    Raises:
+      ValueError: `count` is no product of the first axes.
+    """
+    sizes = [mesh.shape[axis] for axis in mesh.axis_names]
+    possible = tuple(dict.fromkeys(accumulate((1, *sizes), operator.mul)))
+    if count not in possible:
+        raise ValueError(
+            f"rollout.num_workers ({count}) must cut a mesh of {mesh.size} devices along its major axes, into one of "
+            f"{', '.join(map(str, possible))} workers"
+        )
+    devices = mesh.devices.reshape(count, -1)
+    return tuple(make_mesh(part.tolist()) for part in devices)
 
 
 def nested_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Everything that composes, at random: rules, dynamic sampling, pipelines, limits, workloads, and ends of processes.
+"""Everything that composes, at random: rules, dynamic sampling, pipelines, workers, limits, workloads, and ends of
+processes.
 
 What must hold for a run is in tests/support/simulated_runs.py (`check`): each (epoch, prompt) leaves once, counts and
 tokens add up, and the bounds on age, staleness and restarts hold. Besides, a run that was killed and stopped anywhere
@@ -99,6 +100,8 @@ def compositions(draw: st.DrawFn) -> Composition:
         "data.gen_batch_size": draw(st.sampled_from([0, 1, 4])) if filtering else 0,
         "rollout.max_active_requests": draw(st.sampled_from([0, num_responses, num_responses + 3])),
         "rollout.num_blocks": draw(st.sampled_from([17, 40])),
+        "rollout.num_workers": draw(st.sampled_from([1, 2])),
+        "rollout.deal": draw(st.sampled_from(["tokens", "prompts"])),
         "rollout.stale_tokens": draw(st.sampled_from(["recorded"] if lag else ["recorded", "mask"])),
         "simulate.num_prompts": draw(st.sampled_from([2, 8, 50])),
         "trainer.save_freq": draw(st.sampled_from([1, 2, 3])),

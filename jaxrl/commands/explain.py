@@ -203,8 +203,9 @@ def render(e: Explanation) -> str:
     c, m = e.counts, e.memory
     devices = f"{e.num_devices} {_plural(e.num_devices, 'device')}"
     rolling = "rollout" if m.shared else f"rollout alone on {e.dp * e.tp}:"
+    workers = "" if m.workers.count == 1 else f", as {m.workers.count} workers of dp {m.workers.dp} × tp {e.tp}"
     lines = [
-        f"{_count(e.num_params)} parameters; {devices}, {rolling} dp {e.dp} × tp {e.tp}",
+        f"{_count(e.num_params)} parameters; {devices}, {rolling} dp {e.dp} × tp {e.tp}{workers}",
         "",
         *_table(
             ("", "prompts", "samples", "tokens, at most"),
@@ -235,6 +236,7 @@ def render(e: Explanation) -> str:
         "",
         f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
         f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
+        *_worker_lines(e),
         f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
         *(f"note: {text}" for text in e.warnings),
     ]
@@ -259,6 +261,22 @@ def _memory_table(m: MemoryPlan) -> list[str]:
     if m.device_bytes is not None:
         rows.append(("of", in_bytes(m.device_bytes), in_bytes(m.device_bytes)))
     return _table(*rows)
+
+
+def _worker_lines(e: Explanation) -> list[str]:
+    """Each worker's share of rollout, where there are several."""
+    workers, m = e.memory.workers, e.memory
+    if workers.count == 1:
+        return []
+    weights = in_bytes(m.rollout["rollout weights"] * workers.num_devices)
+    pools = in_bytes(m.rollout["KV pool"] * workers.num_devices)
+    per_worker = -(-e.counts.launched_samples // workers.count)
+    return [
+        f"each of {workers.count} workers: {workers.num_devices} {_plural(workers.num_devices, 'device')}, rollout "
+        f"weights of {weights} and KV pools of {pools} together,",
+        f"  rows for {workers.num_rows * workers.dp:,} samples and KV for {m.pool_requests * workers.dp:,} of the "
+        f"longest length; about {per_worker:,} of the {e.counts.launched_samples:,} samples under way are its own",
+    ]
 
 
 def _share_line(e: Explanation) -> list[str]:

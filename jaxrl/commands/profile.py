@@ -42,7 +42,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
     profile_points,
 )
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, submeshes
 
 OnProgress = Callable[[int, int, str], None]
 """(measurements done, of how many, what comes next)"""
@@ -84,8 +84,8 @@ def profile(
     refuse_overwriting(out, "--out", inputs_of(config))
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
-    config = replace(config, rollout=replace(config.rollout, num_devices=0))
-    mesh = make_mesh(devices)
+    mesh = submeshes(make_mesh(devices), config.rollout.num_workers)[0]
+    config = replace(config, rollout=replace(config.rollout, num_devices=0, num_workers=1))
     degrees = layout_degrees(config, mesh.size)
     _, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)

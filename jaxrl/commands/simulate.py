@@ -38,6 +38,7 @@ from jaxrl.sim.configured import (
     model_sizes,
     num_devices_of,
     with_degree,
+    worker_devices_of,
     workload_of,
 )
 from jaxrl.sim.cost_model import CostModel
@@ -108,7 +109,7 @@ def _with_degree(config: Config, folder: str) -> tuple[Config, str]:
     of an earlier start in `folder`, or the fastest."""
     if not config.is_tp_open:
         return config, ""
-    kept = config.with_tp_of(recorded_config(folder), config.rollout.num_devices or num_devices_of(config))
+    kept = config.with_tp_of(recorded_config(folder), worker_devices_of(config.with_tp(1)))
     if kept.is_tp_open:
         return with_degree(config)
     return kept, f"rollout.tensor_model_parallel_size: auto stays {kept.rollout.tp}, as this run began"

@@ -31,20 +31,21 @@ from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
     abstract_params,
-    build_engine,
-    build_executor,
+    build_engines,
+    build_workers,
     device_bytes,
     load_weights,
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
     retuning_note,
+    row_sizes,
     share_notes,
     use_compilation_cache,
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.layout_session import LayoutSession
+from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
@@ -52,7 +53,7 @@ from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
@@ -92,7 +93,7 @@ class Run:
         self.tokenizer, self.model = read_tokenizer_and_model(config)
         refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
         self._data(start.problems)
-        mesh = self.layout.mesh
+        mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
@@ -134,7 +135,8 @@ class Run:
         rollout_mesh = make_mesh(self.devices[-own:]) if own else self.mesh
         config = with_degree(config, rollout_mesh, self.said.append, start.earlier)
         self.said += share_notes(config, rollout_mesh.devices.ravel().tolist())
-        self.layout = Layout(rollout_mesh, config.rollout.tp)
+        self.rollout_mesh = rollout_mesh
+        Layout(submeshes(rollout_mesh, config.rollout.num_workers)[0], config.rollout.tp)  # refused before all else
         return config
 
     def _data(self, problems: list[Problem]) -> None:
@@ -253,24 +255,23 @@ class Run:
         for line in self.said:
             self.say(line)
 
-    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend, LayoutSession | None]:
+    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend, LayoutSessions | None]:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        executor = self.executor = build_executor(config, self.model, self.layout, weights)
-        engine = build_engine(config, executor, self.tokenizer)
-        mesh = self.layout.mesh
-        layouts: LayoutSession | None = None
+        mesh = self.rollout_mesh
+        workers = self.workers = build_workers(config, self.model, mesh, weights)
+        engines = build_engines(config, workers, self.tokenizer, self.profile)
+        layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (journal, timeline, record.layouts)
-            row_sizes = {tp: executor.row_sizes(tp) for tp in layout_degrees(config, mesh.size)}
-            layouts = build_layouts(config, self.profile, mesh, engine, row_sizes, *kept)
+            layouts = build_layouts(config, self.profile, mesh, engines.engines, row_sizes(config, workers), *kept)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         backend = RolloutBackend(
-            engine,
-            executor,
+            engines,
+            workers,
             self.pool,
             text_by(self.tokenizer),
             lambda: self.trainer.params,
@@ -322,7 +323,7 @@ class Run:
         self.trainer.load_state(state)
         return join_arrays(host.values, host.arrays)
 
-    def _go_on(self, loop: Loop, layouts: LayoutSession | None) -> None:
+    def _go_on(self, loop: Loop, layouts: LayoutSessions | None) -> None:
         """Brings what is not the trainer's to the checkpoint, if there is one."""
         if self.host_state is None:
             return
@@ -337,7 +338,7 @@ class Run:
         and a rollout beside it would disturb what is measured. On a CPU nothing is measured, and the first rollout
         does not wait.
         """
-        executor, update = self.executor, [self.trainer.programs]
+        workers, update = self.workers, [self.trainer.programs]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()
@@ -350,9 +351,9 @@ class Run:
         assert record.timeline is not None, "only a simulated run goes without"
         with record.timeline.span("loop", "compile"):
             backend.enter_rollout(self.step)
-            count = executor.warm_up(progress, now)
+            count = workers.warm_up(progress, now)
         record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
-        others = [tp for tp in layout_degrees(self.config, self.layout.mesh.size) if tp != executor.tp]
-        if later or others:
-            stack.enter_context(closing(executor.compile_ahead(others, later)))
+        ahead = workers.compile_ahead(layout_degrees(self.config, self.rollout_mesh.size), later)
+        if ahead is not None:
+            stack.enter_context(closing(ahead))
         self.beside = later

@@ -1,6 +1,7 @@
 """The layout over each rollout round: `layouts.jsonl` in the run directory.
 
-One line per round: `{"step", "round", "kind", "source", "points", "switches"}`. `points` are [seconds since the round
+One line per round: `{"step", "round", "kind", "source", "points", "switches"}`; one per round and worker where there
+are several, with `"worker"`. `points` are [seconds since the round
 began, live requests, tp]; `switches` are those of `jaxrl.scheduling.layouts.control.Episode.to_json`; `source` says
 whether the profile behind them was measured or made up ("synthetic").
 """

@@ -52,6 +52,7 @@ def _spread(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _figure(one: Mapping[str, Any]) -> str:
     title = f"Step {one['step']}" + (f", {one['kind']}" if one["kind"] not in ("all", "plain") else "")
+    title += f", worker {one['worker']}" if "worker" in one else ""
     points = [(float(at), int(live), int(tp)) for at, live, tp in one["points"]]
     head = f"<figure><h3>{escape(title)} <small>live requests, and tp under them</small></h3>"
     if not points:
@@ -112,7 +113,7 @@ def _table(rounds: Sequence[Mapping[str, Any]]) -> str:
     for one in rounds:
         for each in one["switches"]:
             cells = (
-                str(one["step"]),
+                str(one["step"]) + (f", worker {one['worker']}" if "worker" in one else ""),
                 f"{each['from_tp']} to {each['to_tp']}",
                 "failed, recomputed" if each["failed"] else f"{each['how']}d",
                 str(each["num_live"]),

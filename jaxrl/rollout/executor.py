@@ -16,7 +16,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,8 +24,9 @@ import numpy as np
 from jaxrl.kernels.gathered import WindowTiles, window_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
+from jaxrl.rollout.calls import Call, MeshTicket, join, place
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
-from jaxrl.rollout.programs import MAX_STOP_IDS, Generated, RowState, host_rows
+from jaxrl.rollout.programs import MAX_STOP_IDS, Form, Generated, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
@@ -41,28 +41,9 @@ from jaxrl.scheduling.tokens.plan import (
     Ticket,
 )
 from jaxrl.sharding import kv_migration, reshard
-from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, compile_threads
+from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
-
-
-@dataclass(slots=True)
-class _Call:
-    """Which request each [group, row] of a program call belongs to, and what it will return."""
-
-    requests: list[tuple[int, int, int]]  # (group, row, request id)
-    generated: Generated
-
-
-@dataclass(slots=True)
-class MeshTicket:
-    """A submitted plan: its calls' device values."""
-
-    index: int
-    policy_version: int
-    calls: list[_Call] = field(default_factory=list)
-    steps: jax.Array | None = None
-    submitted_s: float = 0.0
 
 
 class MeshExecutor:
@@ -75,6 +56,9 @@ class MeshExecutor:
       config: sizes, and the layouts that it can change to (`switch`).
       weights: returns the trainer's weights of the version last synchronised; needed to go back after a switch that
         failed halfway.
+
+    Attributes:
+      way_back: takes the weights of `policy_version` again, in the layout in use; None: there is no source of them.
     """
 
     def __init__(
@@ -92,7 +76,7 @@ class MeshExecutor:
         self.host_s = 0.0
         self.reports: tuple[reshard.ReshardReport | None, kv_migration.MigrationReport | None] = (None, None)
         self._mesh = layout.mesh
-        self._weights = weights
+        self.way_back: Callable[[], None] | None = None if weights is None else lambda: self._sync_again(weights)
         self._layouts: dict[int, LayoutPrograms] = {}
         self._collected_s = 0.0
         self._params: Any = None
@@ -131,20 +115,55 @@ class MeshExecutor:
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
         """Takes over the trainer's weights, on the devices: cast, padded and resharded to this layout. Weights of a
         trainer on other devices are sent over first, in chunks."""
-        self._params = None  # the old copy goes first: two never exist at once
-        mesh = self.layout.mesh
+        self.drop_weights()
+        self.take_weights(self.rollout_form(train_params, self.layout), self.layout, policy_version)
+
+    def rollout_form(self, train_params: Any, layout: Layout) -> Any:
+        """The trainer's weights in the form of this executor's, in a layout of any mesh that has its devices."""
+        mesh = layout.mesh
         if jax.tree.leaves(train_params)[0].sharding.device_set != set(mesh.devices.flat):
             train_params, _ = reshard.reshard(train_params, train_shardings(self.model, mesh), keep=True)
-        self._params = to_rollout(
-            train_params,
-            self.model,
-            self.layout,
-            self.config.dtype,
-            self.config.max_tp,
-            features_first=self._now.programs.features_first,
-            merged=self._now.programs.merged,
-        )
+        return to_rollout(train_params, self.model, layout, self.config.dtype, self.config.max_tp, **self.form)
+
+    def drop_weights(self) -> None:
+        """Lets go of the weights, before new ones are made: two copies never exist at once."""
+        self._params = None
+
+    def take_weights(self, params: Any, layout: Layout, policy_version: int) -> None:
+        """Takes over weights in rollout form, in a layout of this executor's mesh: they are the executor's from now on,
+        and are resharded, chunk by chunk, if another layout is in use."""
+        if layout != self.layout:
+            params, _ = reshard.reshard(params, self._shardings(self._now))
+        self._params = params
         self.policy_version = policy_version
+
+    def copied_weights(self, layout: Layout) -> Any:
+        """A copy of the weights, in a layout of other devices."""
+        copied, _ = reshard.rollout_to_rollout(
+            self._params, self.model, self.layout, layout, self.config.max_tp, **self.form, keep=True
+        )
+        return copied
+
+    @property
+    def form(self) -> Form:
+        """How its weights lie."""
+        return self._now.programs.form
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that can decode at once, over all dp groups."""
+        return self.num_groups * self.num_slots
+
+    @property
+    def has_weights(self) -> bool:
+        return self._params is not None
+
+    @property
+    def has_pool(self) -> bool:
+        return self._pool is not None
+
+    def _sync_again(self, weights: Callable[[], Any]) -> None:
+        self.sync_weights(weights(), self.policy_version)
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
         """Allocates the KV pool, or takes over one of `cache_shape` in this layout's shardings; row state is blank."""
@@ -189,11 +208,9 @@ class MeshExecutor:
         """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
         return self._programs_at(tp).row_buckets
 
-    def compile_ahead(self, degrees: Iterable[int], first: Sequence[CompiledPrograms] = ()) -> CompileAhead:
-        """Begins to compile in the background: the programs of `first`, then those of these layouts. On a CPU the
-        rollout needs the cores as well, and everywhere the host's work does: half of them compile."""
-        layouts = [self._programs_at(tp) for tp in degrees]
-        return CompileAhead([*first, *layouts], max(compile_threads() // 2, 1))
+    def programs_of(self, degrees: Iterable[int]) -> list[LayoutPrograms]:
+        """The programs of these layouts, to be compiled."""
+        return [self._programs_at(tp) for tp in degrees]
 
     def switch(self, move: Relayout) -> TimeTaken:
         """Goes over to another layout (`Engine.switch`); nothing may be in flight.
@@ -267,8 +284,7 @@ class MeshExecutor:
             )
 
     def _shardings(self, programs: LayoutPrograms) -> Any:
-        form = {"features_first": programs.programs.features_first, "merged": programs.programs.merged}
-        return rollout_shardings(self.model, programs.layout, self.config.max_tp, **form)
+        return rollout_shardings(self.model, programs.layout, self.config.max_tp, **programs.programs.form)
 
     def _move_weights(self, target: LayoutPrograms) -> Any:
         params, self._params = self._params, None
@@ -295,10 +311,10 @@ class MeshExecutor:
         self._params = self._pool = self._state = None  # of weights, never a mixture
         self._use(programs)
         what = f"the switch from tp {programs.layout.tp} failed halfway ({type(error).__name__}: {error})"
-        if self._weights is None:
+        if self.way_back is None:
             return SwitchFailed(f"{what}; the executor has no source of weights to go back with", is_usable=False)
         try:
-            self.sync_weights(self._weights(), self.policy_version)
+            self.way_back()
             self.allocate()
         except Exception as again:
             self._params = self._pool = self._state = None
@@ -359,7 +375,7 @@ class MeshExecutor:
                         bool(host.stopped[group, row]),
                     )
                 )
-        rows = {request_id: _join(parts) for request_id, parts in pieces.items()}
+        rows = {request_id: join(parts) for request_id, parts in pieces.items()}
         steps = 0 if ticket.steps is None else int(ticket.steps)
         now = time.perf_counter()
         taken_s = now - max(ticket.submitted_s, self._collected_s)  # plans queue: this one began when the last ended
@@ -385,8 +401,8 @@ class MeshExecutor:
             calls.append((rows, length))
         return calls
 
-    def _submit_prefill(self, chunks: list[PrefillChunk], length: int) -> _Call:
-        placed = _place(chunks, self.num_groups)
+    def _submit_prefill(self, chunks: list[PrefillChunk], length: int) -> Call:
+        placed = place(chunks, self.num_groups)
         rows = bucket(max(row for _, row, _ in placed) + 1, self._now.prefill_rows(length))
         width = bucket(max(len(chunk.block_table) for chunk in chunks), self._now.prefill_widths)
         shape = (self.num_groups, rows)
@@ -409,7 +425,7 @@ class MeshExecutor:
         self._pool, self._state, generated = program(
             self._params, self._pool, self._state, tokens, start, lengths, tables, slots, state
         )
-        return _Call(requests, generated)
+        return Call(requests, generated)
 
     def _fill(self, state: RowState, at: tuple[int, int], request: Request) -> None:
         params = request.params
@@ -425,7 +441,7 @@ class MeshExecutor:
     # -- decode ------------------------------------------------------------------------------------------------------
 
     def _submit_decode(self, plan: Plan, ticket: MeshTicket) -> None:
-        placed = _place(plan.decode, self.num_groups)
+        placed = place(plan.decode, self.num_groups)
         by_group: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_groups)]
         for group, _, entry in placed:
             by_group[group].append(entry.block_table)
@@ -453,7 +469,7 @@ class MeshExecutor:
         self._pool, self._state, generated, ticket.steps = program(
             self._params, self._pool, self._state, tables, slots, fresh, *limits, tiles
         )
-        ticket.calls.append(_Call(requests, generated))
+        ticket.calls.append(Call(requests, generated))
 
     # -- compilation -------------------------------------------------------------------------------------------------
 
@@ -468,25 +484,3 @@ class MeshExecutor:
         are. `progress` is called in this thread with (how many are ready, of how many)."""
         with closing(CompileAhead([*first, self._now])) as ahead:
             return ahead.wait(progress)
-
-
-def _place(items: Iterable[Any], num_groups: int) -> list[tuple[int, int, Any]]:
-    """Numbers items (group, row) in order, each within its dp group."""
-    rows = [0] * num_groups
-    placed = []
-    for item in items:
-        placed.append((item.dp_group, rows[item.dp_group], item))
-        rows[item.dp_group] += 1
-    return placed
-
-
-def _join(parts: list[RowResult]) -> RowResult:
-    """A finished prefill's first token and what the same plan decoded after it."""
-    if len(parts) == 1:
-        return parts[0]
-    return RowResult(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.sampled_logprobs for part in parts]),
-        np.concatenate([part.rollout_logprobs for part in parts]),
-        any(part.stopped for part in parts),
-    )

@@ -192,7 +192,7 @@ class JetStreamEngine(engine_api.Engine):
         if params is None:
             dtype = "float64" if jnp.dtype(self.config.dtype) == jnp.float64 else "float32"
             params = load_model(self.path, self.mesh, dtype)[1]
-        form = {"features_first": self._programs.features_first, "merged": self._programs.merged}
+        form = self._programs.form
         return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp, **form)
 
     def prefill(

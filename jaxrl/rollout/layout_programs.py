@@ -234,7 +234,7 @@ class LayoutPrograms(CompiledPrograms):
 
     def abstract_params(self) -> Any:
         """The rollout weights' shapes, dtypes and shardings in this layout."""
-        form = {"features_first": self.programs.features_first, "merged": self.programs.merged}
+        form = self.programs.form
         convert, shardings = rollout_params_fn(self.model, self.layout, self.dtype, self.config.max_tp, **form)
         train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), self.model.weights())
         shapes = jax.eval_shape(convert, train)

@@ -11,7 +11,7 @@ V vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,13 @@ def _stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
     return jnp.any(token[..., None] == rows.stop_ids, axis=-1) | (position + 1 >= rows.limit)
 
 
+class Form(TypedDict):
+    """The order and the joining of weights (`jaxrl.sharding.rules.to_rollout`)."""
+
+    features_first: bool
+    merged: bool
+
+
 class Programs:
     """The two programs for one model on one layout; `decode_steps` is the most that one dispatch may take.
 
@@ -144,6 +151,11 @@ class Programs:
         self.dtype = dtype
         self.decode_steps = decode_steps
         self.rows_sharding = NamedSharding(layout.mesh, PartitionSpec(layout.dp_axes or None))
+
+    @property
+    def form(self) -> Form:
+        """How the weights lie, as `jaxrl.sharding.rules` takes it; the same in all layouts of an executor."""
+        return {"features_first": self.features_first, "merged": self.merged}
 
     def _forward(
         self,

@@ -1,4 +1,4 @@
-"""The machine behind the loop, real or simulated: an engine over a worker, a scoring, and the clock of both.
+"""The machine behind the loop, real or simulated: workers, a scoring, and the clock of both.
 
 Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). While
 samples are still decoding, finished ones are being scored; their verdicts are handed to the round in the order in which
@@ -47,6 +47,7 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -55,11 +56,8 @@ POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 
 class Worker(Protocol):
-    """What the backend needs of an executor besides running plans; `jaxrl.rollout.executor.MeshExecutor` and
-    `jaxrl.sim.executor.SimulatedExecutor` have it."""
-
-    num_groups: int
-    num_slots: int
+    """What the backend needs of executors besides running plans: of one (`jaxrl.rollout.executor.MeshExecutor` and
+    `jaxrl.sim.executor.SimulatedExecutor` have it), or of all workers' together."""
 
     @property
     def recompiles(self) -> int: ...
@@ -106,7 +104,7 @@ class RolloutBackend:
     """Implements `jaxrl.loop.Backend`.
 
     Args:
-      engine, worker: the engine and the executor under it.
+      engine, worker: the engine and the executor under it; or several workers' engines, and their executors together.
       rewards: scores finished samples beside the rollout.
       text_of: makes a response's text, for scorers and people.
       weights: gives the trainer's current weights, on the devices.
@@ -121,7 +119,7 @@ class RolloutBackend:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Workers,
         worker: Worker,
         rewards: Scoring,
         text_of: Callable[[Sample], str],
@@ -135,7 +133,7 @@ class RolloutBackend:
         interrupted: Callable[[], bool] = lambda: False,
         layouts: Layouts | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
         self._rewards = rewards
         self._text_of = text_of
@@ -158,7 +156,7 @@ class RolloutBackend:
         self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
-        self._before = Counters()
+        self._before = [Counters() for _ in self.engine.engines]  # of each worker
         self._recompiles = 0
 
     # -- memory phases -----------------------------------------------------------------------------------------------
@@ -191,7 +189,7 @@ class RolloutBackend:
         self._step, self._params = step, params
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
-        self._before = replace(self.engine.counters)
+        self._before = [replace(engine.counters) for engine in self.engine.engines]
         self._recompiles = self.worker.recompiles
         if self._layouts is not None:
             self._layouts.begin(step, self._round, kind)
@@ -260,7 +258,10 @@ class RolloutBackend:
         self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
-        done = self.engine.counters.since(self._before)
+        of_workers = [
+            engine.counters.since(before) for engine, before in zip(self.engine.engines, self._before, strict=True)
+        ]
+        done = sum(of_workers, Counters())
         return {
             "rollout/preemptions": done.preemptions,
             "rollout/bubble_ratio": done.bubble_ratio,
@@ -269,7 +270,7 @@ class RolloutBackend:
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
             **self._scoring_metrics(),
-            **(self._layouts.end(done.preemptions) if self._layouts is not None else {}),
+            **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -323,30 +324,36 @@ class RolloutBackend:
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
 
-    def _change_layout(self) -> None:
+    def _change_layout(self, worker: int) -> None:
         """Lets the layout change; a failure that leaves nothing usable stops the run at the last boundary."""
         if self._layouts is None:
             return
         try:
-            self._layouts.before_plan()
+            self._layouts.before_plan(worker)
         except SwitchFailed as failure:
             _log.error("the run stops: %s", failure)
             raise Interrupted(str(failure)) from failure
 
     def _run_plan(self) -> None:
-        self._change_layout()
-        timeline = self._timeline
-        with nullcontext() if timeline is None else timeline.span("engine", "plan", index=self.engine.counters.plans):
-            finished = self.engine.step()
+        """Serves the worker whose turn it is."""
+        worker, timeline = self.engine.turn, self._timeline
+        if worker is None:  # what ended in one is told, now that another's requests have been aborted
+            self._tell_finished(self.engine.step())
+            return
+        self._change_layout(worker)
+        track = f"engine {worker}" if len(self.engine.engines) > 1 else "engine"
+        index = self.engine.engines[worker].counters.plans
+        with nullcontext() if timeline is None else timeline.span(track, "plan", index=index):
+            finished = self.engine.step(worker)
         self._tell_finished(finished)
         if self._layouts is not None:
-            self._layouts.after_plan()
-        busy, rows = self.engine.batcher.num_running, self.worker.num_groups * self.worker.num_slots
+            self._layouts.after_plan(worker)
+        busy = self.engine.num_running
         if timeline is not None:
             timeline.counter("rows", busy=busy)
         if self.generating:  # else all rows of the plan had stopped before: nothing is new
-            tokens = self.engine.counters.since(self._before).busy_row_steps
-            self._on_progress(busy, rows, tokens, self._num_finished, self._num_launched)
+            tokens = self.engine.counters.busy_row_steps - sum(before.busy_row_steps for before in self._before)
+            self._on_progress(busy, self.engine.num_rows, tokens, self._num_finished, self._num_launched)
 
     def _score(self, prompt: Prompt, sample: Sample) -> None:
         key = sample.key

@@ -24,10 +24,24 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
-from jaxrl.runtime.memory import in_bytes, layout_sizes, memory_plan, memory_problem, plan_chunk, plan_remat
+from jaxrl.runtime.memory import (
+    in_bytes,
+    layout_degrees,
+    layout_sizes,
+    memory_plan,
+    memory_problem,
+    plan_chunk,
+    plan_remat,
+)
 from jaxrl.runtime.rules import batcher_config
+from jaxrl.runtime.workers import WorkerSet
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.scheduling.layouts.pace import PredictedTicks
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.workers import Workers, step_ticks
 from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import submeshes
 from jaxrl.sharding.rules import train_shardings
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
@@ -203,35 +217,65 @@ def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:
 def build_executor(
     config: Config, model: ModelConfig, layout: Layout, weights: Callable[[], Any] | None = None
 ) -> MeshExecutor:
-    """The executor of `config.rollout`, its pools sized by `layout_sizes`; `weights`: as in `MeshExecutor`."""
+    """The executor of a rollout with one worker; `weights`: as in `MeshExecutor`."""
+    return MeshExecutor(model, layout, _executor_config(config, model, layout.mesh, layout.tp), weights)
+
+
+def build_workers(
+    config: Config, model: ModelConfig, mesh: Mesh, weights: Callable[[], Any] | None = None
+) -> WorkerSet:
+    """The executors of `config.rollout`, one for each of the submeshes that `rollout.num_workers` cuts `mesh` into."""
+    rollout = config.rollout
+    sizes = _executor_config(config, model, mesh, rollout.tp)
+    parts = submeshes(mesh, rollout.num_workers)
+    source = weights if len(parts) == 1 else None  # several have each other
+    return WorkerSet(mesh, [MeshExecutor(model, Layout(part, rollout.tp), sizes, source) for part in parts])
+
+
+def _executor_config(config: Config, model: ModelConfig, mesh: Mesh, tp: int) -> ExecutorConfig:
+    """Sizes of each worker, its pools sized by `layout_sizes`; `mesh`: of the rollout."""
     rollout, val = config.rollout, config.rollout.val_kwargs
-    memory = device_bytes(layout.mesh.devices.ravel().tolist())
-    sizes = layout_sizes(config, model, layout.mesh.size, memory)
+    sizes = layout_sizes(config, model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
     truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
-    return MeshExecutor(
-        model,
-        layout,
-        ExecutorConfig(
-            num_slots=sizes[layout.tp][0],
-            num_blocks=sizes[layout.tp][1],
-            block_size=rollout.block_size,
-            max_length=config.max_model_length,
-            max_prefill_tokens=rollout.max_num_batched_tokens,
-            decode_steps=rollout.decode_steps,
-            attention=rollout.attention,
-            dtype=rollout.dtype,
-            seed=config.trainer.seed,
-            truncate=any(truncates),
-            max_tp=max(sizes),
-            layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
-        ),
-        weights,
+    return ExecutorConfig(
+        num_slots=sizes[tp][0],
+        num_blocks=sizes[tp][1],
+        block_size=rollout.block_size,
+        max_length=config.max_model_length,
+        max_prefill_tokens=rollout.max_num_batched_tokens,
+        decode_steps=rollout.decode_steps,
+        attention=rollout.attention,
+        dtype=rollout.dtype,
+        seed=config.trainer.seed,
+        truncate=any(truncates),
+        max_tp=max(sizes),
+        layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )
 
 
 def build_engine(config: Config, executor: MeshExecutor, tokenizer: Tokenizer) -> Engine:
     """The engine of `config.rollout` over an executor."""
     return Engine(executor, batcher_config(config), stop_check=stop_string_check(tokenizer))
+
+
+def build_engines(config: Config, workers: WorkerSet, tokenizer: Tokenizer, profile: Profile | None) -> Workers:
+    """The engines of all workers as one.
+
+    Args:
+      profile: the checked one, where layouts switch: logical time is then what it predicts, because workers in
+        different layouts do not keep one pace.
+    """
+    engines = [build_engine(config, executor, tokenizer) for executor in workers.executors]
+    ticks = step_ticks
+    if profile is not None:
+        ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, row_sizes(config, workers)), engines)
+    return Workers(engines, config.rollout.deal, ticks)
+
+
+def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
+    """The row counts of a worker's decode programs, by the degrees that its rounds may use."""
+    first = workers.executors[0]
+    return {tp: first.row_sizes(tp) for tp in layout_degrees(config, workers.mesh.size)}
 
 
 def abstract(tree: Any) -> Any:

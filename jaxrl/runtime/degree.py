@@ -40,7 +40,7 @@ def with_degree(
     """
     if not config.is_tp_open:
         return config
-    kept = config.with_tp_of(earlier, mesh.size)
+    kept = config.with_tp_of(earlier, mesh.size // config.rollout.num_workers)
     if not kept.is_tp_open:
         say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")
         return kept
@@ -61,10 +61,12 @@ def planned_degree(
         return config, ""
     _require_profile(config)
     profile = load_profile(config.rollout.layout.profile)
-    if profile.identity.device_count != num_devices:
+    of_worker = num_devices // config.rollout.num_workers
+    if profile.identity.device_count != of_worker:
         raise ConfigError(
             f"{OPTION} is auto, and rollout.layout.profile ({config.rollout.layout.profile}) is of "
-            f"{profile.identity.device_count} devices: the rollout has {num_devices}"
+            f"{profile.identity.device_count} devices: the rollout has {of_worker}"
+            + (" in each worker" if config.rollout.num_workers > 1 else "")
         )
     return choose(config, model, num_devices, memory_bytes, profile)
 
@@ -84,7 +86,7 @@ def choose(
     rollout, data = config.rollout, config.data
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
-    for degree in rollout.layout.possible_on(num_devices):
+    for degree in rollout.layout.possible_on(num_devices // rollout.num_workers):
         if degree not in profile.degrees:
             continue
         try:
@@ -98,13 +100,14 @@ def choose(
     if not possible:
         raise ConfigError(
             f"{OPTION} is auto, and rollout.layout.profile ({rollout.layout.profile}) holds tp "
-            f"{', '.join(map(str, profile.degrees))}, none of which {num_devices} devices and rollout.layout.degrees "
-            f"allow: {NEW_PROFILE}"
+            f"{', '.join(map(str, profile.degrees))}, none of which {num_devices // rollout.num_workers} devices and "
+            f"rollout.layout.degrees allow: {NEW_PROFILE}"
         )
     predictor = LatencyPredictor(profile, rollout.layout)
-    rows = data.train_batch_size * rollout.n
+    rows = -(-data.train_batch_size * rollout.n // rollout.num_workers)  # of the worker with the most
     chosen = fastest_degree(predictor, possible, rows, data.max_prompt_length, data.max_response_length)
+    batch = "a batch" if rollout.num_workers == 1 else "a worker's part"
     return config.with_tp(chosen.degree), (
-        f"{OPTION}: auto is {chosen.degree} by {rollout.layout.profile} (a batch of {rows} longest samples decodes in "
+        f"{OPTION}: auto is {chosen.degree} by {rollout.layout.profile} ({batch} of {rows} longest samples decodes in "
         f"{chosen})"
     )

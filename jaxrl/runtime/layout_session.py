@@ -1,19 +1,32 @@
-"""The hooks that a backend, real or simulated, calls around its rounds and plans if the layout adapts.
+"""The hooks that a backend, real or simulated, calls around its rounds and plans if layouts adapt.
 
-Purpose: `LayoutSession` implements `jaxrl.scheduling.layouts.control.Layouts` for one worker. It connects
-`LayoutControl` with the clock, the journal, the timeline and the run's log. Never imports jax.
+Purpose: `LayoutSession` connects one worker's `LayoutControl` with the clock, the journal, the timeline and the run's
+log. `LayoutSessions` holds those of all workers and implements `jaxrl.scheduling.layouts.control.Layouts`. Each worker
+switches by itself, by its own rows, step times and preemptions; all learn from every response that ends. Never imports
+jax.
+
+Source: PAT §4 switches the layout of each node by itself: a worker per node, with `rollout.layout.switch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from statistics import fmean
 from typing import Any, Protocol
 
+from jaxrl.config.layout import LayoutSection
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.scheduling.layouts.control import Decision, LayoutControl
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.tokens.engine import Engine
 
 KIND = "layout"
+SUMMED = frozenset(
+    f"rollout/layout/{name}" for name in ("switches", "failed_switches", "moved_tokens", "cost_s", "predicted_cost_s")
+)
+"""Metrics that add up over workers."""
 
 
 class Drawing(Protocol):
@@ -25,13 +38,15 @@ class Drawing(Protocol):
 
 
 class LayoutSession:
-    """Implements `jaxrl.scheduling.layouts.control.Layouts`.
+    """The layout of one worker.
 
     Args:
-      control: the rules over an engine.
+      control: the rules over its engine.
       clock: seconds from any origin, the same as `drawing` has.
       drawing, log: where switches are shown; None: nowhere.
       journal: where decisions go; None for a simulated clock, which decides the same again.
+      worker: its number, where there are several: named in journal, log and timeline. None: it is the only one, and
+        what it writes is as it was before there were several.
     """
 
     def __init__(
@@ -41,8 +56,11 @@ class LayoutSession:
         drawing: Drawing,
         log: LayoutLog | None,
         journal: Journal | None,
+        worker: int | None = None,
     ) -> None:
         self.control = control
+        self._worker = worker
+        self._of_worker = "" if worker is None else f" {worker}"  # behind the names of tracks
         self._clock, self._drawing, self._log, self._journal = clock, drawing, log, journal
         self._at = (0, 0, "")  # step, round, kind
         self._spans: list[tuple[float, float]] = []  # start times of the round's switches, in the timeline's clock
@@ -58,22 +76,23 @@ class LayoutSession:
         if journal is None:
             self.control.begin(kind)
             return
-        entries = [e for e in journal.entries(step, KIND) if e["key"][0] == round_index]
+        own = () if self._worker is None else (self._worker,)  # of a key: (round, dispatch) and the worker
+        entries = [e for e in journal.entries(step, KIND) if e["key"][0] == round_index and tuple(e["key"][2:]) == own]
 
         def write(decision: Decision) -> None:
-            journal.append(step, KIND, (round_index, decision.dispatch), decision.to_json())
+            journal.append(step, KIND, (round_index, decision.dispatch, *own), decision.to_json())
 
         self.control.begin(kind, [Decision.from_json(entry) for entry in entries], write)
 
-    def before_plan(self) -> None:
-        """Switches if it pays. Raises SwitchFailed where nothing can go on."""
+    def before_plan(self, decides: bool) -> None:
+        """Switches if it pays (`LayoutControl.before_plan`). Raises SwitchFailed where nothing can go on."""
         began = self._clock()
-        if self.control.before_plan() is not None:
+        if self.control.before_plan(decides) is not None:
             self._spans.append((began, self._clock()))
 
     def after_plan(self) -> None:
         self.control.after_plan(self._clock())
-        self._drawing.counter("tp", tp=self.control.tp)
+        self._drawing.counter(f"tp{self._of_worker}", tp=self.control.tp)
 
     def finished(self, length: int) -> None:
         """A response ended by itself."""
@@ -85,11 +104,12 @@ class LayoutSession:
         for (began, ended), episode in zip(self._spans, self.control.episodes, strict=True):
             told = episode.to_json()
             name = f"tp {told['from_tp']} to {told['to_tp']} ({told['how']})"
-            self._drawing.complete("layout", name, began, ended, **told)
+            self._drawing.complete(f"layout{self._of_worker}", name, began, ended, **told)
         if self._log is not None:
             predictor = self.control.predictor
             source = "none" if predictor is None else predictor.profile.source
-            self._log.write(*self._at, source, self.control.picture())
+            named = {} if self._worker is None else {"worker": self._worker}
+            self._log.write(*self._at, source, named | self.control.picture())
         return metrics
 
     def cancel(self) -> None:
@@ -103,3 +123,96 @@ class LayoutSession:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where another run was; without a state, where it starts."""
         self.control.load_state_dict(state)
+
+
+class LayoutSessions:
+    """Implements `jaxrl.scheduling.layouts.control.Layouts`: the sessions of all workers, by their numbers."""
+
+    def __init__(self, sessions: Sequence[LayoutSession]) -> None:
+        self.sessions = tuple(sessions)
+
+    def enter(self) -> None:
+        """A rollout phase begins, with neither weights nor pools."""
+        for session in self.sessions:
+            session.enter()
+
+    def begin(self, step: int, round_index: int, kind: str) -> None:
+        """A round begins, with idle engines."""
+        for session in self.sessions:
+            session.begin(step, round_index, kind)
+
+    def before_plan(self, worker: int) -> None:
+        """Lets the layout of one worker change, before a plan of it. Raises SwitchFailed where nothing can go on.
+
+        A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
+        until then it is the same round.
+        """
+        follows = any(session.control.follows for session in self.sessions)
+        self.sessions[worker].before_plan(decides=not follows)
+
+    def after_plan(self, worker: int) -> None:
+        self.sessions[worker].after_plan()
+
+    def finished(self, length: int) -> None:
+        """A response ended by itself, in any worker."""
+        for session in self.sessions:
+            session.finished(length)
+
+    def end(self, preemptions: Sequence[int]) -> dict[str, float]:
+        """The round is over; its metrics: sums over the workers of what is counted and of seconds spent, means of the
+        others. `preemptions`: of each worker."""
+        found = [session.end(count) for session, count in zip(self.sessions, preemptions, strict=True)]
+        if len(found) == 1:
+            return found[0]
+        return {
+            name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
+            for name in dict.fromkeys(chain(*found))
+        }
+
+    def cancel(self) -> None:
+        """The round is dropped."""
+        for session in self.sessions:
+            session.cancel()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint. One worker's is its session's."""
+        own, *others = [session.state_dict() for session in self.sessions]
+        return {"workers": {str(i): state for i, state in enumerate((own, *others))}} if others else own
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another run was; without a state, where it starts. If that run had fewer workers, the states of
+        those are dealt out in turn."""
+        saved = state.get("workers", {"0": state})
+        for worker, session in enumerate(self.sessions):
+            session.load_state_dict(saved[str(worker % len(saved))])
+
+
+def layout_sessions(
+    options: LayoutSection,
+    degrees: Sequence[int],
+    initial: int,
+    engines: Sequence[Engine],
+    predictors: Sequence[LatencyPredictor | None],
+    clock: Callable[[], float],
+    drawing: Drawing,
+    log: LayoutLog | None,
+    journal: Journal | None,
+) -> LayoutSessions:
+    """A session for each engine, whose executors can change their layouts.
+
+    Args:
+      options, degrees, initial: see `LayoutControl`, of every worker.
+      predictors: one for each engine, corrected by that engine's step times.
+      clock, drawing, log, journal: see `LayoutSession`.
+    """
+    controls = [
+        LayoutControl(engine, options, degrees, initial, predictor)
+        for engine, predictor in zip(engines, predictors, strict=True)
+    ]
+    numbers = range(len(controls)) if len(controls) > 1 else [None]
+    return LayoutSessions(
+        [
+            LayoutSession(control, clock, drawing, log, journal, number)
+            for control, number in zip(controls, numbers, strict=True)
+        ]
+    )

@@ -48,6 +48,21 @@ _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory b
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersPlan:
+    """The rollout's workers, all alike at the start; `num_rows`: per dp group."""
+
+    count: int
+    num_devices: int  # of each
+    tp: int
+    num_rows: int
+
+    @property
+    def dp(self) -> int:
+        """Of each."""
+        return self.num_devices // self.tp
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes per device: those that are always there, and those that each phase adds; and the resulting KV pool."""
 
@@ -58,6 +73,7 @@ class MemoryPlan:
     pool_tokens: int  # per dp group
     pool_requests: int  # of the longest length, per dp group
     device_bytes: int | None
+    workers: WorkersPlan
     shared: bool = True  # both phases have the same devices
     remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
     chunk_tokens: int = 0
@@ -99,14 +115,22 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
             f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state, but one "
             "request of "
             f"{config.max_model_length} tokens needs {in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower "
-            "data.max_response_length, raise rollout.tensor_model_parallel_size, or set actor.offload_optimizer"
+            f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
         )
     return min(useful, fitting)
 
 
+def _wider(config: Config, num_devices: int) -> str:
+    """How a copy of the weights is spread over more devices."""
+    workers = config.rollout.num_workers
+    if workers > 1 and config.rollout.tp == num_devices // workers:
+        return f"cut the rollout into fewer workers (rollout.num_workers: {workers}) for a larger tp"
+    return "raise rollout.tensor_model_parallel_size"
+
+
 def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
-    """The TP degrees that rounds of `config` may use (`LayoutSection.degrees_on`)."""
-    return config.rollout.layout.degrees_on(config.rollout.tp, num_devices)
+    """The TP degrees that a worker's rounds may use (`LayoutSection.degrees_on`); `num_devices`: of the rollout."""
+    return config.rollout.layout.degrees_on(config.rollout.tp, num_devices // config.rollout.num_workers)
 
 
 def layout_sizes(
@@ -126,10 +150,11 @@ def layout_sizes(
         sizes[degree] = rows, plan_num_blocks(own, model_config, num_devices, memory_bytes)
         needed = -(-config.max_model_length // rollout.block_size)
         if sizes[degree][1] - _RESERVED_BLOCKS < needed:
+            other = f", or leave tp {degree} out of rollout.layout.degrees" if len(degrees) > 1 else ""
             raise ValueError(
                 f"rollout.layout: at tp {degree} a pool has {sizes[degree][1]} blocks, one of them reserved, and one "
                 f"request of {config.max_model_length} tokens needs {needed}: raise rollout.num_blocks "
-                f"({rollout.num_blocks}), or leave tp {degree} out of rollout.layout.degrees"
+                f"({rollout.num_blocks}){other}"
             )
     return sizes
 
@@ -325,11 +350,11 @@ def memory_plan(
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
     Raises:
-      ValueError: as `plan_num_blocks`, and as `choose_packed` for `actor.attention`.
+      ValueError: as `layout_sizes`, and as `choose_packed` for `actor.attention`.
     """
     own = config.rollout.num_devices
     rolling, training = own or num_devices, num_devices - own
-    num_blocks = plan_num_blocks(config, model_config, rolling, device_bytes)
+    num_rows, num_blocks = layout_sizes(config, model_config, rolling, device_bytes)[config.rollout.tp]
     remat = plan_remat(config, model_config, training, device_bytes, platform)
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
     block_size = config.rollout.block_size
@@ -345,6 +370,9 @@ def memory_plan(
         pool_tokens=usable * block_size,
         pool_requests=usable // -(-config.max_model_length // block_size),
         device_bytes=device_bytes,
+        workers=WorkersPlan(
+            config.rollout.num_workers, rolling // config.rollout.num_workers, config.rollout.tp, num_rows
+        ),
         shared=not own,
         remat=remat,
         chunk_tokens=chunk,

@@ -18,16 +18,16 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.layout_session import LayoutSession
+from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.memory import layout_degrees
-from jaxrl.scheduling.layouts.control import LayoutControl
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.sharding.mesh import submeshes
 
 
 def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
-    """The model, machine and versions for which a profile of this run's rollout holds."""
+    """The model, machine and versions for which a profile of a worker holds; `mesh` is the worker's."""
     shapes = {name: (weight.shape, weight.dims) for name, weight in _named(model.weights())}
     device = mesh.devices.ravel()[0]
     cores = f" ({os.cpu_count()} cores)" if device.platform == "cpu" else ""
@@ -59,7 +59,8 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
-    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up."""
+    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up; `mesh` is the
+    rollout's, and the profile is of one worker."""
     path = config.rollout.layout.profile
     profile = load_profile(path)
     if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:
@@ -68,7 +69,7 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
             "this machine; rollout.layout.allow_synthetic=true takes it all the same"
         )
     try:
-        profile.check(identity_of(config, model, mesh))
+        profile.check(identity_of(config, model, submeshes(mesh, config.rollout.num_workers)[0]))
     except ValueError as error:
         raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
     return profile
@@ -78,17 +79,23 @@ def build_layouts(
     config: Config,
     profile: Profile | None,
     mesh: Mesh,
-    engine: Engine,
+    engines: Sequence[Engine],
     row_sizes: Mapping[int, Sequence[int]],
     journal: Journal,
     timeline: Timeline,
     log: LayoutLog,
-) -> LayoutSession:
-    """The session of a run with an adaptive `rollout.layout`; `profile`: the checked one, where layouts switch."""
+) -> LayoutSessions:
+    """The sessions of a run with an adaptive `rollout.layout`, one for each worker's engine.
+
+    Args:
+      profile: the checked one, where layouts switch.
+      mesh: of the rollout.
+      row_sizes: row counts of a worker's programs, by degree.
+    """
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
-    predictor = None
+    predictors: list[LatencyPredictor | None] = [None] * len(engines)
     if options.switch:
         assert profile is not None
-        predictor = LatencyPredictor(profile, options, row_sizes)
-    control = LayoutControl(engine, options, degrees, config.rollout.tp, predictor)
-    return LayoutSession(control, time.perf_counter, timeline, log, journal)
+        predictors = [LatencyPredictor(profile, options, row_sizes) for _ in engines]
+    kept = (time.perf_counter, timeline, log, journal)
+    return layout_sessions(options, degrees, config.rollout.tp, engines, predictors, *kept)

@@ -13,6 +13,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Loop, Together
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.runtime.layout_session import LayoutSession
+from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.rules import batch_rule, batcher_config
-from jaxrl.scheduling.layouts.control import LayoutControl
+from jaxrl.scheduling.layouts.pace import PredictedTicks
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.workers import Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.configured import (
     layout_predictor,
@@ -38,6 +40,7 @@ from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.trainer import SimulatedTrainer
+from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.sim.workload import Workload
 
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
@@ -48,11 +51,11 @@ class Simulation:
     """A simulated run, ready to go: `loop.run()`."""
 
     loop: Loop
-    engine: Engine
-    executor: SimulatedExecutor
+    workers: Workers
+    executors: SimulatedWorkers
     clock: SimulatedClock
     phases: SimulatedPhases
-    layouts: LayoutSession | None = None
+    layouts: LayoutSessions | None = None
 
 
 def build(
@@ -71,7 +74,7 @@ def build(
 
     Args:
       cost, workload: the models.
-      sizes: of the machine; by default those of the configuration, with only weights beside the KV pool.
+      sizes: of a worker; by default those of the configuration, with only weights beside the KV pool.
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
     """
@@ -80,27 +83,20 @@ def build(
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-
-    def on_plan(plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
-        drawn = {"rows": len(plan.decode), "steps": result.num_steps}
-        phases.complete("engine", "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
-
-    sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices)
-    times = {"host_s": config.simulate.host_s, "sync_s": sync_s, "wake_s": cost.rollout_fixed_s()}
-    executor = SimulatedExecutor(sizes, workload.length, cost, clock, on_plan=on_plan, layouts=layouts, **times)
-    engine = Engine(executor, batcher_config(config), batcher=LockstepBatcher)
-    session = None
+    executors = _executors(config, cost, workload, clock, phases, sizes, layouts)
+    engines = [Engine(each, batcher_config(config), batcher=LockstepBatcher) for each in executors.executors]
+    sessions, degrees = None, tuple(layouts)
     if adapts:
-        predictor = layout_predictor(config, cost, tuple(layouts))
-        initial = config.rollout.tp
-        control = LayoutControl(engine, config.rollout.layout, tuple(layouts), initial, predictor)
-        session = LayoutSession(control, lambda: clock.now_s, phases, layout_log, None)
+        predictors = [layout_predictor(config, cost, degrees) for _ in engines]
+        kept = (lambda: clock.now_s, phases, layout_log, None)
+        sessions = layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
     own = config.rollout.num_devices
-    total = num_devices_of(config) if own else sizes.num_devices
+    total = num_devices_of(config) if own else sizes.num_devices * len(engines)
     trainer = SimulatedTrainer(cost, total - own, clock)
+    pace = layout_predictor(config, cost, degrees)
     backend = RolloutBackend(
-        engine,
-        executor,
+        Workers(engines, config.rollout.deal, step_ticks if pace is None else PredictedTicks(pace, engines)),
+        executors,
         _scoring(config, workload, clock, phases),
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
@@ -108,11 +104,41 @@ def build(
         timeline=phases,
         on_progress=on_progress,
         interrupted=hooks.stop,
-        layouts=session,
+        layouts=sessions,
     )
     together = clock.together if own else None
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, together)
-    return Simulation(loop, engine, executor, clock, phases, session)
+    return Simulation(loop, backend.engine, executors, clock, phases, sessions)
+
+
+def _executors(
+    config: Config,
+    cost: CostModel,
+    workload: Workload,
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    sizes: MachineSizes,
+    layouts: Mapping[int, MachineSizes],
+) -> SimulatedWorkers:
+    """One for each worker; their plans are drawn in tracks of their own."""
+    num_workers = config.rollout.num_workers
+
+    def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
+        drawn = {"rows": len(plan.decode), "steps": result.num_steps}
+        phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
+
+    sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
+    times = {"host_s": config.simulate.host_s, "sync_s": sync_s, "wake_s": cost.rollout_fixed_s()}
+    tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
+    return SimulatedWorkers(
+        [
+            SimulatedExecutor(
+                sizes, workload.length, cost, clock, on_plan=partial(draw, track), layouts=layouts, **times
+            )
+            for track in tracks
+        ],
+        clock,
+    )
 
 
 def _scoring(config: Config, workload: Workload, clock: SimulatedClock, phases: SimulatedPhases) -> ScoringWorkers:

@@ -9,7 +9,7 @@ step began, so a run that resumes from a checkpoint reports the same seconds as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,15 @@ class SimulatedClock:
     def reach(self, at_ns: int) -> None:
         """Waits until `at_ns`; does nothing if that is past."""
         self.now_ns = max(self.now_ns, at_ns)
+
+    def at_once(self, acts: Iterable[Callable[[], None]]) -> None:
+        """Does things that all start now; goes on when the last of them has ended."""
+        began_ns = ended_ns = self.now_ns
+        for act in acts:
+            self.now_ns = began_ns
+            act()
+            ended_ns = max(ended_ns, self.now_ns)
+        self.now_ns = ended_ns
 
     def together(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
         """Runs two things that both start now: for the second, the clock goes back to where the first began."""

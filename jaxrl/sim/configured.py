@@ -50,6 +50,11 @@ def rollout_devices_of(config: Config) -> int:
     return own or total
 
 
+def worker_devices_of(config: Config) -> int:
+    """How many devices each worker has."""
+    return rollout_devices_of(config) // config.rollout.num_workers
+
+
 def model_sizes(config: Config) -> ModelConfig:
     """The shape of `simulate.model` or `model.path`. Raises ConfigError if unknown."""
     option = "simulate.model" if config.simulate.model else "model.path"
@@ -155,7 +160,7 @@ def with_degree(config: Config) -> tuple[Config, str]:
         return config, ""
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
-    num_devices = config.rollout.num_devices or num_devices_of(config)
+    num_devices = worker_devices_of(config.with_tp(1))
     for degree in _named(rollout.layout.possible_on, num_devices):
         own = config.with_tp(degree)
         try:
@@ -171,7 +176,7 @@ def with_degree(config: Config) -> tuple[Config, str]:
     own = replace(config, rollout=predicting).with_tp(min(possible))
     predictor = layout_predictor(own, cost_model(own)[0], tuple(possible))
     assert predictor is not None
-    rows = data.train_batch_size * rollout.n
+    rows = -(-data.train_batch_size * rollout.n // rollout.num_workers)
     chosen = fastest_degree(predictor, possible, rows, data.max_prompt_length, data.max_response_length)
     return config.with_tp(chosen.degree), (
         f"rollout.tensor_model_parallel_size: auto is {chosen.degree} (a batch of {rows} longest samples decodes in "
@@ -196,14 +201,14 @@ def _named(make: Callable[..., Any], *values: Any) -> Any:
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
-    """The simulated executor's sizes; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
+    """The sizes of a worker's executor; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
 
     Args:
       model: for the training state that lies beside the pool; None: only what `cost` counts.
     """
-    rollout, num_devices = config.rollout, rollout_devices_of(config)
+    rollout = config.rollout
     sizes = MachineSizes(
-        num_devices=num_devices,
+        num_devices=worker_devices_of(config),
         tp=rollout.tp,
         num_slots=rollout.max_num_seqs,
         num_blocks=rollout.num_blocks,
@@ -219,7 +224,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     resident = (
         0
         if model is None or rollout.num_devices
-        else numbers * _BYTES[config.actor.param_dtype] * model.num_params() / num_devices
+        else numbers * _BYTES[config.actor.param_dtype] * model.num_params() / rollout_devices_of(config)
     )
     fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident)
     if fitting < per_request + 1:
@@ -235,7 +240,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
 def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.runtime.memory.layout_sizes` scales them."""
-    rollout, num_devices = config.rollout, rollout_devices_of(config)
+    rollout, num_devices = config.rollout, worker_devices_of(config)
     tp = rollout.tp
     found: dict[int, MachineSizes] = {}
     for degree in _named(rollout.layout.degrees_on, tp, num_devices):
@@ -256,12 +261,13 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
 
 
 def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor | None:
-    """The predictor of the switch rule, if `rollout.layout.switch` is on: over the table that step times come from, or
-    over a profile of the modelled devices. `rollout.layout.profile` belongs to the real machine and is not read."""
+    """The predictor of a worker's switch rule, if `rollout.layout.switch` is on: over the table that step times come
+    from, or over a profile of the modelled devices. `rollout.layout.profile` belongs to the real machine and is not
+    read."""
     options = config.rollout.layout
     if not options.switch:
         return None
-    num_devices = rollout_devices_of(config)
+    num_devices = worker_devices_of(config)
     if config.simulate.cost == "table":
         table = _profiled(config).profile  # of one dp group, for any number of groups
         missing = sorted(set(degrees) - set(table.degrees))

@@ -158,6 +158,10 @@ class CostModel(Protocol):
         """The cost of changing the TP degree. KV that is computed again costs a prefill instead."""
         ...
 
+    def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:
+        """Seconds to send a token's KV from a dp group of one worker to one of another, with `num_devices` together."""
+        ...
+
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
         """KV blocks of a dp group that fit beside the weights, the reserved one included.
 
@@ -339,6 +343,13 @@ class RooflineCost:
         share = 1 - min(growth, 1 / growth)
         widest = max(self.kv_bytes_per_token(tp), self.kv_bytes_per_token(new_tp) * growth)
         return SwitchCost(tp, new_tp, gathered + copied, widest * share / link, eff.switch_fixed_s)
+
+    def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:
+        """Every device of the smaller group sends, or takes in, its share of the heads."""
+        _check_tp(tp)
+        _check_tp(new_tp)
+        link = self.hardware.bytes_per_s(num_devices) * self.efficiency.link
+        return self.kv_bytes_per_token(min(tp, new_tp)) / link
 
     # What lies on one device
 

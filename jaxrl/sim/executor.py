@@ -19,14 +19,15 @@ active takes no time.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
+from jaxrl.scheduling.layouts.kv_plan import KvPlan
+from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import (
     Capacity,
@@ -194,6 +195,11 @@ class _Rows:
         for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
             mine[seat] = theirs[other_seat]
 
+    def seat_of(self, row: ResidentRow) -> int:
+        """The seat of a row with these tokens, or -1."""
+        seats = np.flatnonzero((self.ids == row.request.request_id) & (self.context == row.position + 1))
+        return int(seats[0]) if len(seats) else -1
+
     def _arrays(self) -> tuple[np.ndarray, ...]:
         return self.ids, self.responses, self.context, self.generated, self.left
 
@@ -225,7 +231,8 @@ class _Prefill:
 
 class SimulatedExecutor:
     """Implements `jaxrl.scheduling.tokens.plan.Executor` and what a backend asks of a worker
-    (`jaxrl.runtime.backend.Worker`), and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
+    (`jaxrl.runtime.backend.Worker`), `jaxrl.scheduling.layouts.handover.TakingExecutor`, and
+    `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
 
     Args:
       length_of: (a response, its step: 1 + the version of its first token) -> its tokens, kept ones included;
@@ -353,6 +360,20 @@ class SimulatedExecutor:
             self._rows.take(row.dp_group * self.num_slots + row.slot, old, seat_of[row.request.request_id])
         self._clock.advance(times.total_s)
         return times
+
+    def take_over(self, source: SimulatedExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.handover`), in the time that the cost
+        model gives; `rows` are all of its own then."""
+        assert not [*self._tickets, *source._tickets], "rows move while plans are in flight"
+        old, sent = self._rows, Counter(copy.source_group for copy in kv.copies)
+        self._take_sizes(self.sizes)
+        for row in rows:  # a row that left stays as it was, so that its tokens tell which is meant
+            found = [(rows_of, rows_of.seat_of(row)) for rows_of in (old, source._rows)]
+            held, seat = next(each for each in found if each[1] >= 0)
+            self._rows.take(row.dp_group * self.num_slots + row.slot, held, seat)
+        both = source.sizes.num_devices + self.sizes.num_devices
+        token_s = self._cost.move_s_per_token(source.tp, self.tp, both)
+        self._clock.advance(token_s * max(sent.values(), default=0) * self.block_size)
 
     def _take_sizes(self, sizes: MachineSizes) -> None:
         """Goes on with blank rows."""

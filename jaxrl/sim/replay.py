@@ -13,12 +13,14 @@ replayed as if the device had ended it, so the plan in which it ends may be left
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
+from jaxrl.scheduling.layouts.kv_plan import KvPlan
+from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
 from jaxrl.types import SampleKey
 
@@ -145,6 +147,14 @@ class ReplayExecutor:
         )
         self.tp = move.to_tp
         return TimeTaken() if self._switch_cost is None else self._switch_cost(move)
+
+    def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """Takes rows from another executor (`jaxrl.scheduling.layouts.handover`); `rows` are all of its own then."""
+        assert isinstance(source, ReplayExecutor), "rows come from a replay"
+        assert not self._results, "rows arrive while plans are in flight"
+        found = sorted((*source._slots.values(), *self._slots.values()), key=lambda slot: slot.num_generated)
+        slots = {slot.request.request_id: slot for slot in found}  # a row that left stays as it was; the newest counts
+        self._slots = {(row.dp_group, row.slot): replace(slots[row.request.request_id]) for row in rows}
 
     def _activate(self, chunk: PrefillChunk) -> _Slot:
         request = chunk.request

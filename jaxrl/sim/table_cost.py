@@ -44,6 +44,9 @@ class TableCost:
     def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
         return self.predictor.switch_cost(tp, new_tp)
 
+    def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:
+        return self.rest.move_s_per_token(tp, new_tp, num_devices)
+
     def train_step_s(self, load: TrainLoad, num_devices: int) -> float:
         return self.rest.train_step_s(load, num_devices)
 

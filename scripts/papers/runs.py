@@ -75,10 +75,10 @@ def run(case: Case, calibration: Calibration) -> Steps:
         samples = [sample for group in groups for sample in group.samples]
         newest = max(int(sample.versions[-1]) for sample in samples)
         found.stale_samples.append(sum(int(sample.versions[0]) < newest for sample in samples) / len(samples))
-        found.drawn_tokens.append(simulation.executor.num_tokens - drawn)
+        found.drawn_tokens.append(simulation.executors.num_tokens - drawn)
         found.switches.append(int(measured.get("rollout/layout/switches", 0.0)))
         found.preemptions += int(measured.get("rollout/preemptions", 0.0))
-        drawn = simulation.executor.num_tokens
+        drawn = simulation.executors.num_tokens
 
     def ignored(*_: Any) -> None:
         return None

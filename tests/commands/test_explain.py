@@ -283,6 +283,37 @@ def test_devices_of_the_rollouts_own_hold_no_training_state():
         explain(config(rollout=own, trainer={"one_step_off": True}), SMOLLM2, 4)
 
 
+def test_workers_have_equal_shares():
+    """A device holds the same whether its dp group is in a worker with others or alone."""
+    together = explain(config(data={"task": "t"}, rollout={"tensor_model_parallel_size": 2}), SMOLLM2, 8, 4 << 30)
+    cut = {"num_workers": 2, "tensor_model_parallel_size": 2}
+    e = explain(config(data={"task": "t"}, rollout=cut), SMOLLM2, 8, 4 << 30)
+    assert (e.memory.rollout, e.memory.num_blocks) == (together.memory.rollout, together.memory.num_blocks)
+    assert (e.dp, e.tp, e.counts) == (4, 2, together.counts)
+    workers = e.memory.workers
+    assert (workers.count, workers.num_devices, workers.dp, workers.tp, workers.num_rows) == (2, 4, 2, 2, 32)
+    assert "rollout dp 4 × tp 2, as 2 workers of dp 2 × tp 2" in str(e)
+    assert "each of 2 workers: 4 devices, rollout weights of" in str(e)
+    assert f"rows for 64 samples and KV for {2 * e.memory.pool_requests} of the longest length" in str(e)
+    assert "about 32 of the 64 samples under way are its own" in str(e)
+    assert max(map(len, str(e).splitlines())) <= 120
+    assert "worker" not in str(together)
+
+
+def test_a_worker_whose_pool_holds_no_request_is_refused():
+    cut = {"num_workers": 4, "tensor_model_parallel_size": 2}
+    c = config(data={"task": "t"}, rollout=cut)
+    message = r"one request of 384 .* fewer workers \(rollout.num_workers: 4\) for a larger tp"
+    with pytest.raises(ValueError, match=message):
+        explain(c, SMOLLM2, 8, 800 << 20)
+    wider = config(data={"task": "t"}, rollout=cut | {"num_workers": 2, "tensor_model_parallel_size": 4})
+    assert explain(wider, SMOLLM2, 8, 800 << 20).memory.pool_requests >= 1
+    with pytest.raises(ValueError, match=r"raise rollout.tensor_model_parallel_size"):
+        explain(config(data={"task": "t"}, rollout=cut | {"num_workers": 2}), SMOLLM2, 8, 800 << 20)
+    with pytest.raises(ValueError, match=r"size \(4\) must divide .* devices \(8\) / rollout.num_workers \(4\)"):
+        explain(config(data={"task": "t"}, rollout=cut | {"tensor_model_parallel_size": 4}), SMOLLM2, 8)
+
+
 def problem(bytes_each, trains=True, **sections):
     c = config(**sections)
     plan = memory_plan(c, SMOLLM2, 1, None, "cpu")

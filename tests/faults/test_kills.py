@@ -1,4 +1,4 @@
-"""50 SIGKILLs at random moments under four sets of rules, saves among them: each run ends as an unbroken one.
+"""60 SIGKILLs at random moments under five sets of rules, saves among them: each run ends as an unbroken one.
 
 A quick one is in tests/commands/test_train.py.
 """
@@ -21,8 +21,11 @@ RULES = {
     ),
     "partial-rollout": (STOPS, "rollout.partial_rollout={enable: true, at_end: leave}"),
     "one-step-off": (STOPS, "trainer.one_step_off=true"),
+    # which end is told first decides what is buffered
+    "two-workers": (STOPS, "rollout.partial_rollout={enable: true, at_end: leave}", "rollout.num_workers=2"),
 }
-KILLS = {"plain": 14, "tail-batching": 12, "partial-rollout": 12, "one-step-off": 12}
+DEVICES = {"two-workers": 2}
+KILLS = {"plain": 14, "tail-batching": 12, "partial-rollout": 12, "one-step-off": 12, "two-workers": 10}
 STEPS = {"plain": 100}  # its steps are short; 40 of the others are enough for their kills
 PATIENCE_S = 300.0
 
@@ -46,11 +49,12 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
         (*RULES[rule], f"trainer.total_training_steps={STEPS.get(rule, 40)}"),
     )
     began = time.monotonic()
-    runs.finish(whole, *overrides)
+    devices = DEVICES.get(rule, 1)
+    runs.finish(whole, *overrides, devices=devices)
     starting_s = max(time.monotonic() - began - 40 * 0.25, 1.0)
     moments, seen, in_saves = random.Random(rule), [], 0
     for i in range(KILLS[rule]):
-        with runs.start(run_dir, *overrides) as process:
+        with runs.start(run_dir, *overrides, devices=devices) as process:
             match i % 4:
                 case 0 | 2:
                     wait_for_a_save(process, run_dir)
@@ -64,7 +68,7 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
             kill(process)
         in_saves += bool(list((run_dir / "checkpoints").glob("*.draft*")))
         seen.append(num_steps(run_dir))
-    runs.finish(run_dir, *overrides)
+    runs.finish(run_dir, *overrides, devices=devices)
     print(f"{rule}: {len(seen)} kills, {in_saves} with a save under way, after steps {seen}")
     assert_same_end(run_dir, whole)
     lines = [

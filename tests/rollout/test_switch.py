@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import MODELS, model_of, requests, weights_of
 
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
@@ -35,16 +35,16 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding import kv_migration, reshard
+from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
-from jaxrl.types import Sample, SampleKey, SamplingParams
+from jaxrl.types import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCABULARY, MAX_LENGTH, EPSILON = 300, 96, 1e-3
+MAX_LENGTH, EPSILON = 96, 1e-3
 CHAIN = (1, 2, 4, 8, 2, 1)
 EVERY_PAIR = (1, 2, 1, 4, 1, 8, 2, 4, 2, 8, 4, 8, 1)  # all twelve ordered pairs of 1, 2, 4, 8
-MODELS = {"llama": (8, 4), "qwen2": (14, 2), "smollm2": (9, 3)}
 SIZES = ExecutorConfig(
     num_slots=3,
     num_blocks=40,
@@ -57,41 +57,6 @@ SIZES = ExecutorConfig(
 )
 
 
-@functools.cache
-def model_of(name: str) -> ModelConfig:
-    heads = MODELS[name]
-    return ModelConfig.from_hf(
-        {
-            "architectures": ["Qwen2ForCausalLM" if name == "qwen2" else "LlamaForCausalLM"],
-            "model_type": "qwen2" if name == "qwen2" else "llama",
-            "vocab_size": VOCABULARY,
-            "hidden_size": 8 * heads[0],
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": heads[0],
-            "num_key_value_heads": heads[1],
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e4,
-            "tie_word_embeddings": name != "llama",
-            "max_position_embeddings": 512,
-        }
-    )
-
-
-@functools.cache
-def weights_of(name: str, dtype: str) -> Any:
-    """Random weights, large enough for distributions that are far from flat; biases that are not zero."""
-    params = decoder.init(model_of(name), jax.random.key(0), jnp.dtype(dtype))
-    random = np.random.default_rng(1)
-
-    def one(path: Any, x: jax.Array) -> np.ndarray:
-        if "bias" in jax.tree_util.keystr(path):
-            return random.normal(size=x.shape).astype(dtype)
-        return np.asarray(x * 5 if x.ndim > 1 else x)
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
 def start(name: str, dtype: str, tp: int = 1, devices: Any = None, **options: Any) -> tuple[Engine, MeshExecutor]:
     mesh = make_mesh(devices)
     model = model_of(name)
@@ -101,20 +66,6 @@ def start(name: str, dtype: str, tp: int = 1, devices: Any = None, **options: An
     executor.sync_weights(params, 0)
     executor.allocate()
     return Engine(executor, BatcherConfig(decode_steps=sizes.decode_steps)), executor
-
-
-def requests(num_prompts: int = 9, n: int = 3, longest: int = 64, first_id: int = 0) -> list[Request]:
-    """More than there are rows. The first sample of each prompt goes on to the end, others stop anywhere."""
-    random = np.random.default_rng(first_id)
-    made: list[Request] = []
-    for p in range(num_prompts):
-        prompt = tuple(random.integers(1, VOCABULARY, (23, 3, 17, 9, 2, 16)[p % 6]).tolist())
-        for s in range(n):
-            limit = int(random.integers(4, longest)) if s else longest
-            params = SamplingParams(max_tokens=limit, temperature=(1.0, 0.7, 0.0)[s % 3], stop_token_ids=(7,) * bool(s))
-            key = SampleKey(0, first_id + p, s)
-            made.append(Request(first_id + len(made), key, prompt, params, share=first_id + p))
-    return made
 
 
 def run(engine: Engine, asked: list[Request], degrees: tuple[int, ...], how: str) -> list[Sample]:
@@ -231,7 +182,7 @@ def nothing_compiles(name: str) -> None:
     """Compiled ahead in the background, a walk up compiles nothing; nor do weights and KV move through the host."""
     engine, executor = start(name, "float32")
     executor.warm_up()
-    executor.compile_ahead((2, 4, 8)).wait()
+    CompileAhead(executor.programs_of((2, 4, 8))).wait()
     run(engine, requests(), (2, 4, 8), "migrate")
     assert executor.recompiles == 0
     report, migrated = executor.reports
@@ -275,7 +226,7 @@ def _without_weights(engine: Engine, executor: MeshExecutor, asked: list[Request
     for request in asked:
         engine.add(request)
     engine.step()
-    executor._weights = None
+    executor.way_back = None
     with _broken(reshard, "reshard"), pytest.raises(SwitchFailed, match="no source of weights") as raised:
         engine.switch(4)
     assert not raised.value.is_usable
@@ -360,7 +311,8 @@ def example() -> None:
 
 def alone(call: str) -> str:
     """Runs a call of this file in a process of its own; returns what it wrote."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "0"}
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    environment = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "0"}
     done = subprocess.run(
         [sys.executable, __file__, call], env=environment, capture_output=True, text=True, timeout=1200
     )

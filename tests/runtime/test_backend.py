@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from replay_worker import ReplayWorker
+from replay_worker import ReplayWorker, ReplayWorkers
 
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
@@ -30,6 +30,7 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=40, stop_token_ids=(2,))
@@ -96,9 +97,13 @@ class Bytes:
 class House:
     """A backend with the parts that it is built on."""
 
-    def __init__(self, folder: Path, lengths: dict[SampleKey, int], pool: Pool, last_step: int = 0) -> None:
-        self.worker = ReplayWorker(lengths)
-        self.engine = Engine(self.worker, BatcherConfig(decode_steps=4))
+    def __init__(
+        self, folder: Path, lengths: dict[SampleKey, int], pool: Pool, last_step: int = 0, num_workers: int = 1
+    ) -> None:
+        self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
+        executors = [self.worker] if num_workers == 1 else self.worker.workers
+        engines = [Engine(executor, BatcherConfig(decode_steps=4)) for executor in executors]
+        self.engine: Any = engines[0] if num_workers == 1 else Workers(engines)
         self.pool = pool
         self.journal = Journal(folder / "journal.jsonl", last_step)
         self.timeline = Timeline(folder / "timeline.json")
@@ -130,12 +135,12 @@ class House:
         return round, events
 
 
-@pytest.fixture
-def houses(tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+def houses(tmp_path: Path, request: Any) -> Iterator[Any]:
     opened: list[House] = []
 
     def build(lengths: dict[SampleKey, int], pool: Pool, **more: Any) -> House:
-        opened.append(House(tmp_path, lengths, pool, **more))
+        opened.append(House(tmp_path, lengths, pool, num_workers=request.param, **more))
         opened[-1].backend.enter_rollout(0)
         return opened[-1]
 
@@ -174,6 +179,10 @@ def test_verdicts_come_in_the_order_of_completion_however_late(houses: Any, hold
     assert metrics["reward/num_scored"] == len(LENGTHS)
     assert metrics["rollout/recompiles"] == metrics["rollout/preemptions"] == 0
     assert 0 < metrics["rollout/bubble_ratio"] < 1
+    engines = [house.engine] if isinstance(house.engine, Engine) else house.engine.engines
+    assert metrics["rollout/decode_steps"] == sum(engine.counters.steps for engine in engines)
+    assert metrics["rollout/prefill_tokens"] == sum(engine.counters.prefill_tokens for engine in engines)
+    assert all(engine.counters.plans for engine in engines), "each worker had something to do"
     busy, rows, tokens, done, launched = house.progress[-1]
     assert (busy, rows, done, launched) == (0, 4, len(LENGTHS), len(LENGTHS))
     assert tokens == sum(LENGTHS.values()) - len(LENGTHS), "the first token of each comes from its prefill"
@@ -260,8 +269,8 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(houses: 
     house, places = houses(LENGTHS, Pool()), []
     house.backend._layouts = SimpleNamespace(
         begin=lambda *place: places.append(place),
-        before_plan=lambda: None,
-        after_plan=lambda: None,
+        before_plan=lambda worker: None,
+        after_plan=lambda worker: None,
         finished=lambda length: None,
         end=lambda preemptions: {},
     )
@@ -333,6 +342,7 @@ def next_aborted(backend: RolloutBackend) -> Sample:
     return event.sample
 
 
+@pytest.mark.parametrize("houses", [1], indirect=True)  # which plan brings what is that of one
 def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_told(houses: Any):
     house = houses({key(0, 0): 2, key(0, 1): 2, key(0, 2): 30}, Pool())
     keys = (key(0, 0), key(0, 1), key(0, 2))
@@ -434,6 +444,7 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     backend.end()
 
 
+@pytest.mark.parametrize("houses", [1], indirect=True)  # which plan brings what is that of one
 def test_a_verdict_is_awaited_without_a_plan_and_one_that_is_cancelled_never_comes(houses: Any):
     house = houses({key(0, 0): 2, key(0, 1): 3, key(0, 2): 30}, Pool(hold=[key(0, 0)]))
     keys = (key(0, 0), key(0, 1), key(0, 2))

@@ -15,7 +15,7 @@ from jaxrl.models.shapes import named_shape
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.profile import checked_profile, identity_of, load_profile
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, submeshes
 
 MODEL = named_shape("SmolLM2-135M")
 
@@ -67,6 +67,8 @@ def test_degrees():
     assert layout_degrees(config({"devices_per_host": 4}), 8) == (1, 2, 4)
     assert layout_degrees(config({"degrees": [1, 4]}), 8) == (1, 4)
     assert layout_degrees(config({"planner": False}), 8) == (1,)
+    assert layout_degrees(config(num_workers=2), 8) == (1, 2, 4), "of a worker's four devices"
+    assert layout_degrees(config(num_workers=3), 12) == (1, 2, 4)
     with pytest.raises(ValueError, match=r"degrees: tp 3 must be one of 1, 2, 4, 8 \(which the 8 devices"):
         layout_degrees(config({"degrees": [1, 3]}), 8)
     with pytest.raises(ValueError, match=r"tp 8 must be .* at most the 4 devices of a host"):
@@ -112,6 +114,10 @@ def test_profiles_of_something_else_are_refused(tmp_path: Path):
     file.write_text(json.dumps(replace(good, source="synthetic").to_json()))
     with pytest.raises(ConfigError, match=r"was made up \(source: synthetic\)"):
         checked_profile(c, MODEL, mesh)
+    cut = config({"switch": True, "profile": str(file), "allow_synthetic": True}, num_workers=2)
+    with pytest.raises(ConfigError, match=r"device_count is 8 there and 4 here"):
+        checked_profile(cut, MODEL, mesh)
+    assert identity_of(cut, MODEL, submeshes(mesh, 2)[1]) == replace(identity, device_count=4)
     willing = config({"switch": True, "profile": str(file), "allow_synthetic": True})
     assert checked_profile(willing, MODEL, mesh).source == "synthetic"
 

@@ -7,7 +7,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxrl.config.devices import prime_factors
 from jaxrl.sharding.layout import Layout, tp_degrees
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, nested_axes, submeshes
 
 
 def test_eight_devices_factor_into_twos():
@@ -95,3 +95,43 @@ def test_doubling_tp_only_slices_what_a_device_holds(tp):
     assert all(after[d] < before[d] for d in before)
     groups_before, groups_after = held(tp, "dp", 8 // tp), held(2 * tp, "dp", 4 // tp)
     assert all(min(groups_after[d]) == min(groups_before[d]) // 2 for d in groups_before)
+
+
+def groups_of(layout: Layout) -> list[list[int]]:
+    """The devices of each dp group, by what the shardings themselves say: [dp group][tp rank]."""
+    sharding = layout.sharding("dp", "tp")
+    at = sharding.devices_indices_map((layout.dp, layout.tp))
+    found = [[-1] * layout.tp for _ in range(layout.dp)]
+    for device, (rows, columns) in at.items():
+        found[rows.indices(layout.dp)[0]][columns.indices(layout.tp)[0]] = device.id
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_the_layouts_of_submeshes_are_the_dp_groups_of_the_whole(count):
+    mesh = make_mesh(jax.devices()[:count])
+    factors = prime_factors(count)
+    for num in range(1, count + 1):
+        possible = [int(np.prod(factors[::-1][:cut])) for cut in range(len(factors) + 1)]
+        if num not in possible:
+            with pytest.raises(ValueError, match=rf"rollout.num_workers \({num}\) must cut a mesh of {count} devices"):
+                submeshes(mesh, num)
+            continue
+        parts = submeshes(mesh, num)
+        assert [d for part in parts for d in part.devices.flat] == list(mesh.devices.flat)
+        for part in parts:
+            assert part == make_mesh(part.devices.ravel().tolist())
+            assert nested_axes(part) == (nested_axes(mesh)[: len(part.axis_names)])
+            assert set(tp_degrees(part)) == {tp for tp in tp_degrees(mesh) if part.size % tp == 0}
+        for tp in tp_degrees(parts[0]):
+            together = [group for part in parts for group in groups_of(Layout(part, tp))]
+            assert together == groups_of(Layout(mesh, tp))
+
+
+def test_a_mesh_that_cannot_be_cut_into_so_many():
+    assert [part.devices.shape for part in submeshes(make_mesh(jax.devices()[:6]), 3)] == [(2,)] * 3
+    sentence = (
+        r"rollout.num_workers \(2\) must cut a mesh of 6 devices along its major axes, into one of 1, 3, 6 workers"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        submeshes(make_mesh(jax.devices()[:6]), 2)

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from adaptive_runs import LARGE, config, requests, run
 from sim_machine import STOP, ConstantCost, sizes
 
 from jaxrl.commands.simulate import simulate
-from jaxrl.config import ConfigError, SimulatedLengths, SimulatedTask, from_mapping
-from jaxrl.loop import Hooks
-from jaxrl.models.shapes import named_shape
+from jaxrl.config import ConfigError, from_mapping
 from jaxrl.record.layouts import read_layouts
-from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.record.state import load_state
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
@@ -32,22 +30,11 @@ from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.replay import ReplayExecutor
-from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 LAYOUTS = {
     tp: sizes(num_devices=4, tp=tp, num_slots=4 * tp, num_blocks=16 * tp, max_prefill_tokens=24) for tp in (1, 2, 4)
 }
-
-
-def requests(seed: int) -> tuple[list[Request], dict[SampleKey, int]]:
-    rng = random.Random(seed)
-    made = []
-    for i in range(24):
-        of = SampleKey(0, i // 2, i % 2)
-        params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
-        made.append(Request(i, of, (0,) * (1 + 5 * (i // 2) % 17), params, share=(0, i // 2)))
-    return made, {request.key: rng.randint(5, 40) for request in made}
 
 
 def generate(executor: Any, asked: list[Request], batcher: type[Batcher], how: str | None, seed: int = 0) -> list[Any]:
@@ -124,9 +111,6 @@ def test_layouts_that_were_not_given_are_refused():
         Engine(executor, BatcherConfig()).switch(8)
 
 
-LARGE = named_shape("Llama-3.1-8B")
-
-
 def test_the_profile_of_modelled_devices_says_what_the_model_says():
     cost = RooflineCost(LARGE, H100)
     profile = modelled_profile(cost, "8 x H100", (1, 2, 4, 8), 8, 64, 4096)
@@ -141,56 +125,6 @@ def test_the_profile_of_modelled_devices_says_what_the_model_says():
 
 
 # ---------------------------------------------------------------- runs
-
-TASK = SimulatedTask("t", response=SimulatedLengths(400, 1.2), prompt_median=60, prompt_sigma=0.3)
-WORKLOAD = ModelledWorkload(5, (TASK,), max_response_length=4096, max_prompt_length=100)
-
-
-def config(**layout: Any) -> Any:
-    return from_mapping(
-        {
-            "model": {"path": "Llama-3.1-8B"},
-            "data": {"train_batch_size": 4, "max_prompt_length": 100, "max_response_length": 4096},
-            "rollout": {
-                "n": 8,
-                "dtype": "bfloat16",
-                "num_blocks": 4000,
-                "decode_steps": 64,
-                "tensor_model_parallel_size": 1,
-                "layout": {"profile": "of the modelled devices", **layout},
-            },
-            "actor": {"offload_optimizer": True, "ppo_max_token_len_per_gpu": 8192},
-            "trainer": {"total_training_steps": 4, "save_freq": 1, "num_devices": 8},
-            "simulate": {"num_prompts": 100},
-        }
-    )
-
-
-def run(
-    made: Any, state: str | None = None
-) -> tuple[Simulation, dict[int, dict[str, float]], list[Sample], dict[int, str]]:
-    metrics: dict[int, dict[str, float]] = {}
-    samples: list[Sample] = []
-    saved: dict[int, str] = {}
-
-    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
-        metrics[step] = measured
-        samples.extend(sample for group in groups for sample in group.samples)
-
-    def save(step: int, host: Any) -> None:
-        saved[step] = dump_state(
-            host if simulation.layouts is None else host | {"layouts": simulation.layouts.state_dict()}
-        )
-
-    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
-    simulation = build(made, RooflineCost(LARGE, H100), WORKLOAD, hooks)
-    if state is not None:
-        found = load_state(state, "test")
-        assert simulation.layouts is not None
-        simulation.layouts.load_state_dict(found["layouts"])
-        simulation.loop.load_host_state(found)
-    assert simulation.loop.run()
-    return simulation, metrics, samples, saved
 
 
 def test_a_run_that_switches_gains_time_and_changes_nothing_else():
@@ -224,11 +158,11 @@ def test_layouts_that_adapt_leave_rows_in_lockstep(layout: dict[str, Any]):
     still, *_ = run(config())
     moving, metrics, *_ = run(config(**layout))
     lanes = []
-    for batcher in (still.engine.batcher, moving.engine.batcher):
+    for batcher in (still.workers.engines[0].batcher, moving.workers.engines[0].batcher):
         assert isinstance(batcher, LockstepBatcher)
         lanes.append(batcher.num_lanes)
     switches = sum(step["rollout/layout/switches"] for step in metrics.values())
-    assert moving.engine.counters.plans > 20 * lanes[0]
+    assert moving.workers.counters.plans > 20 * lanes[0]
     assert lanes[1] <= lanes[0] + switches
 
 

@@ -93,7 +93,7 @@ def test_time_is_charged_by_plan_and_steps():
     executor = make_executor([6], cost=lambda plan, steps: 10.0 * len(plan.prefill) + steps)
     engine = Engine(executor, BatcherConfig(decode_steps=3))
     seconds: list[float] = []
-    engine.watch = lambda times: seconds.append(times.duration_s)
+    engine.watchers.append(lambda times: seconds.append(times.duration_s))
     engine.generate([make_request(0)])
     assert sum(seconds) == 10.0 + 5, "a plan for a row that had stopped costs no step"
 

@@ -7,9 +7,11 @@ two requests, a prefix read before it was written, or a slot reused too early sh
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
+from jaxrl.scheduling.layouts.kv_plan import KvPlan
+from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Capacity, Plan, PlanResult, Request, Ticket
@@ -43,6 +45,7 @@ class CheckingExecutor:
         self._rows: dict[tuple[int, int], _Row] = {}
         self._requests: dict[int, Request] = {}  # as last seen in a chunk
         self._prefilling: dict[tuple[int, int], tuple[int, int]] = {}  # (group, slot) -> (request id, next start)
+        self._arrived: dict[int, int] = {}  # request id -> next start of a prefill that began in another executor
 
     def check(self, request: Request) -> None:
         self.inner.check(request)
@@ -107,6 +110,24 @@ class CheckingExecutor:
         )
         return times
 
+    def take_over(self, source: CheckingExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
+        """Copies the shadow of another executor's blocks as the plan says, beside its own."""
+        assert not self._due
+        assert not source._due
+        assert source.block_size == self.block_size
+        for copy in kv.copies:
+            for offset in range(self.block_size):
+                token = source._cache.get((copy.source_group, copy.source_block, offset))
+                if token is not None:
+                    self._cache[copy.target_group, copy.target_block, offset] = token
+        known = {(row.request.request_id, row.cached): row for row in (*source._rows.values(), *self._rows.values())}
+        self._rows = {(row.dp_group, row.slot): replace(known[row.request.request_id, row.position]) for row in rows}
+        for row in rows:
+            assert row.token == self._expected(row.request, row.position)
+        self._requests |= {row.request.request_id: row.request for row in rows}
+        self._arrived |= dict(source._prefilling.values())
+        self.inner.take_over(source.inner, kv, rows)
+
     def _check_shape(self, plan: Plan) -> None:
         """Checks a plan by itself."""
         assert plan.prefill or plan.decode
@@ -151,7 +172,10 @@ class CheckingExecutor:
         for chunk in plan.prefill:
             request, at = chunk.request, (chunk.dp_group, chunk.slot)
             known, due = self._prefilling.get(at, (-1, -1))
-            if chunk.start != due or known != request.request_id:  # a new stay begins, at most after shared blocks
+            begun = self._arrived.pop(request.request_id, -1)
+            if (
+                chunk.start != due or known != request.request_id
+            ) and chunk.start != begun:  # a new stay, at most after shared blocks
                 assert chunk.start % self.block_size == 0
                 assert chunk.start <= len(request.prompt_ids) - 1
                 assert chunk.start == 0 or request.share is not None

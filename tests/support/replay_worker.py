@@ -34,3 +34,23 @@ class ReplayWorker(ReplayExecutor):
 
     def release(self, *, weights: bool = False) -> None:
         self.calls.append(("release", weights))
+
+
+class ReplayWorkers:
+    """Several of them as one, for a backend over several workers; each has two rows."""
+
+    def __init__(self, lengths: Mapping[SampleKey, int], num_workers: int) -> None:
+        self.workers = [ReplayWorker(lengths, num_slots=2) for _ in range(num_workers)]
+        self.recompiles = 0
+        self.calls: list[Any] = []
+
+    def sync_weights(self, train_params: Any, policy_version: int) -> None:
+        self.calls.append(("sync", train_params, policy_version))
+        for each in self.workers:
+            each.sync_weights(train_params, policy_version)
+
+    def allocate(self) -> None:
+        self.calls.append("allocate")
+
+    def release(self, *, weights: bool = False) -> None:
+        self.calls.append(("release", weights))

@@ -63,6 +63,9 @@ class ConstantCost:
     def layout_switch(self, tp: int, new_tp: int) -> SwitchCost:
         return SwitchCost(tp, new_tp, 0.0, 0.0, 0.0)
 
+    def move_s_per_token(self, tp: int, new_tp: int, num_devices: int) -> float:
+        return 0.25
+
     def num_kv_blocks(self, tp: int, block_size: int, memory_fraction: float, reserved_bytes: float = 0.0) -> int:
         return 1000
 

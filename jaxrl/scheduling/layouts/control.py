@@ -48,19 +48,19 @@ MAX_TRACE = 240  # points of a round's picture
 
 
 class Layouts(Protocol):
-    """The hooks that a backend calls for a layout that may change (`jaxrl.runtime.layout_session.LayoutSession`)."""
+    """The hooks that a backend calls for layouts that may change (`jaxrl.runtime.layout_session.LayoutSessions`)."""
 
     def enter(self) -> None: ...
 
     def begin(self, step: int, round_index: int, kind: str, /) -> None: ...
 
-    def before_plan(self) -> None: ...
+    def before_plan(self, worker: int, /) -> None: ...
 
-    def after_plan(self) -> None: ...
+    def after_plan(self, worker: int, /) -> None: ...
 
     def finished(self, length: int, /) -> None: ...
 
-    def end(self, preemptions: int, /) -> dict[str, float]: ...
+    def end(self, preemptions: Sequence[int], /) -> dict[str, float]: ...
 
     def cancel(self) -> None: ...
 
@@ -181,7 +181,7 @@ class LayoutControl:
         self._first = 0
         self._quiet_until = 0
         self._ratios: list[float] = []
-        engine.watch = self._observe
+        engine.watchers.append(self._observe)
 
     @property
     def tp(self) -> int:
@@ -223,8 +223,16 @@ class LayoutControl:
         self._first, self._quiet_until = self.engine.batcher.next_index, 0
         self.episodes, self.trace, self._ratios = [], [], []
 
-    def before_plan(self) -> Episode | None:
+    @property
+    def follows(self) -> bool:
+        """Whether decisions of this round were made here before, and are still to be repeated."""
+        return bool(self._recorded)
+
+    def before_plan(self, decides: bool = True) -> Episode | None:
         """Switches if it pays; returns what was done.
+
+        Args:
+          decides: whether it may decide by itself; if not, it repeats earlier decisions alone.
 
         Raises:
           ValueError: outside a round, for a journal of another run, or where a switch would lower tp beside a planner.
@@ -235,7 +243,7 @@ class LayoutControl:
         dispatch = self.engine.batcher.next_index - self._first
         if self._recorded:
             return self._follow(self._recorded.popleft()) if dispatch >= self._recorded[0].dispatch else None
-        if self.rule is None or dispatch < self._quiet_until:
+        if not decides or self.rule is None or dispatch < self._quiet_until:
             return None
         batcher = self.engine.batcher
         if not self.rule.considers(dispatch, self.tp, batcher.num_running, batcher.num_waiting):

@@ -1,8 +1,9 @@
 """Moving requests from one worker to another in the middle of a batch.
 
 Purpose: `hand_over` moves live requests, with their KV, between engines on disjoint devices (docs/architecture.md: a
-worker is one engine on one submesh). Scale-down and ranking groups rest on it. Both workers must have the same weights;
-otherwise a response has tokens of two versions (each token's version is recorded).
+worker is one engine on one submesh); `start_again` moves their tokens alone. `jaxrl.scheduling.tokens.workers` calls
+them. Both workers must have the same weights; otherwise a response has tokens of two versions (each token's version is
+recorded).
 
 Requests are dealt so that the other worker's dp groups, with the rows that they have already, are balanced
 (`jaxrl.scheduling.layouts.regroup`). Those that do not fit into its free rows and blocks wait there and are recomputed.
@@ -10,7 +11,7 @@ Requests are dealt so that the other worker's dp groups, with the rows that they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +20,7 @@ from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, live_blocks, resident_row, restart, rows_of
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Executor, Seat, resume
+from jaxrl.scheduling.tokens.plan import Executor, Request, Seat, resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class HandedOver:
     num_requests: int
     num_seated: int
     num_moved: int
+
+    def __add__(self, other: HandedOver) -> HandedOver:
+        """Both together."""
+        return HandedOver(
+            self.num_requests + other.num_requests,
+            self.num_seated + other.num_seated,
+            self.num_moved + other.num_moved,
+        )
 
 
 @runtime_checkable
@@ -57,22 +66,13 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
     taker = target.executor
     if not isinstance(taker, TakingExecutor):
         raise ValueError(f"hand_over: {type(taker).__name__} cannot take requests over")
-    asked = list(request_ids)
-    unknown, doubled = set(asked) - set(source.unfinished()), set(asked) & set(target.unfinished())
-    if unknown or doubled or len(set(asked)) < len(asked):
-        raise ValueError(
-            f"hand_over: every request must be live in the source (not: {sorted(unknown)}), unknown to the target "
-            f"(not: {sorted(doubled)}), and named once"
-        )
+    asked = _asked("hand_over", source, target, request_ids)
     if source.batcher.capacity.block_size != target.batcher.capacity.block_size:
         raise ValueError("hand_over: rollout.block_size must be the same in both workers")
     source.settle()
     target.settle()
-    leaving = [i for i in source.unfinished() if i in set(asked)]
-    requests = {i: source.batcher.progress(i).request for i in leaving}
-    for request in requests.values():
-        taker.check(request)
-        target.batcher.check(request)
+    requests = _leaving(source, target, asked)
+    leaving = list(requests)
     kv, seats = _plan(source.batcher, target.batcher, leaving)
     own = [(p, Seat(p.group, p.slot, p.num_written, True)) for p in target.batcher.running() if p.is_resident]
     new = [(source.batcher.progress(i), seat) for i, seat in seats.items() if seat.decodes]
@@ -86,10 +86,52 @@ def hand_over(source: Engine, target: Engine, request_ids: Iterable[int]) -> Han
         for request_id in seats:
             target.batcher.blocks.free(request_id)
         raise
-    for request_id, sample in zip(leaving, source.abort(leaving), strict=True):
-        target.add(resume(requests[request_id], sample) if len(sample) else requests[request_id])
+    _queue(source, target, requests)
     target.batcher.seat(seats)
     return HandedOver(len(leaving), len(seats), len(kv.copies) * source.batcher.capacity.block_size)
+
+
+def start_again(source: Engine, target: Engine, request_ids: Iterable[int]) -> HandedOver:
+    """Lets live requests of `source` wait in `target`, behind its own, with their tokens: their KV is computed again.
+
+    Plans in flight of the source are collected first, as in `hand_over`.
+
+    Raises:
+      ValueError: before anything moves: an id that `source` does not have or `target` has already, a request that can
+        never run in `target`.
+    """
+    asked = _asked("start_again", source, target, request_ids)
+    source.settle()
+    requests = _leaving(source, target, asked)
+    _queue(source, target, requests)
+    return HandedOver(len(requests), 0, 0)
+
+
+def _asked(what: str, source: Engine, target: Engine, request_ids: Iterable[int]) -> set[int]:
+    """The ids; raises ValueError for those that cannot go from one to the other."""
+    asked = list(request_ids)
+    unknown, doubled = set(asked) - set(source.unfinished()), set(asked) & set(target.unfinished())
+    if unknown or doubled or len(set(asked)) < len(asked):
+        raise ValueError(
+            f"{what}: every request must be live in the source (not: {sorted(unknown)}), unknown to the target "
+            f"(not: {sorted(doubled)}), and named once"
+        )
+    return set(asked)
+
+
+def _leaving(source: Engine, target: Engine, asked: set[int]) -> dict[int, Request]:
+    """Those that are live still, in the order of arrival; raises ValueError for one that cannot run in the target."""
+    requests = {i: source.batcher.progress(i).request for i in source.unfinished() if i in asked}
+    for request in requests.values():
+        target.executor.check(request)
+        target.batcher.check(request)
+    return requests
+
+
+def _queue(source: Engine, target: Engine, requests: Mapping[int, Request]) -> None:
+    """Takes requests out of the source; they wait in the target with their tokens."""
+    for request, sample in zip(requests.values(), source.abort(requests), strict=True):
+        target.add(resume(request, sample) if len(sample) else request)
 
 
 def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvPlan, dict[int, Seat]]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.layouts.switching import Switched, switch
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, Request, Ticket
 from jaxrl.scheduling.tokens.progress import Counters, Ended, PlanTimes, StopCheck, TraceEvent
 from jaxrl.types import Sample
 
@@ -52,11 +52,11 @@ class _Load:
     prefill_tokens: int
     batch: int
     tokens: int  # when it was made
+    most_steps: int
     was_queued: bool
 
-    def times(self, result: PlanResult) -> PlanTimes:
-        context = self.tokens + self.batch * result.num_steps / 2
-        steps, duration_s = result.num_steps, result.duration_s
+    def times(self, steps: int, duration_s: float) -> PlanTimes:
+        context = self.tokens + self.batch * steps / 2
         return PlanTimes(self.index, steps, duration_s, self.prefill_tokens, self.batch, context, self.was_queued)
 
 
@@ -83,7 +83,7 @@ class Engine:
         self.executor = executor
         self.stop_check = stop_check
         self.batcher = batcher(config, _capacity(executor), trace)
-        self.watch: Callable[[PlanTimes], None] | None = None  # called for every plan that was collected
+        self.watchers: list[Callable[[PlanTimes], None]] = []  # called for every plan that was collected
         self._tickets: deque[Ticket] = deque()
         self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
         self._untold: list[Finished] = []  # ended while plans in flight were collected without a step
@@ -96,6 +96,16 @@ class Engine:
     def is_idle(self) -> bool:
         """No request is unfinished, no plan is in flight, and every finished request has been returned."""
         return self.batcher.is_idle and not self._untold
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were submitted and not yet collected."""
+        return len(self._tickets)
+
+    def next_times(self) -> PlanTimes | None:
+        """The load of the oldest plan in flight, should it take all of its steps; in no time. None where no plan is in
+        flight, or nothing watches."""
+        return self._loads[0].times(self._loads[0].most_steps, 0.0) if self._loads else None
 
     def unfinished(self) -> tuple[int, ...]:
         """Ids of the requests that are waiting or running, in the order in which they were added."""
@@ -123,7 +133,7 @@ class Engine:
         """Submits the next plan, collects the one before, and returns the requests that finished in that one."""
         plan = self.batcher.schedule()
         if plan is not None:
-            if self.watch is not None:
+            if self.watchers:
                 self._loads.append(self._load(plan))
             self._tickets.append(self.executor.submit(plan))
         num_ahead = 0 if plan is None else 1
@@ -194,14 +204,14 @@ class Engine:
     def _collect(self) -> list[Finished]:
         result = self.executor.collect(self._tickets.popleft())
         if self._loads and self._loads[0].index == result.index:
-            load = self._loads.popleft()
-            if self.watch is not None:
-                self.watch(load.times(result))
+            times = self._loads.popleft().times(result.num_steps, result.duration_s)
+            for watcher in self.watchers:
+                watcher(times)
         return [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
 
     def _load(self, plan: Plan) -> _Load:
         prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
-        return _Load(plan.index, prefill_tokens, *self.batcher.fullest(plan), bool(self._tickets))
+        return _Load(plan.index, prefill_tokens, *self.batcher.fullest(plan), plan.num_steps, bool(self._tickets))
 
 
 def _capacity(executor: Executor) -> Capacity:

@@ -78,6 +78,10 @@ class Counters:
         """The part of row-steps in which no token was made."""
         return 1.0 - self.busy_row_steps / self.offered_row_steps if self.offered_row_steps else 0.0
 
+    def __add__(self, other: Counters) -> Counters:
+        """The counts of two batchers together."""
+        return Counters(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
     def since(self, before: Counters) -> Counters:
         """The counts since `before`, an earlier copy."""
         return Counters(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))

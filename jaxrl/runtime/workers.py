@@ -1,0 +1,113 @@
+"""The executors of several workers as the one `jaxrl.runtime.backend.Worker` that a backend has.
+
+Purpose: `WorkerSet` takes the trainer's weights to all workers at once, allocates and frees their pools, and compiles
+their programs. A worker is an executor on a submesh (`jaxrl.sharding.mesh.submeshes`); plans reach it through its own
+engine.
+
+Source: docs/architecture.md (workers; facts about device_put and aliases).
+
+Weights: one program on the whole mesh makes them in the layout of the largest degree in use, in which the workers are
+replicas of each other, and each worker's shards are relabelled without a copy (`jaxrl.sharding.relabel`). A worker at a
+smaller degree gathers the rest inside its submesh. So the trainer's weights are read once, and no device ever holds the
+weights of another worker's layout beside its own.
+
+A worker whose layout switch failed halfway takes its weights from another worker, which has the same: the trainer's may
+be spread over all devices, and no program runs on a part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, compile_threads
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.relabel import relabel
+from jaxrl.sharding.rules import rollout_shardings
+
+
+class WorkerSet:
+    """Implements `jaxrl.runtime.backend.Worker`.
+
+    Args:
+      mesh: of the rollout.
+      executors: of one model and with the same `max_tp`, on the parts of the mesh (one may have all of it).
+    """
+
+    def __init__(self, mesh: Mesh, executors: Sequence[MeshExecutor]) -> None:
+        self.mesh = mesh
+        self.executors = tuple(executors)
+        if len(self.executors) > 1:
+            for executor in self.executors:
+                executor.way_back = partial(self._take_from_another, executor)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that can decode at once, over all workers."""
+        return sum(executor.num_rows for executor in self.executors)
+
+    @property
+    def recompiles(self) -> int:
+        """Programs compiled after warm-up, of all workers and layouts."""
+        return sum(executor.recompiles for executor in self.executors)
+
+    # -- memory phases -----------------------------------------------------------------------------------------------
+
+    def sync_weights(self, train_params: Any, policy_version: int) -> None:
+        """Takes the trainer's weights to all workers, each in its layout."""
+        for executor in self.executors:
+            executor.drop_weights()
+        tp = max(executor.tp for executor in self.executors)
+        first = self.executors[0]
+        layouts = [Layout(executor.layout.mesh, tp) for executor in self.executors]
+        whole = first.rollout_form(train_params, Layout(self.mesh, tp))
+        parts = [
+            relabel(whole, rollout_shardings(first.model, layout, first.config.max_tp, **first.form))
+            for layout in layouts
+        ]
+        del whole  # each part owns its buffers from here on: a worker that moves its own deletes them
+        for executor, part, layout in zip(self.executors, parts, layouts, strict=True):
+            executor.take_weights(part, layout, policy_version)
+
+    def allocate(self) -> None:
+        """Allocates the pools of the workers that have none."""
+        for executor in self.executors:
+            if not executor.has_pool:
+                executor.allocate()
+
+    def release(self, *, weights: bool = False) -> None:
+        """Frees all pools and row states (and the weights)."""
+        for executor in self.executors:
+            executor.release(weights=weights)
+
+    def _take_from_another(self, executor: MeshExecutor) -> None:
+        version = executor.policy_version
+        sources = [e for e in self.executors if e is not executor and e.has_weights and e.policy_version == version]
+        if not sources:
+            raise RuntimeError(f"no other worker has the weights of version {version}")
+        executor.drop_weights()
+        executor.take_weights(sources[0].copied_weights(executor.layout), executor.layout, version)
+
+    # -- compilation -------------------------------------------------------------------------------------------------
+
+    def warm_up(
+        self, progress: Callable[[int, int], None] | None = None, first: Sequence[CompiledPrograms] = ()
+    ) -> int:
+        """Compiles the programs of `first` and every shape of the layouts in use, several at a time; returns how many
+        there are. `progress` is called in this thread with (how many are ready, of how many)."""
+        now = [programs for executor in self.executors for programs in executor.programs_of([executor.tp])]
+        with closing(CompileAhead([*first, *now])) as ahead:
+            return ahead.wait(progress)
+
+    def compile_ahead(self, degrees: Iterable[int], first: Sequence[CompiledPrograms] = ()) -> CompileAhead | None:
+        """Begins to compile in the background: the programs of `first`, then those of the layouts that are not in use;
+        None where there are none. On a CPU the rollout needs the cores as well, and everywhere the host's work does:
+        half of them compile."""
+        others = [e.programs_of([tp]) for tp in degrees for e in self.executors if tp != e.tp]
+        every = [*first, *(programs for one in others for programs in one)]
+        return CompileAhead(every, max(compile_threads() // 2, 1)) if every else None

@@ -1,0 +1,67 @@
+"""Several workers by a latency profile: what a plan costs in their logical time, and how requests move between them.
+
+Purpose: `PredictedTicks` is a `jaxrl.scheduling.tokens.workers.Ticks` for workers that are not alike: of other layouts,
+or with other rows. A tick is a predicted nanosecond. `cheaper_move` chooses between moving KV and computing it again.
+
+Source: PAT §4.2 (its offline profile predicts steps), equations 1, 3 and 4 (moving and recomputing). Departures: ticks
+are not corrected by what the engine measures, because logical time may not depend on a clock. The profile knows moves
+inside a worker alone; between two, a token is taken to cost as much as in the dearest of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, rows_of
+from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.progress import PlanTimes
+
+
+class PredictedTicks:
+    """Ticks of plans, in whole nanoseconds.
+
+    Args:
+      predictor: one that nothing observes; its profile holds decode and prefill times of every degree that is used.
+      engines: by the worker's number, each over an executor that has a layout.
+    """
+
+    def __init__(self, predictor: LatencyPredictor, engines: Sequence[Engine]) -> None:
+        self._predictor = predictor
+        self._engines = engines
+
+    def __call__(self, worker: int, times: PlanTimes) -> int:
+        """A plan's prefill, as one row in each dp group, and its decode steps."""
+        engine, seconds = self._engines[worker], 0.0
+        tp = _degree(engine)
+        if times.prefill_tokens:
+            groups = engine.batcher.capacity.num_groups
+            seconds += self._predictor.prefill_s(tp, 1, max(times.prefill_tokens / groups, 1.0))
+        if times.num_steps and times.batch:
+            seconds += times.num_steps * self._predictor.decode_step_s(tp, times.batch, times.context)
+        return round(seconds * 1e9)
+
+
+def cheaper_move(predictor: LatencyPredictor, source: Engine, target: Engine, request_ids: Collection[int]) -> How:
+    """Whether the KV of live requests should move from `source` to `target`, or be computed again there.
+
+    Only rows have KV. The fullest dp group of the source sets the time to send it; the target's groups prefill equal
+    shares of the rows side by side.
+
+    Raises ValueError if the profile lacks prefill times of the target's degree, or switch costs.
+    """
+    if not predictor.profile.switches:
+        raise ValueError("the latency profile has no costs of a switch, from which those of a move are taken")
+    leaving = set(request_ids)
+    groups = [[row.length for row in rows if row.request_id in leaving] for rows in rows_of(source.batcher)]
+    lengths = sorted((length for group in groups for length in group), reverse=True)
+    token_s = max(cost.kv_s_per_token for cost in predictor.profile.switches)
+    move_s = token_s * max(map(sum, groups), default=0)
+    again_s = predictor.recompute_s(_degree(target), lengths[:: target.batcher.capacity.num_groups])
+    return "migrate" if move_s < again_s else "recompute"
+
+
+def _degree(engine: Engine) -> int:
+    assert isinstance(engine.executor, LayoutExecutor), "a worker without a layout"
+    return engine.executor.tp

@@ -1,0 +1,390 @@
+"""Several workers that look like one: requests are dealt to engines, and what ends comes in one logical order.
+
+Purpose: `Workers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each engine has an executor on devices of its
+own, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when they are added, and may move
+later; a worker may be closed, so that its devices do something else, and opened again.
+
+Logical time: each worker has a tick, which grows with every plan that was collected by what the plan costs in whole
+ticks, as predicted from the plan and its load alone. `step` serves the worker whose oldest plan in flight should end
+first: it submits that worker's next plan and waits for the oldest. While the host waits, every other worker has a plan
+in flight. A worker without a plan in flight comes first, because nothing is waited for there. What has ended is held
+back until no worker can still bring something earlier, and is told in the order (tick, worker, dispatch, dp group,
+slot). No clock is looked at, so that the order of everything follows from the plans; with good predictions it is also
+the order in which the devices are done.
+
+Source: RollPacker §4.4 (devices that leave the rollout in its middle) and PAT §4 (nodes that change their layouts one
+by one) are what stands on it; docs/architecture.md (logical time). Departures: the papers' systems order by arrival.
+
+With one engine, plans and their order are those of that engine alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
+from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
+from jaxrl.types import Sample
+
+Deal = Literal["tokens", "prompts"]
+Ticks = Callable[[int, PlanTimes], int]
+"""(worker, a plan's load) -> what the plan costs. It may not look at `duration_s`, which a clock measured."""
+
+PREFILL_TOKENS_PER_STEP = 256
+"""Prefill tokens that cost as much as a decode step, roughly: where reading the weights once takes as long as so many
+tokens' products with them. Peak bf16 FLOP/s over bytes/s is 295 on an H100 and 206 on an H200."""
+
+
+def step_ticks(_: int, times: PlanTimes) -> int:
+    """Decode steps, all alike, and prefill tokens; a tick is a prefill token's time."""
+    return times.num_steps * PREFILL_TOKENS_PER_STEP + times.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where a live request is, and the most tokens that it may have, its prompt among them."""
+
+    worker: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request that ended and has not been told."""
+
+    tick: int
+    worker: int
+    finished: Finished
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return self.tick, self.worker, self.finished.dispatch, self.finished.dp_group, self.finished.slot
+
+
+class Workers:
+    """Several engines as one.
+
+    Args:
+      engines: each over an executor on devices of its own, all of one block size and with the same weights.
+      deal: the worker of a new request; `tokens`: the open one with the fewest tokens outstanding (ties: the first);
+        `prompts`: the one that got the prompt's first request, which is chosen so.
+      ticks: what a plan costs; a pure function.
+
+    Attributes:
+      engines: by the worker's index.
+
+    Example::
+
+        workers = Workers([Engine(executor, config) for executor in executors])
+        workers.add(request)
+        while not workers.is_idle:
+            for finished in workers.step():
+                print(finished.sample)
+    """
+
+    def __init__(self, engines: Sequence[Engine], deal: Deal = "tokens", ticks: Ticks = step_ticks) -> None:
+        if not engines:
+            raise ValueError("workers: there must be at least one engine")
+        self.engines = tuple(engines)
+        self._deal_by = deal
+        self._cost = ticks
+        self._open = set(range(len(engines)))
+        self._ticks = [0] * len(engines)
+        self._told = 0  # the latest tick that was told
+        self._passed: list[dict[int, int]] = [{} for _ in engines]  # by dispatch, the tick after that plan
+        self._expected = [(-1, 0)] * len(engines)  # the oldest plan in flight, and what it should cost
+        self._held: list[_Held] = []
+        self._homes: dict[int, _Home] = {}  # of every live request, in the order in which they were added
+        self._limits = [0] * len(engines)  # of each worker's live requests, summed
+        self._done: list[int | None] = [0] * len(engines)  # tokens that its rows have by now; None: to be counted
+        self._first: dict[tuple[int, int], int] = {}  # (epoch, prompt index) -> the worker of its first request
+        if len(engines) > 1:  # one alone needs no logical time
+            for worker, engine in enumerate(engines):
+                engine.watchers.append(partial(self._pass, worker))
+
+    # -- what an engine has ------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """Sums over the workers."""
+        return sum((engine.counters for engine in self.engines[1:]), self.engines[0].counters)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is unfinished, no plan is in flight, and every finished request has been told."""
+        return not self._held and all(engine.is_idle for engine in self.engines)
+
+    def unfinished(self) -> tuple[int, ...]:
+        """Ids of the requests that are waiting or running, in the order in which they were added."""
+        if len(self.engines) == 1:
+            return self.engines[0].unfinished()
+        live = {request_id for engine in self.engines for request_id in engine.unfinished()}
+        return tuple(request_id for request_id in self._homes if request_id in live)
+
+    def add(self, request: Request) -> None:
+        """Gives a request to a worker. Raises ValueError if it can never run there."""
+        if request.request_id in self._homes:
+            raise ValueError(f"request {request.request_id} ({request.key}): a request with this id is live")
+        if self.is_idle:
+            self._begin_anew()
+        worker = self._deal(request)
+        now = self._now()
+        was_idle = self.engines[worker].is_idle
+        self.engines[worker].add(request)
+        if was_idle:
+            self._ticks[worker] = max(self._ticks[worker], now)
+        self._settle_in(request.request_id, _Home(worker, len(request.prompt_ids) + request.params.max_tokens))
+
+    def abort(self, request_ids: Iterable[int]) -> list[Sample]:
+        """Ends requests at once and returns their samples so far, in the order of the ids.
+
+        A request that ended by itself and was not told counts as aborted. Tokens of plans in flight are lost; `drain`
+        first to keep them. Raises ValueError, with nothing changed, if an id is not live.
+        """
+        ids = list(request_ids)
+        held = {one.finished.request_id: one.finished.sample for one in self._held}
+        unknown = sorted(set(ids) - self._homes.keys() - held.keys())
+        if unknown or len(set(ids)) < len(ids):
+            raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
+        samples = {i: replace(held[i], finish_reason="abort") for i in ids if i in held}
+        self._held = [one for one in self._held if one.finished.request_id not in samples]
+        for worker, engine in enumerate(self.engines):
+            own = [i for i in ids if i in self._homes and self._homes[i].worker == worker]
+            samples.update(zip(own, engine.abort(own), strict=True))
+            self._leave(own)
+        return [samples[i] for i in ids]
+
+    @property
+    def turn(self) -> int | None:
+        """The worker that `step` serves next; None where no worker has anything to do."""
+        busy = [worker for worker, engine in enumerate(self.engines) if not engine.is_idle]
+        return min(busy, key=self._due, default=None)
+
+    def step(self, worker: int | None = None) -> list[Finished]:
+        """Submits the next plan of one worker, collects its plan before, and returns what can be told now.
+
+        Args:
+          worker: the one to serve; by default the one whose `turn` it is.
+        """
+        worker = self.turn if worker is None else worker
+        if worker is not None:
+            self._hold(worker, self.engines[worker].step())
+        return self._tell(self._floor())
+
+    def drain(self) -> list[Finished]:
+        """Collects everything in flight without a new plan, and tells everything that has ended."""
+        self.settle()
+        return self._tell(None)
+
+    def settle(self) -> None:
+        """Collects everything in flight; the next `step` or `drain` tells what ended."""
+        for worker in range(len(self.engines)):
+            self._collect(worker)
+
+    # -- several workers ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Workers that take requests."""
+        return len(self._open)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return sum(engine.batcher.num_running for engine in self.engines)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the open workers."""
+        capacities = [self.engines[worker].batcher.capacity for worker in self._open]
+        return sum(capacity.num_groups * capacity.num_slots for capacity in capacities)
+
+    def is_open(self, worker: int) -> bool:
+        """Whether a worker takes requests."""
+        return worker in self._open
+
+    def tick(self, worker: int) -> int:
+        """A worker's logical time: what its plans have cost since all workers were idle, and the time it was idle."""
+        return self._ticks[worker]
+
+    def outstanding(self, worker: int) -> int:
+        """Tokens that a worker's requests may still take: prompts and kept tokens of those that wait, and what is left
+        of every request's limit."""
+        done = self._done[worker]
+        if done is None:
+            rows = self.engines[worker].batcher.rows()
+            done = self._done[worker] = sum(progress.num_prompt + num_tokens for progress, num_tokens in rows)
+        return self._limits[worker] - done
+
+    def move(self, request_ids: Iterable[int], target: int, by: How = "migrate") -> HandedOver:
+        """Lets live requests go on in another worker, with their tokens, log-probabilities and versions.
+
+        Plans in flight of the workers that take part are collected first. Requests that ended in them do not move, and
+        are told in their turn; nor do those that are in `target` already.
+
+        Args:
+          request_ids: live requests, each named once.
+          target: an open worker.
+          by: with their KV, or their tokens alone, whose KV is computed again.
+
+        Raises:
+          ValueError: before anything moves: an id that is not live, a worker that is closed; before anything of its
+            worker moves: a request that can never run in `target`.
+          SwitchFailed: KV could not be copied; the requests are where they were, and `target` computes its own again.
+        """
+        ids = list(request_ids)
+        self._refuse_closed(target)
+        unknown = sorted(set(ids) - self._homes.keys())
+        if unknown or len(set(ids)) < len(ids):
+            raise ValueError(f"move({ids}): every id must be live and named once; not live: {unknown}")
+        sources: dict[int, list[int]] = {}
+        for request_id in ids:
+            sources.setdefault(self._homes[request_id].worker, []).append(request_id)
+        sources.pop(target, None)
+        moved = HandedOver(0, 0, 0)
+        for source, leaving in sorted(sources.items()):
+            moved += self._move(source, target, leaving, by)
+        return moved
+
+    def close(self, worker: int, by: How = "recompute") -> HandedOver:
+        """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more.
+
+        Afterwards nothing of it is live or in flight. Raises ValueError for the last open worker.
+        """
+        self._refuse_closed(worker)
+        if self.num_open == 1:
+            raise ValueError(f"close({worker}): it is the only open worker, and one must be left")
+        self._open.remove(worker)
+        self._collect(worker)
+        engine, targets = self.engines[worker], dict[int, list[int]]()
+        added = [0] * len(self.engines)
+        for request_id in engine.unfinished():
+            target = self._deal(engine.batcher.progress(request_id).request, added)
+            targets.setdefault(target, []).append(request_id)
+            added[target] += self._homes[request_id].limit
+        moved = HandedOver(0, 0, 0)
+        for target, ids in sorted(targets.items()):
+            moved += self._move(worker, target, ids, by)
+        return moved
+
+    def open(self, worker: int) -> None:
+        """Lets a closed worker take requests again. Raises ValueError if it is open."""
+        if worker in self._open or not 0 <= worker < len(self.engines):
+            raise ValueError(f"open({worker}): it must be a closed worker, and {sorted(self._open)} are open")
+        self._open.add(worker)
+
+    # -- dealing -----------------------------------------------------------------------------------------------------
+
+    def _deal(self, request: Request, added: Sequence[int] = ()) -> int:
+        """The worker of a request; `added`: tokens that each worker will get beside those that it has."""
+        prompt = request.key.epoch, request.key.prompt_index
+        if self._deal_by == "prompts" and self._first.get(prompt) in self._open:
+            return self._first[prompt]
+
+        def load(worker: int) -> int:
+            return self.outstanding(worker) + (added[worker] if added else 0)
+
+        chosen = min(sorted(self._open), key=load) if len(self._open) > 1 else next(iter(self._open))
+        if self._deal_by == "prompts":
+            self._first[prompt] = chosen
+        return chosen
+
+    def _settle_in(self, request_id: int, home: _Home) -> None:
+        """Notes where a live request is."""
+        self._homes[request_id] = home
+        self._limits[home.worker] += home.limit
+
+    def _leave(self, request_ids: Collection[int]) -> None:
+        """Forgets requests that ended."""
+        for request_id in request_ids:
+            home = self._homes.pop(request_id)
+            self._limits[home.worker] -= home.limit
+            self._done[home.worker] = None
+
+    def _move(self, source: int, target: int, request_ids: Sequence[int], by: How) -> HandedOver:
+        self._collect(source)
+        if by == "migrate":
+            self._collect(target)
+        live = [i for i in request_ids if i in self._homes]
+        if not live:
+            return HandedOver(0, 0, 0)
+        move, now, was_idle = hand_over if by == "migrate" else start_again, self._now(), self.engines[target].is_idle
+        moved = move(self.engines[source], self.engines[target], live)
+        # They go on no earlier than they stopped.
+        self._ticks[target] = max(self._ticks[target], self._ticks[source], now if was_idle else 0)
+        for request_id in live:
+            home = self._homes[request_id]
+            self._limits[source] -= home.limit
+            self._limits[target] += home.limit
+            self._homes[request_id] = replace(home, worker=target)
+        self._done[source] = self._done[target] = None
+        return moved
+
+    def _refuse_closed(self, worker: int) -> None:
+        if worker not in self._open:
+            raise ValueError(f"worker {worker} must be an open one, and {sorted(self._open)} are open")
+
+    # -- logical time ------------------------------------------------------------------------------------------------
+
+    def _begin_anew(self) -> None:
+        """All workers are idle: what was before decides nothing of what comes, so that a run that begins here again
+        goes on the same."""
+        self._ticks = [0] * len(self.engines)
+        self._told = 0
+        self._first.clear()
+
+    def _now(self) -> int:
+        """When a worker that was idle starts: with the busy one that is behind all others, else after what was told."""
+        busy = [self._ticks[worker] for worker, engine in enumerate(self.engines) if not engine.is_idle]
+        return min(busy, default=self._told)
+
+    def _due(self, worker: int) -> tuple[bool, int, int]:
+        """The order in which busy workers are served."""
+        engine, known = self.engines[worker], self._expected[worker]
+        times = engine.next_times()
+        if times is not None and times.index != known[0]:
+            known = self._expected[worker] = times.index, self._ticks_of(worker, times)
+        return engine.num_in_flight > 0, self._ticks[worker] + (0 if times is None else known[1]), worker
+
+    def _floor(self) -> int | None:
+        """No end of this tick or an earlier one is still to come; None: none at all is."""
+        busy = [self._ticks[worker] for worker, engine in enumerate(self.engines) if not engine.is_idle]
+        return min(busy, default=None)
+
+    def _ticks_of(self, worker: int, times: PlanTimes) -> int:
+        """At least one, so that what ends in a plan ends after everything that ended before it."""
+        return max(self._cost(worker, times), 1)
+
+    def _pass(self, worker: int, times: PlanTimes) -> None:
+        """A plan was collected."""
+        self._ticks[worker] += self._ticks_of(worker, times)
+        self._passed[worker][times.index] = self._ticks[worker]
+
+    def _collect(self, worker: int) -> None:
+        """Collects what a worker has in flight."""
+        self._hold(worker, self.engines[worker].drain())
+
+    def _hold(self, worker: int, ended: Sequence[Finished]) -> None:
+        """Takes in what ended in the plans collected so far."""
+        passed, self._passed[worker] = self._passed[worker], {}
+        several = len(self.engines) > 1
+        self._held += [_Held(passed[one.dispatch] if several else 0, worker, one) for one in ended]
+        self._leave([one.request_id for one in ended])
+        self._done[worker] = None
+
+    def _tell(self, floor: int | None) -> list[Finished]:
+        """What ended up to a tick, or all of it, in logical order."""
+        ready: list[_Held] = []
+        waiting: list[_Held] = []
+        for one in self._held:
+            (ready if floor is None or one.tick <= floor else waiting).append(one)
+        self._held = waiting
+        ready.sort(key=lambda one: one.order)
+        self._told = max([self._told, *(one.tick for one in ready)])
+        return [one.finished for one in ready]

@@ -1,0 +1,365 @@
+"""Several workers on real (virtual) devices: weights, memory, and tokens that do not depend on who draws them.
+
+What moves or switches in the middle of a batch runs in a process of its own (this file, called with what to do): a
+layout change that XLA cannot compile aborts the process on some versions.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import model_of, requests, weights_of
+
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.runtime.workers import WorkerSet
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request, resume
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.sharding import kv_migration
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh, submeshes
+from jaxrl.sharding.rules import train_shardings
+from jaxrl.types import Sample
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ExecutorConfig(
+    num_slots=4, num_blocks=60, block_size=8, max_length=96, max_prefill_tokens=16, decode_steps=2, dtype=jnp.float64
+)
+TIGHT = {"num_blocks": 15}  # the longest of four rows have 12 blocks each
+
+
+def worker_set(
+    name: str, degrees: Sequence[int], train: slice = slice(None), rollout: slice = slice(None), **sizes: Any
+) -> tuple[WorkerSet, Any]:
+    """A worker for each degree on the rollout's devices, without weights; and the trainer's weights on its own."""
+    devices, model = jax.devices(), model_of(name)
+    mesh, config = make_mesh(devices[rollout]), replace(SIZES, **({"max_tp": max(degrees)} | sizes))
+    params = jax.device_put(weights_of(name, "float64"), train_shardings(model, make_mesh(devices[train])))
+    parts = submeshes(mesh, len(degrees))
+    return WorkerSet(
+        mesh, [MeshExecutor(model, Layout(part, tp), config) for part, tp in zip(parts, degrees, strict=True)]
+    ), params
+
+
+def started(workers: WorkerSet, params: Any) -> Workers:
+    """Engines over workers that have weights and pools."""
+    workers.sync_weights(params, 3)
+    workers.allocate()
+    batcher = BatcherConfig(decode_steps=SIZES.decode_steps)
+    return Workers([Engine(executor, batcher) for executor in workers.executors])
+
+
+def house(name: str, degrees: Sequence[int], **sizes: Any) -> tuple[Workers, WorkerSet]:
+    workers, params = worker_set(name, degrees, **sizes)
+    return started(workers, params), workers
+
+
+def pointers(tree: Any) -> list[tuple[int, int]]:
+    """The device and the address of every shard of every leaf."""
+    leaves = jax.tree.leaves(tree)
+    return [(s.device.id, s.data.unsafe_buffer_pointer()) for leaf in leaves for s in leaf.addressable_shards]
+
+
+# ---------------------------------------------------------------- weights and memory
+
+
+SYNCS = {  # model, degrees, the trainer's devices, the rollout's
+    "in turns with training": ("smollm2", (2, 2), slice(None), slice(None)),
+    "single devices": ("llama", (1,) * 4, slice(4), slice(4)),
+    "other degrees": ("qwen2", (4, 1), slice(None), slice(None)),
+    "a trainer on other devices": ("smollm2", (1, 2), slice(4), slice(4, None)),
+    "one alone": ("llama", (2,), slice(4), slice(4)),
+}
+
+
+@pytest.mark.parametrize("case", SYNCS)
+def test_weights_come_to_all_workers_by_one_program(case: str, x64: None, monkeypatch: pytest.MonkeyPatch):
+    name, degrees, train, rollout = SYNCS[case]
+    workers, params = worker_set(name, degrees, train, rollout)
+    first, seen = workers.executors[0], []
+    form = first.rollout_form
+
+    def watched(*arguments: Any) -> Any:
+        whole = form(*arguments)
+        seen.append((pointers(whole), jax.tree.map(np.asarray, whole)))
+        return whole
+
+    monkeypatch.setattr(first, "rollout_form", watched)
+    workers.sync_weights(params, 7)
+    ((made, values),) = seen
+    for executor, tp in zip(workers.executors, degrees, strict=True):
+        for a, b in zip(jax.tree.leaves(executor._params), jax.tree.leaves(values), strict=True):
+            assert a.sharding.device_set == set(executor.layout.mesh.devices.flat)
+            np.testing.assert_array_equal(a, b)
+        assert executor.policy_version == 7
+        if tp == max(degrees):
+            assert set(pointers(executor._params)) <= set(made), "no copy"
+    if len(set(degrees)) == 1:
+        together = [at for executor in workers.executors for at in pointers(executor._params)]
+        assert sorted(together) == sorted(made), "nothing is left out"
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params)), "the trainer keeps its own"
+    owners = {id(leaf) for executor in workers.executors for leaf in jax.tree.leaves(executor._params)}
+    shared = [a for a in jax.live_arrays() if len(a.sharding.device_set) > 1 and set(pointers(a)) & set(made)]
+    assert {id(array) for array in shared} <= owners, "the whole arrays are gone"
+    # again, over the weights that are there
+    workers.sync_weights(params, 8)
+    assert {executor.policy_version for executor in workers.executors} == {8}
+
+
+def test_pools_are_allocated_where_there_is_none_and_all_are_freed(x64: None):
+    workers, params = worker_set("llama", (1, 1), slice(2), slice(2))
+    workers.sync_weights(params, 0)
+    workers.allocate()
+    left, right = workers.executors
+    kept = left._pool
+    right.release(weights=True)
+    assert (left.has_pool, right.has_pool, right.has_weights) == (True, False, False)
+    workers.allocate()
+    assert left._pool is kept
+    assert right.has_pool
+    workers.release()
+    assert not any(executor.has_pool for executor in workers.executors)
+    assert left.has_weights
+    workers.release(weights=True)
+    assert not any(executor.has_weights for executor in workers.executors)
+    assert workers.recompiles == 0
+
+
+# ---------------------------------------------------------------- what runs in a process of its own
+
+
+def run(workers: Workers, asked: Sequence[Request], at: Callable[[int], None] = lambda _: None) -> list[Sample]:
+    """Runs requests to their ends; `at` is called before each plan, with its number."""
+    for request in asked:
+        workers.add(request)
+    samples: dict[int, Sample] = {}
+    plan = 0
+    while not workers.is_idle:
+        at(plan)
+        for finished in workers.step():
+            assert finished.request_id not in samples, "told twice"
+            samples[finished.request_id] = finished.sample
+        plan += 1
+    return [samples[request.request_id] for request in asked]
+
+
+def assert_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.key == b.key
+        assert (a.token_ids.tolist(), a.finish_reason) == (b.token_ids.tolist(), b.finish_reason)
+        assert set(a.versions.tolist()) == {3}
+        np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=1e-9)
+        np.testing.assert_allclose(a.sampled_logprobs, b.sampled_logprobs, atol=1e-9)
+
+
+def plain(name: str, *all_degrees: tuple[int, ...], **sizes: Any) -> None:
+    """The first workers' samples are those of all others."""
+    asked, expected = requests(), None
+    for degrees in all_degrees:
+        workers, _ = house(name, degrees, **sizes)
+        found = run(workers, asked)
+        preempted = workers.counters.preemptions
+        assert (preempted > 0) == bool(sizes), f"{preempted} preemptions with {degrees}"
+        if len(degrees) > 1:
+            assert all(engine.counters.plans > 3 for engine in workers.engines), "all worked"
+        expected = found if expected is None else expected
+        assert_equal(found, expected)
+        print(name, degrees, preempted, "preemptions,", workers.counters.plans, "plans")
+
+
+def aborted(name: str, degrees: tuple[int, ...]) -> None:
+    """Requests that end early and go on later, with other workers' devices under them: the same tokens."""
+    asked = requests()
+    expected = run(house(name, (1,))[0], asked)
+    workers, _ = house(name, degrees)
+    ids = {request.request_id: i for i, request in enumerate(asked)}
+    kept: dict[int, Sample] = {}
+
+    def at(plan: int) -> None:
+        if plan == 9:
+            # those of one worker only: then the others have more to do, and what goes on is dealt anew
+            live = workers.engines[0].unfinished()[::2]
+            told.update((one.request_id, one.sample) for one in workers.drain())
+            live = [i for i in live if i in workers.unfinished()]
+            kept.update(zip(live, workers.abort(live), strict=True))
+            assert any(len(sample) for sample in kept.values())
+        if plan == 14:
+            for i, sample in kept.items():
+                request = replace(asked[ids[i]], request_id=1000 + i)
+                workers.add(resume(request, sample) if len(sample) else request)
+
+    told: dict[int, Sample] = {}
+    for request in asked:
+        workers.add(request)
+    plan = 0
+    while not workers.is_idle or plan <= 14:
+        at(plan)
+        told.update((one.request_id, one.sample) for one in workers.step())
+        plan += 1
+    assert_equal([told[i if i in told else 1000 + i] for i in ids], expected)
+
+
+def switched(name: str, degrees: tuple[int, ...], how: How) -> None:
+    """Every worker changes its layout at a time of its own; the others are not disturbed."""
+    asked = requests(12, 3)
+    expected = run(house(name, (1,), max_tp=4)[0], asked)
+    workers, executors = house(name, degrees, max_tp=4, num_slots=12, num_blocks=150)
+    done = []
+
+    def at(plan: int) -> None:
+        for worker, engine in enumerate(workers.engines):
+            if plan == 8 + 7 * worker:
+                tp = 4 if executors.executors[worker].tp < 4 else 1
+                assert engine.batcher.num_running > 1
+                done.append(engine.switch(tp, how))
+                assert executors.executors[worker].tp == tp
+
+    assert_equal(run(workers, asked, at), expected)
+    assert len(done) == len(degrees)
+    assert all((each.num_moved > 0) == (how == "migrate") for each in done)
+
+
+def moved(name: str, degrees: tuple[int, ...], how: How) -> None:
+    """Requests go from the first worker to the last and back, and a worker is closed and opened again."""
+    asked = requests(12, 3)
+    expected = run(house(name, (1,), max_tp=4)[0], asked)
+    workers, _ = house(name, degrees, max_tp=4, num_slots=12, num_blocks=150)
+    last, moves = len(degrees) - 1, []
+
+    def at(plan: int) -> None:
+        for due, source, target in ((6, 0, last), (14, last, 0)):
+            if plan == due:
+                live = set(workers.unfinished())
+                moves.append(
+                    workers.move([i for i in workers.engines[source].unfinished() if i in live][::2], target, how)
+                )
+        if plan == 20:
+            moves.append(workers.close(last, how))
+            assert not workers.engines[last].unfinished()
+        if plan == 30:
+            workers.open(last)
+        for engine in workers.engines:
+            engine.batcher.blocks.check()
+
+    assert_equal(run(workers, asked, at), expected)
+    assert len(moves) == 3
+    assert all(each.num_requests > 1 for each in moves)
+    assert all((each.num_moved > 0) == (how == "migrate") for each in moves)
+
+
+def failures(name: str) -> None:
+    """A switch that fails halfway goes back to the weights of another worker; without one, nothing is left."""
+    asked = requests(8, 2)
+    expected = run(house(name, (1,), max_tp=4)[0], asked)
+    workers, executors = house(name, (2, 2), max_tp=4)
+    left = workers.engines[0]
+    working = kv_migration.migrate
+
+    def breaks(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+    def at(plan: int) -> None:
+        if plan == 8:
+            kv_migration.migrate = breaks
+            with pytest.raises(SwitchFailed, match="its requests will be recomputed") as raised:
+                left.switch(4)
+            kv_migration.migrate = working
+            assert raised.value.is_usable
+            assert executors.executors[0].tp == 2
+
+    assert_equal(run(workers, asked, at), expected)
+    for request in asked:
+        workers.add(request)
+    for _ in range(6):
+        workers.step()
+    workers.settle()
+    executors.executors[1].drop_weights()
+    kv_migration.migrate = breaks
+    with pytest.raises(
+        SwitchFailed, match=r"so did the way back .*no other worker has the weights of version 3"
+    ) as raised:
+        left.switch(4)
+    assert not raised.value.is_usable
+    assert executors.executors[1].tp == 2
+
+
+def alone(call: str) -> None:
+    """Runs a call of this file in a process of its own."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    done = subprocess.run(
+        [sys.executable, __file__, call],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, f"{call}: status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    print(done.stdout)
+
+
+# ---------------------------------------------------------------- tests
+
+
+def test_two_single_devices_draw_what_one_draws(x64: None):
+    asked = requests(4, 3, 40)
+    one, two = (worker_set("llama", degrees, slice(2), slice(2)) for degrees in ((1,), (1, 1)))
+    samples = [run(started(*each), asked) for each in (one, two)]
+    assert_equal(*samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("smollm2", 2), ("qwen2", 2)])
+def test_two_and_four_workers_draw_what_one_draws(name: str, tp: int):
+    alone(f"plain({name!r}, ({tp},), ({tp},) * 2, ({tp},) * 4)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_under_preemption(tp: int):
+    alone(f"plain('smollm2', ({tp},), ({tp},) * 2, ({tp},) * 4, **TIGHT)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1, 1, 2)])
+def test_with_requests_that_end_early_and_go_on(degrees: tuple[int, ...]):
+    alone(f"aborted('llama', {degrees})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["migrate", "recompute"])
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 4)])
+def test_with_layouts_that_change(degrees: tuple[int, ...], how: str):
+    alone(f"switched('smollm2', {degrees}, {how!r})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["migrate", "recompute"])
+@pytest.mark.parametrize(("name", "degrees"), [("llama", (2, 2)), ("smollm2", (1, 4)), ("llama", (1, 1, 2, 2))])
+def test_with_requests_that_move(name: str, degrees: tuple[int, ...], how: str):
+    alone(f"moved({name!r}, {degrees}, {how!r})")
+
+
+@pytest.mark.slow
+def test_with_a_switch_that_fails():
+    alone("failures('llama')")
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    with jax.enable_x64(True):
+        exec(sys.argv[1])

@@ -1,0 +1,107 @@
+"""Ticks and moves of several workers by a latency profile: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from checking import make_engine, make_request
+
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Capacity
+from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.scheduling.tokens.workers import Workers
+
+IDENTITY = ProfileIdentity("tiny", "abc", "cpu", 4, "0.10.2", "float32")
+DECODE = tuple(
+    Measurement(tp, batch, context, seconds / tp)
+    for tp in (1, 2)
+    for batch, context, seconds in ((1, 100, 0.010), (1, 200, 0.012), (4, 100, 0.020), (4, 200, 0.030))
+)
+PREFILL = tuple(
+    Measurement(tp, 1, context, seconds / tp) for tp in (1, 2) for context, seconds in ((50, 0.04), (100, 0.10))
+)
+CAPACITIES = {tp: Capacity(4 // tp, 4 * tp, 40 * tp, 4, 64) for tp in (1, 2)}
+
+
+def profile(kv_s_per_token: float = 0.001, switches: bool = True) -> Profile:
+    costs = (SwitchCost(1, 2, 1.0, kv_s_per_token, 0.5), SwitchCost(2, 1, 1.0, kv_s_per_token / 2, 0.5))
+    return Profile(IDENTITY, DECODE, PREFILL, costs if switches else ())
+
+
+def engine(tp: int, lengths: dict) -> Engine:
+    own = CAPACITIES[tp]
+    made, _ = make_engine(
+        lengths,
+        num_groups=own.num_groups,
+        num_slots=own.num_slots,
+        num_blocks=own.num_blocks,
+        max_prefill_tokens=own.max_prefill_tokens,
+        layouts=CAPACITIES,
+        tp=tp,
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("worker", "steps", "prefill", "batch", "context", "seconds"),
+    [
+        (0, 16, 0, 1, 100.0, 16 * 0.010),
+        (1, 16, 0, 1, 100.0, 16 * 0.005),
+        (1, 10, 0, 4, 600.0, 10 * 0.025 / 2),  # halfway between 400 and 800 tokens
+        (0, 0, 400, 4, 0.0, 0.10),  # a row of 100 tokens in each of four groups
+        (1, 0, 100, 4, 0.0, 0.02),  # a row of 50 in each of two
+        (0, 8, 200, 1, 100.0, 0.04 + 8 * 0.010),
+        (0, 0, 0, 0, 0.0, 0.0),  # all rows had stopped
+    ],
+)
+def test_ticks_are_predicted_nanoseconds(
+    worker: int, steps: int, prefill: int, batch: int, context: float, seconds: float
+):
+    ticks = PredictedTicks(LatencyPredictor(profile()), [engine(1, {}), engine(2, {})])
+    for duration_s in (0.0, 7.0):  # what a clock measured does not count
+        times = PlanTimes(0, steps, duration_s, prefill, batch, context, was_queued=True)
+        assert ticks(worker, times) == pytest.approx(seconds * 1e9, abs=1)
+
+
+def test_unequal_workers_keep_their_own_pace():
+    """A worker with tp 2 is twice as fast: it is served twice as often."""
+    requests = [make_request(i, num_prompt=10, max_tokens=100, prompt=i) for i in range(2)]
+    lengths = {request.key: 100 for request in requests}
+    engines = [engine(tp, lengths) for tp in (1, 2)]
+    workers = Workers(engines, ticks=PredictedTicks(LatencyPredictor(profile()), engines))
+    for request in requests:
+        workers.add(request)
+    while engines[1].counters.plans < 16:
+        workers.step()
+    assert engines[0].counters.plans == pytest.approx(8, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("kv_s_per_token", "expected"),
+    [
+        # a row of 50 or so tokens in each of two target groups takes 0.02 s to prefill; so many tokens are sent in
+        (0.0001, "migrate"),
+        (0.001, "recompute"),
+    ],
+)
+def test_what_is_predicted_to_be_cheaper_is_done(kv_s_per_token: float, expected: str):
+    requests = [make_request(i, num_prompt=45, max_tokens=100, prompt=i) for i in range(2)]
+    lengths = {request.key: 100 for request in requests}
+    source, target = engine(1, lengths), engine(2, lengths)
+    for request in requests:
+        source.add(request)
+    source.step()
+    source.settle()
+    predictor = LatencyPredictor(profile(kv_s_per_token))
+    assert cheaper_move(predictor, source, target, [0, 1]) == expected
+    with pytest.raises(ValueError, match="no costs of a switch"):
+        cheaper_move(LatencyPredictor(profile(switches=False)), source, target, [0])
+
+
+def test_requests_without_kv_take_their_tokens_alone():
+    requests = [make_request(0)]
+    source, target = engine(1, {requests[0].key: 9}), engine(1, {})
+    source.add(requests[0])
+    assert cheaper_move(LatencyPredictor(profile()), source, target, [0]) == "recompute"

@@ -1,0 +1,448 @@
+"""Several workers that look like one, over replayed lengths with a shadow of the KV cache
+(`tests/support/checking.py`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from checking import CheckingExecutor, assert_empty, assert_whole, make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.plan import Request, resume
+from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.scheduling.tokens.workers import PREFILL_TOKENS_PER_STEP, Deal, Workers, step_ticks
+from jaxrl.types import Sample
+
+
+def build(
+    requests: Sequence[Request], lengths: Sequence[int], num_workers: int = 2, deal: Deal = "tokens", **more: Any
+) -> tuple[Workers, list[CheckingExecutor]]:
+    of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
+    pairs = [make_engine(of, **more) for _ in range(num_workers)]
+    return Workers([engine for engine, _ in pairs], deal), [executor for _, executor in pairs]
+
+
+def run(workers: Workers | Engine) -> list[Finished]:
+    told: list[Finished] = []
+    while not workers.is_idle:
+        told += workers.step()
+    return told
+
+
+def homes(workers: Workers) -> list[tuple[int, ...]]:
+    return [engine.unfinished() for engine in workers.engines]
+
+
+# ---------------------------------------------------------------- dealing
+
+
+@pytest.mark.parametrize(
+    ("deal", "expected"),
+    [("tokens", [(0, 2, 4), (1, 3, 5)]), ("prompts", [(0, 1, 4, 5), (2, 3)])],
+)
+def test_requests_are_dealt(deal: Deal, expected: list[tuple[int, ...]]):
+    requests = [make_request(i, prompt=i // 2, sample=i % 2, share=True) for i in range(6)]
+    workers, _ = build(requests, [5] * 6, deal=deal)
+    for request in requests:
+        workers.add(request)
+    assert homes(workers) == expected
+    assert workers.unfinished() == (0, 1, 2, 3, 4, 5)
+
+
+def test_what_a_request_may_still_take_is_what_counts():
+    """A request of 3 + 40 tokens outweighs two of 3 + 15; once it has run for long, a waiting one outweighs it."""
+    sizes = [40, 15, 15, 15, 15]
+    requests = [make_request(i, max_tokens=most, prompt=i) for i, most in enumerate(sizes)]
+    workers, _ = build(requests, sizes, num_slots=1)
+    for request in requests[:4]:
+        workers.add(request)
+    assert homes(workers) == [(0,), (1, 2, 3)]
+    assert [workers.outstanding(i) for i in range(2)] == [43, 54]
+    while workers.engines[0].batcher.counters.steps < 28:
+        workers.step()
+    assert workers.outstanding(0) < 15 < 3 + 15 <= workers.outstanding(1)
+    workers.add(requests[4])
+    assert workers.engines[0].unfinished() == (0, 4)
+
+
+def test_a_prompt_stays_with_the_worker_of_its_first_sample_until_all_are_idle():
+    requests = [make_request(i, prompt=prompt, sample=i) for i, prompt in enumerate((0, 1, 1, 1, 0, 2, 1))]
+    workers, _ = build(requests, [9] * 7, deal="prompts")
+    for request in requests[:6]:
+        workers.add(request)
+    assert homes(workers) == [(0, 4, 5), (1, 2, 3)]
+    run(workers)
+    workers.add(requests[6])
+    assert homes(workers) == [(6,), ()], "dealt anew"
+
+
+# ---------------------------------------------------------------- logical time
+
+
+def test_ticks_are_steps_and_prefill_tokens():
+    assert step_ticks(0, PlanTimes(0, 16, 1.5, 0, 4, 99.0, True)) == 16 * PREFILL_TOKENS_PER_STEP
+    assert step_ticks(0, PlanTimes(0, 0, 9.5, 77, 4, 99.0, True)) == 77
+
+
+def test_every_worker_gets_a_plan_before_the_host_waits():
+    requests = [make_request(i, prompt=i) for i in range(3)]
+    workers, executors = build(requests, [20] * 3, num_workers=3)
+    for request in requests:
+        workers.add(request)
+    for submitted in ([1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2], [3, 2, 2]):
+        assert workers.step() == []
+        assert [len(executor.plans) for executor in executors] == submitted
+        assert max(engine.num_in_flight for engine in workers.engines) <= 1
+
+
+def test_the_worker_whose_plan_should_end_first_is_served():
+    """Plans of worker 0 cost 3, those of worker 1 cost 1: three of the one for each of the other."""
+    requests = [make_request(i, max_tokens=90, prompt=i) for i in range(2)]
+    of = {request.key: 90 for request in requests}
+    engines = [make_engine(of)[0] for _ in range(2)]
+    workers = Workers(engines, ticks=lambda worker, times: (3, 1)[worker] * times.num_steps)
+    for request in requests:
+        workers.add(request)
+    served: list[int | None] = []
+    for _ in range(14):
+        served.append(workers.turn)
+        workers.step()
+    assert served == [0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
+
+
+def test_an_end_is_held_until_no_worker_can_bring_an_earlier_one():
+    """Worker 1 is served less often: what ends in worker 0 waits until worker 1 has come as far."""
+    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(2)]
+    of = {requests[0].key: 6, requests[1].key: 11}
+    workers = Workers([make_engine(of)[0] for _ in range(2)])
+    for request in requests:
+        workers.add(request)
+    told: list[tuple[int, int, int]] = []
+    while not workers.is_idle:
+        told += [(one.request_id, workers.tick(0), workers.tick(1)) for one in workers.step()]
+    assert [one[0] for one in told] == [0, 1]
+    (_, own, other), *_ = told
+    assert other >= own == 3 + 4 * PREFILL_TOKENS_PER_STEP + 1 * PREFILL_TOKENS_PER_STEP
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12))
+def test_ends_are_told_by_tick_then_worker(drawn: list[tuple[int, int, int]]):
+    """Workers whose steps cost 3, 2 and 1 ticks: the order is that of the sums of their plans' costs."""
+    requests, lengths = requests_of(drawn)
+    of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
+    costs: list[dict[int, int]] = [{}, {}, {}]
+
+    def ticks(worker: int, times: PlanTimes) -> int:
+        costs[worker][times.index] = (3, 2, 1)[worker] * times.num_steps + times.prefill_tokens
+        return costs[worker][times.index]
+
+    workers = Workers([make_engine(of, **SMALL)[0] for _ in costs], ticks=ticks)
+    for request in requests:
+        workers.add(request)
+    home = {request_id: worker for worker, own in enumerate(homes(workers)) for request_id in own}
+    order = [
+        (sum(max(costs[worker][i], 1) for i in range(one.dispatch + 1)), worker, one.dispatch, one.dp_group, one.slot)
+        for one in run(workers)
+        for worker in (home[one.request_id],)
+    ]
+    assert len(order) == len(requests)
+    assert order == sorted(order)
+
+
+def test_an_idle_worker_starts_where_the_others_are():
+    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(3)]
+    workers, _ = build(requests, [50, 2, 40])
+    workers.add(requests[0])
+    workers.add(requests[1])
+    told: list[Finished] = []
+    while not told or not workers.engines[1].is_idle:
+        told += workers.step()
+    behind, ahead = workers.tick(1), workers.tick(0)
+    while workers.tick(0) < ahead + 2000:
+        workers.step()
+    assert workers.tick(1) == behind < workers.tick(0)
+    workers.add(requests[2])
+    assert workers.tick(1) == workers.tick(0)
+    assert homes(workers) == [(0,), (2,)]
+    run(workers)
+    workers.add(make_request(9, prompt=0))
+    assert [workers.tick(i) for i in range(2)] == [0, 0], "all were idle: a new beginning"
+
+
+# ---------------------------------------------------------------- aborts, moves, closing
+
+
+def test_an_end_that_was_not_told_is_aborted():
+    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(2)]
+    workers, _ = build(requests, [2, 50])
+    for request in requests:
+        workers.add(request)
+    while 0 in workers.engines[0].unfinished():
+        assert workers.step() == []
+    assert workers.unfinished() == (1,)
+    samples = workers.abort([1, 0])
+    assert [sample.key for sample in samples] == [requests[1].key, requests[0].key]
+    assert [sample.finish_reason for sample in samples] == ["abort", "abort"]
+    assert len(samples[1]) == 2
+    assert run(workers) == []
+    with pytest.raises(ValueError, match=r"abort\(\[0\]\): every id must be live and named once; not live: \[0\]"):
+        workers.abort([0])
+
+
+def test_an_abort_after_a_drain_keeps_all_tokens():
+    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(4)]
+    workers, _ = build(requests, [50] * 4)
+    for request in requests:
+        workers.add(request)
+    for _ in range(8):
+        workers.step()
+    assert workers.drain() == []
+    samples = workers.abort([0, 1, 2, 3])
+    steps = [engine.counters.steps for engine in workers.engines]
+    assert [len(sample) for sample in samples] == [1 + steps[i % 2] for i in range(4)]
+    assert workers.is_idle
+    for request, sample in zip(requests, samples, strict=True):
+        workers.add(resume(request, sample))
+    for one in run(workers):
+        assert_whole(one.sample, requests[one.request_id], 50)
+
+
+@pytest.mark.parametrize("by", ["migrate", "recompute"])
+def test_a_request_moves_there_and_back(by: How):
+    requests = [make_request(i, num_prompt=5, max_tokens=60, prompt=i) for i in range(4)]
+    workers, _ = build(requests, [50] * 4)
+    for request in requests:
+        workers.add(request)
+    for _ in range(6):
+        workers.step()
+    there = workers.move([0, 2], 1, by)
+    assert (there.num_requests, there.num_seated > 0, there.num_moved > 0) == (2, by == "migrate", by == "migrate")
+    assert homes(workers) == [(), (1, 3, 0, 2)]
+    assert workers.move([0], 1, by).num_requests == 0, "it is there"
+    for _ in range(6):
+        workers.step()
+    workers.move([2, 1], 0, by)
+    assert homes(workers) == [(1, 2), (3, 0)]
+    told = run(workers)
+    assert sorted(one.request_id for one in told) == [0, 1, 2, 3]
+    for one in told:
+        assert_whole(one.sample, requests[one.request_id], 50)
+    assert (workers.counters.admissions > 4) == (by == "recompute"), "KV that came along is not computed again"
+    for engine in workers.engines:
+        assert_empty(engine)
+
+
+def test_a_closed_worker_has_nothing_and_gets_nothing():
+    requests = [make_request(i, max_tokens=60, prompt=i) for i in range(8)]
+    workers, _ = build(requests, [40] * 8, num_workers=3)
+    for request in requests[:6]:
+        workers.add(request)
+    assert homes(workers) == [(0, 3), (1, 4), (2, 5)]
+    for _ in range(5):
+        workers.step()
+    assert workers.num_rows == 12
+    assert workers.close(1).num_requests == 2
+    assert homes(workers) == [(0, 3, 1), (), (2, 5, 4)]
+    assert workers.engines[1].is_idle
+    assert (workers.num_open, workers.num_rows, workers.is_open(1)) == (2, 8, False)
+    workers.add(requests[6])
+    with pytest.raises(ValueError, match="worker 1 must be an open one"):
+        workers.move([0], 1)
+    with pytest.raises(ValueError, match="worker 1 must be an open one"):
+        workers.close(1)
+    workers.close(0)
+    with pytest.raises(ValueError, match=r"close\(2\): it is the only open worker"):
+        workers.close(2)
+    assert set(workers.engines[2].unfinished()) == set(range(7))
+    workers.open(1)
+    with pytest.raises(ValueError, match=r"open\(1\): it must be a closed worker"):
+        workers.open(1)
+    workers.add(requests[7])
+    assert homes(workers)[1] == (7,)
+    told = run(workers)
+    assert sorted(one.request_id for one in told) == list(range(8))
+    for one in told:
+        assert_whole(one.sample, requests[one.request_id], 40)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda workers: workers.move([7], 1), r"move\(\[7\]\): every id must be live and named once; not live: \[7\]"),
+        (lambda workers: workers.move([0, 0], 1), r"move\(\[0, 0\]\): every id must be live and named once"),
+        (lambda workers: workers.abort([0, 0]), r"abort\(\[0, 0\]\): every id must be live and named once"),
+        (lambda workers: workers.add(make_request(0)), "request 0 .*: a request with this id is live"),
+        (lambda workers: workers.move([0], 2), "worker 2 must be an open one"),
+    ],
+)
+def test_refusals(act: Callable[[Workers], object], message: str):
+    requests = [make_request(i, prompt=i) for i in range(2)]
+    workers, _ = build(requests, [9] * 2)
+    for request in requests:
+        workers.add(request)
+    before = homes(workers)
+    with pytest.raises(ValueError, match=message):
+        act(workers)
+    assert homes(workers) == before
+    with pytest.raises(ValueError, match="there must be at least one engine"):
+        Workers([])
+
+
+# ---------------------------------------------------------------- whatever happens
+
+Act = tuple[Literal["step", "add", "abort", "again", "move", "close", "open", "drain"], int]
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["step"] * 6 + ["add", "add", "abort", "again", "move", "move", "close", "open", "drain"]),
+        st.integers(0, 10**6),
+    ),
+    min_size=10,
+    max_size=60,
+)
+
+
+@dataclass
+class Run:
+    """What became of the requests: those that were told, in order, and those that were aborted for good."""
+
+    told: list[Finished]
+    aborted: dict[int, Sample]
+    requests: dict[int, Request]
+
+
+def play(workers: Workers | Engine, requests: Sequence[Request], acts: Sequence[Act]) -> Run:
+    """Adds requests and does what `acts` says; every number picks something by its remainder."""
+    done, waiting, ids = Run([], {}, {}), list(requests[len(requests) // 2 :]), len(requests)
+    for request in requests[: len(requests) // 2]:
+        workers.add(request)
+        done.requests[request.request_id] = request
+    for name, number in acts:
+        chance = random.Random(number)
+        live = workers.unfinished()
+        some = chance.sample(live, chance.randint(0, len(live)))
+        match name:
+            case "step":
+                for _ in range(1 + number % 3):
+                    done.told += workers.step()
+            case "add":
+                for request in waiting[:3]:
+                    workers.add(request)
+                    done.requests[request.request_id] = request
+                del waiting[:3]
+            case "abort":
+                done.aborted |= dict(zip(some[:2], workers.abort(some[:2]), strict=True))
+            case "again":  # aborted with its tokens, and added again with them
+                done.told += workers.drain()
+                some = [i for i in some if i in workers.unfinished()]
+                for i, sample in zip(some, workers.abort(some), strict=True):
+                    again = resume(done.requests.pop(i), sample)
+                    done.requests[ids] = again = Request(
+                        ids,
+                        again.key,
+                        again.prompt_ids,
+                        again.params,
+                        again.share,
+                        again.generated,
+                        again.generated_sampled_logprobs,
+                        again.generated_rollout_logprobs,
+                        again.generated_versions,
+                    )
+                    workers.add(again)
+                    ids += 1
+            case "drain":
+                done.told += workers.drain()
+            case _ if isinstance(workers, Workers) and len(workers.engines) > 1:
+                _rearrange(workers, name, number, some)
+    for request in waiting:
+        workers.add(request)
+        done.requests[request.request_id] = request
+    done.told += run(workers)
+    return done
+
+
+def _rearrange(workers: Workers, name: str, number: int, some: Sequence[int]) -> None:
+    by: How = ("migrate", "recompute")[number % 2]
+    states = {state: [i for i in range(len(workers.engines)) if workers.is_open(i) == state] for state in (True, False)}
+    if name == "move":
+        workers.move(some, states[True][number % len(states[True])], by)
+    elif name == "close" and workers.num_open > 1:
+        closed = states[True][number % len(states[True])]
+        workers.close(closed, by)
+        assert workers.engines[closed].is_idle
+    elif name == "open" and states[False]:
+        workers.open(states[False][number % len(states[False])])
+    for engine in workers.engines:
+        engine.batcher.blocks.check()
+    live = [i for engine in workers.engines for i in engine.unfinished()]
+    assert sorted(live) == sorted(workers.unfinished()), "each on exactly one worker"
+
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12)
+
+
+def requests_of(drawn: Sequence[tuple[int, int, int]]) -> tuple[list[Request], list[int]]:
+    """Requests of four prompts with prompts of their own lengths, and how long each response is."""
+    requests = [
+        make_request(i, num_prompt=4 + 3 * prompt, max_tokens=most, prompt=prompt, sample=i, share=True)
+        for i, (most, prompt, _) in enumerate(drawn)
+    ]
+    return requests, [length for _, _, length in drawn]
+
+
+SMALL = {"num_blocks": 20, "num_slots": 3, "max_prefill_tokens": 16, "num_groups": 2}
+
+
+@settings(max_examples=120, deadline=None)
+@given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]))
+def test_every_request_ends_once_and_whole_whatever_happens(
+    drawn: list[tuple[int, int, int]], acts: list[Act], num_workers: int, deal: Deal
+):
+    requests, lengths = requests_of(drawn)
+    workers, executors = build(requests, lengths, num_workers, deal, **SMALL)
+    done = play(workers, requests, acts)
+    ended = [one.request_id for one in done.told] + list(done.aborted)
+    assert sorted(ended) == sorted(done.requests), "each ends once"
+    by_key = dict(zip((request.key for request in requests), lengths, strict=True))
+    for one in done.told:
+        request = done.requests[one.request_id]
+        assert_whole(one.sample, request, by_key[request.key])
+    for sample in done.aborted.values():
+        assert sample.finish_reason == "abort"
+    for engine in workers.engines:
+        assert_empty(engine)
+    # the same once more, on executors that answer the same and measure other times: same plans, same order
+    again, others = build(requests, lengths, num_workers, deal, **SMALL)
+    for factor, executor in enumerate(others):
+        executor.inner._cost = lambda plan, steps, by=factor: by + plan.index % 3 + steps
+    repeated = play(again, requests, acts)
+    assert [executor.plans for executor in others] == [executor.plans for executor in executors]
+    assert [(one.request_id, one.dispatch) for one in repeated.told] == [
+        (one.request_id, one.dispatch) for one in done.told
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, ACTS)
+def test_one_worker_is_its_engine(drawn: list[tuple[int, int, int]], acts: list[Act]):
+    requests, lengths = requests_of(drawn)
+    of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
+    bare, executor = make_engine(of, **SMALL)
+    alone, same = make_engine(of, **SMALL)
+    first, second = play(bare, requests, acts), play(Workers([alone]), requests, acts)
+    assert executor.plans == same.plans
+    assert [_plain(one) for one in first.told] == [_plain(one) for one in second.told]
+    assert list(first.aborted) == list(second.aborted)
+    assert bare.counters == alone.counters
+
+
+def _plain(one: Finished) -> tuple[Any, ...]:
+    sample = one.sample
+    return one.request_id, one.dispatch, one.dp_group, one.slot, sample.token_ids.tolist(), sample.finish_reason

@@ -1,0 +1,80 @@
+"""Requests, and whole simulated runs of a large model on eight devices, whose layouts may adapt."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from sim_machine import STOP
+
+from jaxrl.config import SimulatedLengths, SimulatedTask, from_mapping
+from jaxrl.loop import Hooks
+from jaxrl.models.shapes import named_shape
+from jaxrl.record.state import dump_state, load_state
+from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.hardware import H100
+from jaxrl.sim.workload import ModelledWorkload
+from jaxrl.types import Sample, SampleKey, SamplingParams
+
+LARGE = named_shape("Llama-3.1-8B")
+TASK = SimulatedTask("t", response=SimulatedLengths(400, 1.2), prompt_median=60, prompt_sigma=0.3)
+WORKLOAD = ModelledWorkload(5, (TASK,), max_response_length=4096, max_prompt_length=100)
+
+
+def config(**layout: Any) -> Any:
+    return from_mapping(
+        {
+            "model": {"path": "Llama-3.1-8B"},
+            "data": {"train_batch_size": 4, "max_prompt_length": 100, "max_response_length": 4096},
+            "rollout": {
+                "n": 8,
+                "dtype": "bfloat16",
+                "num_blocks": 4000,
+                "decode_steps": 64,
+                "tensor_model_parallel_size": 1,
+                "layout": {"profile": "of the modelled devices", **layout},
+            },
+            "actor": {"offload_optimizer": True, "ppo_max_token_len_per_gpu": 8192},
+            "trainer": {"total_training_steps": 4, "save_freq": 1, "num_devices": 8},
+            "simulate": {"num_prompts": 100},
+        }
+    )
+
+
+def run(
+    made: Any, state: str | None = None
+) -> tuple[Simulation, dict[int, dict[str, float]], list[Sample], dict[int, str]]:
+    metrics: dict[int, dict[str, float]] = {}
+    samples: list[Sample] = []
+    saved: dict[int, str] = {}
+
+    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
+        metrics[step] = measured
+        samples.extend(sample for group in groups for sample in group.samples)
+
+    def save(step: int, host: Any) -> None:
+        saved[step] = dump_state(
+            host if simulation.layouts is None else host | {"layouts": simulation.layouts.state_dict()}
+        )
+
+    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
+    simulation = build(made, RooflineCost(LARGE, H100), WORKLOAD, hooks)
+    if state is not None:
+        found = load_state(state, "test")
+        assert simulation.layouts is not None
+        simulation.layouts.load_state_dict(found["layouts"])
+        simulation.loop.load_host_state(found)
+    assert simulation.loop.run()
+    return simulation, metrics, samples, saved
+
+
+def requests(seed: int) -> tuple[list[Request], dict[SampleKey, int]]:
+    rng = random.Random(seed)
+    made = []
+    for i in range(24):
+        of = SampleKey(0, i // 2, i % 2)
+        params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
+        made.append(Request(i, of, (0,) * (1 + 5 * (i // 2) % 17), params, share=(0, i // 2)))
+    return made, {request.key: rng.randint(5, 40) for request in made}
