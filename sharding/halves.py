@@ -26,10 +26,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import submeshes
 
 Tree = Any
 
@@ -59,12 +58,12 @@ class Half:
     @property
     def mesh(self) -> Mesh:
         """The half as a factored mesh of its own, with the whole's minor axes."""
-        return _part(self.whole, self.index)
+        return submeshes(self.whole, 2)[self.index]
 
     @property
     def other(self) -> Mesh:
         """The other half."""
-        return _part(self.whole, 1 - self.index)
+        return submeshes(self.whole, 2)[1 - self.index]
 
     def lend(self, tree: Tree, shardings: Tree) -> Tree:
         """Copies of arrays of the whole mesh, on the half.
@@ -128,16 +127,11 @@ class Half:
 
     def _shards(self, array: jax.Array, index: int, spec: PartitionSpec, dim: int | None) -> jax.Array:
         """The shards of the half of this index, as an array of it, without a copy: half as long in `dim`, if any."""
-        mesh = _part(self.whole, index)
+        mesh = submeshes(self.whole, 2)[index]
         devices = set(mesh.devices.flat)
         shape = tuple(size // 2 if i == dim else size for i, size in enumerate(array.shape))
         shards = [shard.data for shard in array.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), shards)
-
-
-@lru_cache(maxsize=16)
-def _part(whole: Mesh, index: int) -> Mesh:
-    return make_mesh(np.ravel(whole.devices[index]).tolist())
 
 
 def _dim_of(whole: Any, half: NamedSharding) -> int | None:

@@ -92,6 +92,11 @@ class TrainPrograms(CompiledPrograms):
         """
         super().__init__()
         self._updates = updates
+        self._made_with: dict[str, Any] = {
+            "total_updates": total_updates,
+            "trainable": trainable,
+            "interpret": interpret,
+        }
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
         m, self.platform = model_config, mesh.devices.flat[0].platform
@@ -120,6 +125,10 @@ class TrainPrograms(CompiledPrograms):
         empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, self._batch(mesh.size, 16))
         numbers: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
         self.sums = dataclasses.replace(numbers, gradients=self.trainable)
+
+    def without_updates(self, mesh: Mesh) -> TrainPrograms:
+        """The same for another mesh, for gradients alone."""
+        return TrainPrograms(self.config, self.model_config, mesh, **self._made_with, updates=False)
 
     def partition(self, params: Tree) -> tuple[Tree, Tree]:
         """(trainable, frozen): the weights' two parts."""

@@ -51,7 +51,7 @@ class TrainStream:
 
     Example::
 
-        stream = TrainStream(trainer, half, programs)      # programs: of half.mesh, options as the trainer's
+        stream = TrainStream(trainer, half)
         stream.open()
         stream.give(groups, step)                          # scored, and certain to be in the batch of `step`
         while not stream.poll():
@@ -61,24 +61,22 @@ class TrainStream:
         trainer.apply()
 
     Attributes:
-      half: the devices.
+      half: the devices. programs: what runs there.
       given: keys of the prompts that were given since `open`, as they were given together.
     """
 
-    def __init__(self, trainer: Trainer, half: Half, programs: TrainPrograms) -> None:
-        """`programs`: of the half's mesh and without updates, and otherwise made as the trainer's own.
-
-        Raises ValueError where trainer, half and programs are not of the same devices.
-        """
-        if half.whole != trainer.mesh or programs.mesh != half.mesh:
+    def __init__(self, trainer: Trainer, half: Half) -> None:
+        """Raises ValueError where the half is not one of the trainer's devices."""
+        if half.whole != trainer.mesh:
             raise ValueError(
-                f"the stream trainer needs a half of the trainer's {trainer.mesh.size} devices and programs for it, "
-                f"found a half of {half.whole.size} and programs for {programs.mesh.size}"
+                f"the stream trainer needs a half of the trainer's {trainer.mesh.size} devices, found a half of "
+                f"{half.whole.size} devices"
             )
         self.half = half
+        self.programs = trainer.programs.without_updates(half.mesh)
         self.given: list[list[tuple[int, int]]] = []
         self._trainer = trainer
-        self._passes = Passes(programs)
+        self._passes = Passes(self.programs)
         self._weights: _Weights | None = None
         self._work: Work | None = None
         self._running: deque[Any] = deque()  # arrays, of which the oldest is there first
@@ -93,7 +91,7 @@ class TrainStream:
     def open(self) -> None:
         """Copies the trainer's weights, and the reference's, to the half. Nothing is waited for but copies."""
         assert not self.is_open, "the stream is open already"
-        self._weights = _Weights(self.half, self._passes.programs, self._trainer.params, self._trainer.ref_params)
+        self._weights = _Weights(self.half, self.programs, self._trainer.params, self._trainer.ref_params)
 
     def give(self, groups: Sequence[Group], step: int) -> None:
         """Begins the gradients of scored groups that will be in the batch of update `step`, in this order; nothing
@@ -159,7 +157,7 @@ class TrainStream:
         batch.loss_masks = preparation.loss_masks(config, batch, step)
         preparation.set_advantages(config, groups, batch)
         self._ahead = AHEAD
-        trainable, frozen = self._passes.programs.partition(weights.on_device("actor"))
+        trainable, frozen = self.programs.partition(weights.on_device("actor"))
         yield from self._passes.accumulate(trainable, frozen, batch)
         self._batches.append(batch)
 

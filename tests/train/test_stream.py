@@ -14,7 +14,6 @@ from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.sharding.halves import Half
 from jaxrl.train import preparation
-from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.stream import TrainStream
 from jaxrl.types import Group, TrainBatch
@@ -45,11 +44,10 @@ def prepared(trainer: Trainer, groups: Sequence[Group]) -> TrainBatch:
 
 
 def stream_of(trainer: Trainer, index: int = 0) -> TrainStream:
-    half = Half(trainer.mesh, index)
-    programs = TrainPrograms(trainer.config, trainer.model_config, half.mesh, updates=False)
-    for each in (programs, trainer.programs):
+    stream = TrainStream(trainer, Half(trainer.mesh, index))
+    for each in (stream.programs, trainer.programs):
         each.microbatches = each.microbatches[-1:]  # one shape: less to compile
-    return TrainStream(trainer, half, programs)
+    return stream
 
 
 def streamed(trainer: Trainer, stream: TrainStream, calls: list[list[Group]], rest: list[Group]) -> TrainBatch:
@@ -223,7 +221,7 @@ def test_memory_is_that_of_the_module(make_config, make_batch, make_trainer):
     stream.abandon()  # all constants of programs are there
     before = bytes_on(own, default), bytes_on(other, default)
     stream.open()
-    programs = stream._passes.programs
+    programs = stream.programs
     shares = [
         sharding.shard_shape(x.shape)
         for x, sharding in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(programs.shardings), strict=True)
@@ -243,5 +241,5 @@ def test_memory_is_that_of_the_module(make_config, make_batch, make_trainer):
 
 def test_other_devices_are_refused(make_config, make_trainer):
     trainer, other = make_trainer(make_config(), 2), make_trainer(make_config(), 4)
-    with pytest.raises(ValueError, match="needs a half of the trainer's 2 devices and programs for it, found a half"):
-        TrainStream(trainer, Half(other.mesh, 0), other.programs)
+    with pytest.raises(ValueError, match="needs a half of the trainer's 2 devices, found a half of 4 devices"):
+        TrainStream(trainer, Half(other.mesh, 0))

@@ -41,6 +41,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.config.options import StreamSection
+from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 
 SCHEMA = 1
@@ -94,6 +95,19 @@ class WorkerLoad:
     @property
     def num_tokens(self) -> int:
         return sum(request.num_tokens for request in self.requests)
+
+
+def load_of(engine: Engine) -> WorkerLoad:
+    """The state of a worker's engine, without what the plans in flight will bring."""
+    batcher, capacity = engine.batcher, engine.batcher.capacity
+    written = {progress.request.request_id: num_tokens for progress, num_tokens in batcher.rows()}
+    requests: list[LeftRequest] = []
+    for request_id in batcher.live():
+        progress = batcher.progress(request_id)
+        num_response = written.get(request_id, progress.num_tokens)
+        requests.append(LeftRequest(progress.num_prompt, num_response, progress.request.params.max_tokens))
+    blocks = capacity.num_groups * (capacity.num_blocks - 1)
+    return WorkerLoad(tuple(requests), blocks * capacity.block_size, capacity.num_groups * capacity.num_slots)
 
 
 @dataclass(frozen=True, slots=True)
