@@ -275,7 +275,7 @@ class Run:
             layouts = build_layouts(config, self.profile, mesh, engines.engines, row_sizes(config, workers), *kept)
         stream: StreamSession | None = None
         if config.trainer.stream.enable:
-            stream, self.gradients = build_stream(self.trainer, engines, workers, journal)
+            stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         backend = RolloutBackend(
             engines,

@@ -25,6 +25,7 @@ from jaxrl.models.loading import checked_path, config_of, load_model, resolve_pa
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,
     layout_degrees,
@@ -286,7 +287,7 @@ def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
 
 
 def build_stream(
-    trainer: Trainer, engines: Workers, workers: WorkerSet, journal: Journal
+    trainer: Trainer, engines: Workers, workers: WorkerSet, journal: Journal, drawing: Drawing
 ) -> tuple[StreamSession, list[TrainPrograms]]:
     """The stream trainer on either half of the devices, and the programs of both.
 
@@ -296,7 +297,7 @@ def build_stream(
         freed: TrainStream(trainer, Half(trainer.mesh, index))
         for index, freed in enumerate(halves(len(engines.engines)))
     }
-    session = StreamSession(trainer.config.trainer.stream, engines, streams, workers.release_some, journal)
+    session = StreamSession(trainer.config.trainer.stream, engines, streams, workers.release_some, journal, drawing)
     return session, [stream.programs for stream in streams.values()]
 
 

@@ -14,11 +14,13 @@ is there as well, it makes no more. When workers are freed follows from the plan
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxrl.config.options import StreamSection
 from jaxrl.record.journal import Journal
+from jaxrl.runtime.layout_session import Drawing
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.rounds.scale_down import ScaleDown, ScaleDownDecision, load_of
 from jaxrl.scheduling.tokens.workers import Workers
@@ -52,6 +54,7 @@ class StreamSession:
       streams: by the workers whose devices they have; the sets of workers of which one may be freed.
       release: frees pools and weights of some workers' executors.
       journal: where calls go; None for a simulated clock, which decides the same again.
+      drawing: where calls are drawn; None: nowhere. clock: its seconds.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class StreamSession:
         streams: Mapping[tuple[int, ...], GradientStream],
         release: Callable[[Sequence[int]], None],
         journal: Journal | None = None,
+        drawing: Drawing | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rule = ScaleDown(options, tuple(streams))
         self.decisions: list[ScaleDownDecision] = []  # of the round
@@ -74,12 +79,15 @@ class StreamSession:
         self._offered: dict[PromptKey, Group] = {}  # not given yet
         self._num_calls = 0
         self._given: set[PromptKey] = set()
+        self._drawing, self._clock = drawing, clock
+        self._began_s: float | None = None  # of the call that is under way
+        self._busy_s = 0.0  # of calls that ended in this round
 
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
     def begin(self, kind: str) -> None:
         """A round begins; `kind` as in `Backend.begin`."""
-        self.decisions = []
+        self.decisions, self._busy_s = [], 0.0
         self._is_training = kind != "eval"
         self._frees = self._is_training and (kind != "short" or self._options.short_rounds)
         if self._is_training:
@@ -114,6 +122,7 @@ class StreamSession:
         """The round is over; its metrics. The stream stays open until the update."""
         if not self._is_training:
             return {}
+        hidden_s = self._busy_s + (0.0 if self._began_s is None else self._clock() - self._began_s)
         self._is_training = False
         self.rule.end()
         last = self.decisions[-1] if self.decisions else None
@@ -122,6 +131,7 @@ class StreamSession:
             measured["rollout/scale_down/done_share"] = last.num_done / last.num_all
             measured["rollout/scale_down/moved_samples"] = float(last.moved_requests)
             measured["rollout/scale_down/moved_tokens"] = float(last.moved_tokens)
+            measured["rollout/scale_down/hidden_s"] = hidden_s
         return measured
 
     def cancel(self) -> None:
@@ -145,10 +155,11 @@ class StreamSession:
         if self._stream is None:
             return []
         while (keys := self._recorded()) is not None:  # the calls that an earlier run of the step made by now
-            self._stream.finish()
+            self._finish()
             self._call(keys)
         if self._journal is not None and not self._has_ended():
             self._journal.append(self._step, KIND, (self._num_calls,), {"end": True})
+        self._finish()
         batches = self._stream.close()
         self._reopen()
         return batches
@@ -184,11 +195,13 @@ class StreamSession:
             self._workers.open(worker)
         self._freed, self._stream = (), None
         self._offered, self._given, self._num_calls = {}, set(), 0
+        self._began_s = None
 
     def _feed(self) -> None:
         """Gives the stream what it may have next, if it has room."""
         if self._stream is None or not self._stream.poll():
             return
+        self._draw()
         keys = self._recorded()
         if keys is None and not self._has_ended():
             keys = list(self._offered)
@@ -201,7 +214,23 @@ class StreamSession:
         assert self._stream is not None
         self._num_calls += 1
         self._given |= set(keys)
+        self._began_s = self._clock()
         self._stream.give([self._offered.pop(key) for key in keys], self._step)
+
+    def _finish(self) -> None:
+        assert self._stream is not None
+        self._stream.finish()
+        self._draw()
+
+    def _draw(self) -> None:
+        """The call that was under way has ended; seen between two plans, so up to a plan late."""
+        if self._began_s is None:
+            return
+        ended_s = self._clock()
+        self._busy_s += ended_s - self._began_s
+        if self._drawing is not None:
+            self._drawing.complete("gradients", f"part {self._num_calls}", self._began_s, ended_s)
+        self._began_s = None
 
     def _entry(self) -> Mapping[str, Any] | None:
         """What the journal has of the next call."""

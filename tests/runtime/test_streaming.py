@@ -62,6 +62,7 @@ class House:
 
     def __init__(self, journal: Journal | None = None, **options: Any) -> None:
         self.log: list[Any] = []
+        self.seconds, self.drawn = 100.0, list[Any]()
         self.stream = FakeStream(self.log)
         workers: Any = FakeWorkers(self.log)
         self.session = StreamSession(
@@ -70,7 +71,15 @@ class House:
             {(0,): self.stream, (1,): self.stream},
             lambda freed: self.log.append(("release", tuple(freed))),
             journal,
+            drawing=self,
+            clock=lambda: self.seconds,
         )
+
+    def complete(self, *span: Any) -> None:
+        self.drawn.append(span)
+
+    def counter(self, track: str, **values: float) -> None:
+        raise AssertionError("nothing is counted")
 
     def until_freed(self, kind: str = "plain") -> None:
         self.session.begin(kind)
@@ -106,19 +115,26 @@ def test_a_round_with_its_stream():
     stream.has_room = False
     session.offer(groups(0, 2, 4), 3)
     session.offer(groups(0, 2, 4, 5), 3)
+    house.seconds += 4
     session.after_plan()
     assert len(house.log) == 4
     stream.has_room = True
     session.after_plan()  # gradients go on between plans
     assert house.log[-1] == (3, [4, 5])
+    assert house.drawn == [("gradients", "part 1", 100.0, 104.0)]
+    stream.has_room = False
+    house.seconds += 2
     session.ended([7], 3, 10, is_stopping=False)
     session.ended([8], 5, 10, is_stopping=False)
     measured = session.end()
     assert measured["rollout/scale_down/freed"] == 1
     assert measured["rollout/scale_down/done_share"] == 0.2
     assert measured["rollout/scale_down/moved_tokens"] == 7
+    assert measured["rollout/scale_down/hidden_s"] == 6
+    house.seconds += 3  # what is left of the second call holds the update up
     assert len(session.close()) == 2
     assert house.log[-2:] == ["close", ("open worker", 1)]
+    assert house.drawn[1:] == [("gradients", "part 2", 104.0, 109.0)]
     assert session.close() == [], "nothing is open"
     # the next round begins anew, with the lengths of this one
     assert session.state_dict()["lengths"]["plain"].tolist() == [5, 6, 7, 8]
