@@ -17,6 +17,10 @@ checkpoint. Rollout and update take turns on the same devices, or run at the sam
 (`Together`). Neither reads what the other writes, so both ways give the same numbers. A resumed run may switch
 one-step-off on or off.
 
+**Gradients beside the rollout** (`trainer.stream`; RollPacker §4.4). A `Stream` is offered groups that are certain to
+be in the batch of the next update: those of the round under way, or with one-step-off those of the batch that waits,
+because its update is the next one. What it has taken when the round is over is in the trainer's minibatch already.
+
 **What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
 `timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
 update's. `timing_s/step` is the time from one boundary to the next. With one-step-off three figures connect the two:
@@ -41,9 +45,8 @@ from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
 from jaxrl.scheduling.rounds.overlong import OverlongPenalty
-from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
 from jaxrl.scheduling.rounds.round import Departures, Round
-from jaxrl.train import advantages
+from jaxrl.train import preparation
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
@@ -59,8 +62,7 @@ class Backend(Protocol):
     """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`.
 
     `wait` raises `Interrupted` where a stop was asked for, or where the run cannot go on; the loop then cancels the
-    round.
-    """
+    round."""
 
     @property
     def generating(self) -> bool: ...
@@ -88,6 +90,19 @@ class Trainer(Protocol):
     def accumulate(self, batch: TrainBatch) -> None: ...
 
     def apply(self) -> dict[str, float]: ...
+
+
+class Stream(Protocol):
+    """Gradients beside a round.
+
+    `offer`: scored groups that will be in the batch of update `step`, seen before or not. `close`: from here on the
+    trainer's minibatch has the gradients of what it returns. `abandon`: drops what was taken, with the round."""
+
+    def offer(self, groups: Sequence[Group], step: int, /) -> None: ...
+
+    def close(self) -> list[TrainBatch]: ...
+
+    def abandon(self) -> None: ...
 
 
 class Prompts(Protocol):
@@ -164,8 +179,9 @@ class Loop:
         total_steps: int,
         num_devices: int,
         together: Together | None = None,
+        stream: Stream | None = None,
     ) -> None:
-        """`together`: runs the next step's rollout beside an update; needs devices of the rollout's own."""
+        """`together`: runs the next step's rollout beside an update; needs devices of its own, and no `stream`."""
         self.config = config
         self.step = 0
         self.total_steps = total_steps
@@ -180,6 +196,7 @@ class Loop:
         self._stop_token_ids = stop_token_ids
         self._num_devices = num_devices
         self._together = together
+        self._stream = stream
         self._overlong = OverlongPenalty.configured(config)
         self._alarms = Alarms(config)
         self._saved_step: int | None = None
@@ -261,6 +278,8 @@ class Loop:
                 self._run_step()
             except Interrupted as early:
                 # the trainer has not moved since the boundary: the step will run again as if it had never begun
+                if self._stream is not None:
+                    self._stream.abandon()
                 if self._saved_step != boundary["step"]:
                     self._hooks.save(boundary["step"], boundary)
                 if str(early):
@@ -283,7 +302,7 @@ class Loop:
             if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
                 self._save()
             earlier = self._ahead
-            now = self._collect(step) if earlier is None else earlier
+            now = self._collect(step, () if trainer.one_step_off else None) if earlier is None else earlier
             batch, learned = self._roll_out_and_learn(now, step)
             for group in now.groups:
                 self.departures.leave(group.prompt.key, "trained")
@@ -293,7 +312,7 @@ class Loop:
             if evaluating:
                 self._evaluate()
         seconds = {"timing_s/save": 0.0} | self._phases.take_phases()
-        measured = now.metrics | off_policy_metrics(now.groups, step) | learned | seconds
+        measured = now.metrics | numbers.off_policy_metrics(now.groups, step) | learned | seconds
         measured |= self._seconds_of_other_steps(measured, earlier)
         self._hooks.on_step(step, measured | self._throughput(batch, measured), now.groups)
 
@@ -301,7 +320,7 @@ class Loop:
         """Runs update `step` on `now`; with one-step-off, the next step's rollout before it or beside it."""
         ahead = self.config.trainer.one_step_off and step < self.total_steps
         if self._together is None or not ahead:
-            self._ahead = self._collect(step + 1) if ahead else None
+            self._ahead = self._collect(step + 1, now.groups) if ahead else None
             self._backend.leave_rollout()
             return self._learn_from(now.groups, step)
         try:
@@ -331,8 +350,8 @@ class Loop:
                 found["timing_s/overlap"] = max(self._ahead.seconds + update_s - together_s, 0.0)
         return found
 
-    def _collect(self, step: int) -> Collected:
-        """One round for training step `step`: the rule's groups, scored."""
+    def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:
+        """One round for training step `step`: the rule's groups, scored. `waiting`: the next update's, if others."""
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         with self._phase("data"):
@@ -343,21 +362,16 @@ class Loop:
             with self._phase("gen" if generating else "reward"):
                 while not current.done and self._backend.generating == generating:
                     self._handle(current, self._overlong)
+                    if self._stream is not None:
+                        self._stream.offer(current.certain() if waiting is None else waiting, self.step + 1)
         seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
         seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
-        samples = [sample for group in result.groups for sample in group.samples]
-        lengths = [len(sample) for sample in samples]
-        measured = numbers.spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
-        measured |= numbers.length_metrics(lengths, self.config.data.max_response_length)
-        measured |= numbers.spread("prompt_length", [len(group.prompt.token_ids) for group in result.groups])
-        measured["critic/mixed_reward_groups"] = float(
-            np.mean([len({s.reward for s in g.samples}) > 1 for g in result.groups])
-        )
+        measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._overlong is not None:
-            measured |= self._overlong.metrics(samples)
+            measured |= self._overlong.metrics([sample for group in result.groups for sample in group.samples])
         return Collected(result.groups, measured | result.metrics | self._backend.end() | seconds)
 
     def _handle(self, current: Round, overlong: OverlongPenalty | None = None) -> None:
@@ -378,45 +392,39 @@ class Loop:
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
-        algorithm = self.config.algorithm
-        batch = TrainBatch.of(groups)
-        with self._phase("old_log_prob", track):
-            batch.old_logprobs = self._old_logprobs(batch, step)
-        with self._phase("ref", track):
-            if self.config.needs_ref:
-                batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
-        if self.config.rollout.stale_tokens == "mask":
-            batch.loss_masks = [on_policy_mask(s.versions, step - 1).astype(np.float32) for s in batch.samples]
-        with self._phase("adv", track):
-            policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
-            batch.advantages = advantages.compute(groups, algorithm, policy, batch.ref_logprobs, batch.loss_masks)
+        parts = [] if self._stream is None else self._stream.close()
+        taken = {prompt.key for part in parts for prompt in part.prompts}
+        others = [group for group in groups if group.prompt.key not in taken]
+        rest = self._prepared(others, step, track)
+        batch = preparation.joined(groups, [*parts, rest]) if parts else rest
         with self._phase("update_actor", track):
-            updates = self._update(groups, batch)
+            updates = self._update(groups, batch, rest)
         values = {name: [update[name] for update in updates] for name in updates[-1]}
         measured = {name: float((np.sum if name in _COUNTED else np.mean)(each)) for name, each in values.items()}
+        if self._stream is not None:
+            measured["actor/streamed_share"] = 1 - len(others) / len(groups)
         if _SKIPPED in measured:  # a simulated trainer skips nothing
             self._failing = self._alarms.updated(step, len(updates), int(measured[_SKIPPED]), measured, batch)
         return batch, measured | numbers.spread("critic/advantages", np.concatenate(batch.advantages))
 
-    def _old_logprobs(self, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-        """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless
-        `rollout.stale_tokens` is recompute; for the others recomputed under the current policy, if the config asks for
-        that. None: all as recorded."""
-        if self.config.actor.old_logprobs == "rollout":
-            return None
-        if self.config.rollout.stale_tokens == "recompute":
-            return self._trainer.token_logprobs(batch, "actor")
-        fresh = [on_policy_mask(sample.versions, step - 1) for sample in batch.samples]
-        if not any(mask.any() for mask in fresh):
-            return None
-        now = self._trainer.token_logprobs(batch, "actor")
-        if all(mask.all() for mask in fresh):
-            return now
-        recorded = [sample.rollout_logprobs for sample in batch.samples]
-        return old_logprobs_by_version(recorded, now, batch.samples, step - 1)
+    def _prepared(self, groups: list[Group], step: int, track: str) -> TrainBatch:
+        """The batch of these groups, with all that gradients need."""
+        batch = TrainBatch.of(groups)
+        with self._phase("old_log_prob", track):
+            needed = preparation.needs_policy(self.config, batch, step)
+            current = self._trainer.token_logprobs(batch, "actor") if needed else None
+            batch.old_logprobs = preparation.old_logprobs(self.config, batch, step, current)
+        with self._phase("ref", track):
+            if self.config.needs_ref:
+                batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
+        batch.loss_masks = preparation.loss_masks(self.config, batch, step)
+        with self._phase("adv", track):
+            preparation.set_advantages(self.config, groups, batch)
+        return batch
 
-    def _update(self, groups: list[Group], batch: TrainBatch) -> list[dict[str, float]]:
-        """`ppo_epochs` passes of minibatches of whole groups; the metrics of each update."""
+    def _update(self, groups: list[Group], batch: TrainBatch, rest: TrainBatch) -> list[dict[str, float]]:
+        """`ppo_epochs` passes of minibatches of whole groups; the metrics of each update. `rest`: what is left of the
+        first minibatch."""
         sizes = [len(group.samples) for group in groups]
         ends = np.cumsum(sizes)
         updates: list[dict[str, float]] = []
@@ -424,7 +432,8 @@ class Loop:
             for first in range(0, len(groups), self.config.mini_batch_prompts):
                 last = min(first + self.config.mini_batch_prompts, len(groups))
                 indices = range(int(ends[first] - sizes[first]), int(ends[last - 1]))
-                self._trainer.accumulate(batch.select(list(indices)))
+                begun = not updates and len(rest) < len(batch)
+                self._trainer.accumulate(rest if begun else batch.select(list(indices)))
                 updates.append(self._trainer.apply())
                 self._hooks.beat()
         return updates
@@ -488,13 +497,3 @@ class Loop:
         if track == "loop":
             self._hooks.on_phase(self._running_step, name)
         return self._phases.phase(name, track)
-
-
-def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """By how many versions the tokens are older than the policy that trains on them (version `step` - 1)."""
-    staleness = np.concatenate([step - 1 - sample.versions for group in groups for sample in group.samples])
-    return {
-        "training/off_policy/share": float(np.mean(staleness > 0)),
-        "training/off_policy/mean_staleness": float(np.mean(staleness)),
-        "training/off_policy/max_staleness": float(np.max(staleness)),
-    }

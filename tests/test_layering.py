@@ -50,6 +50,7 @@ WITHOUT_JAX = {
     "jaxrl.runtime.backend",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
+    "jaxrl.runtime.streaming",
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TOP_MODULES = 500, 60, 6
 

@@ -30,7 +30,8 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.types import Group, Prompt, RunFailed, Sample, SamplingParams, TrainBatch
+from jaxrl.train import preparation
+from jaxrl.types import Group, Prompt, RunFailed, Sample, SampleKey, SamplingParams, TrainBatch
 
 Build = Callable[..., "House"]
 
@@ -153,6 +154,38 @@ class FakeTrainer:
         return {"actor/pg_loss": float(done), "actor/skipped_updates": float(self.skips(done))}
 
 
+class FakeStream:
+    """Takes one of the groups that it is offered at every second offer; its sums are the trainer's when it closes."""
+
+    def __init__(self, trainer: FakeTrainer, config: Config, log: list[Any]) -> None:
+        self.trainer, self.config, self.log = trainer, config, log
+        self.num_offers = 0
+        self.taken: list[TrainBatch] = []
+
+    def offer(self, groups: Sequence[Group], step: int) -> None:
+        self.num_offers += 1
+        known = {prompt.key for part in self.taken for prompt in part.prompts}
+        new = [group for group in groups if group.prompt.key not in known]
+        if self.num_offers % 2 or not new:
+            return
+        batch = TrainBatch.of(new[:1])
+        needed = preparation.needs_policy(self.config, batch, step)
+        current = [np.full((len(s),), -1.0, np.float32) for s in batch.samples] if needed else None
+        batch.old_logprobs = preparation.old_logprobs(self.config, batch, step, current)
+        preparation.set_advantages(self.config, new[:1], batch)
+        self.taken.append(batch)
+        self.log.append(("streamed", step, new[0].prompt.key))
+
+    def close(self) -> list[TrainBatch]:
+        self.log.append("close")
+        taken, self.taken = self.taken, []
+        return taken
+
+    def abandon(self) -> None:
+        self.log.append("abandon")
+        self.taken = []
+
+
 class House:
     """A loop with everything around it; `saves` are the checkpoints."""
 
@@ -169,6 +202,7 @@ class House:
         self.backend = FakeBackend(self.log, self.clock)
         self.backend.stop = self.stop
         self.trainer = FakeTrainer(self.log, self.clock)
+        self.stream = FakeStream(self.trainer, self.config, self.log)
         self.timeline = Timeline(folder / "timeline.json", clock=lambda: self.clock.seconds)
         self.loop = Loop(
             self.config,
@@ -186,6 +220,7 @@ class House:
                 beat=more.pop("beat", lambda: None),
             ),
             together=more.pop("together", None),
+            stream=self.stream if more.pop("streams", False) else None,
             rule=batch_rule(self.config),
             stop_token_ids=(2,),
             total_steps=more.pop("total_steps", 3),
@@ -541,3 +576,74 @@ def test_a_stop_beside_an_update_is_named(build: Build):
     house = build({"trainer.one_step_off": True}, together=lambda first, second: (first(), second()), stop_after=18)
     with pytest.raises(RunFailed, match=r"step 2: its rollout ended early \(a stop was asked for\), beside update 1, "):
         house.loop.run()
+
+
+# ---------------------------------------------------------------- gradients beside the rollout
+
+
+def learnt(house: House) -> list[list[SampleKey]]:
+    """Keys of the samples of each update, those that were streamed first, in the order of their prompts."""
+    streamed: dict[int, list[SampleKey]] = {}
+    updates: list[list[SampleKey]] = []
+    by_prompt = {group.prompt.key: group for _, _, groups in house.steps for group in groups}
+    begun: list[SampleKey] = []
+    for entry in house.log:
+        match entry:
+            case ("streamed", step, prompt_key):
+                streamed.setdefault(step, []).extend(sample.key for sample in by_prompt[prompt_key].samples)
+            case ("accumulate", keys):
+                begun += keys
+            case "apply":
+                updates.append(begun)
+                begun = []
+    first, per_step = house.steps[0][0], house.config.actor.ppo_epochs
+    begun_by = [[] if i % per_step else sorted(streamed.get(first + i // per_step, [])) for i in range(len(updates))]
+    return [before + keys for before, keys in zip(begun_by, updates, strict=True)]
+
+
+STREAMING = [{}, {"trainer.one_step_off": True}, {"actor.ppo_epochs": 2}, {"actor.old_logprobs": "rollout"}]
+
+
+@pytest.mark.parametrize("values", STREAMING)
+def test_streamed_groups_are_learnt_from_once_and_all_else_is_the_same(build: Build, values: dict[str, Any]):
+    plain, house = build(values, total_steps=3), build(values, total_steps=3, streams=True)
+    assert plain.loop.run()
+    assert house.loop.run()
+    assert any(entry[0] == "streamed" for entry in house.log)
+    assert [sorted(keys) for keys in learnt(house)] == [sorted(keys) for keys in learnt(plain)]
+    for (step, measured, groups), (_, expected, others) in zip(house.steps, plain.steps, strict=True):
+        taken = sum(entry[:2] == ("streamed", step) for entry in house.log if isinstance(entry, tuple))
+        assert measured["actor/streamed_share"] == taken / len(groups)
+        assert [group.prompt.key for group in groups] == [group.prompt.key for group in others]
+        for name in ("critic/advantages/mean", "critic/advantages/max", "critic/rewards/mean", "actor/pg_loss"):
+            assert measured[name] == expected[name]
+    assert "actor/streamed_share" not in plain.steps[0][1]
+
+
+def test_with_one_step_off_the_batch_that_waits_is_streamed(build: Build):
+    house = build({"trainer.one_step_off": True}, total_steps=3, streams=True)
+    assert house.loop.run()
+    began = [entry for entry in house.log if entry[0] in ("begin", "streamed")]
+    first = next(i for i, entry in enumerate(began) if entry[0] == "streamed")
+    assert began[:first] == [("begin", 1, 0.9), ("begin", 2, 0.9)], "nothing in the round that begins the pipeline"
+    assert {entry[1] for entry in began if entry[0] == "streamed"} == {1, 2}, "no round is beside the last update"
+    assert began[first][:2] == ("streamed", 1)
+
+
+@pytest.mark.parametrize("stop_after", [3, 9, 20, 33])
+@pytest.mark.parametrize("values", STREAMING[:2])
+def test_a_round_that_is_dropped_takes_its_stream_along(build: Build, stop_after: int, values: dict[str, Any]):
+    whole = build(values, total_steps=3, streams=True)
+    assert whole.loop.run()
+    cut = build(values, total_steps=3, streams=True, stop_after=stop_after)
+    assert not cut.loop.run()
+    assert "abandon" in cut.log
+    assert not cut.stream.taken
+    again = build(values, total_steps=3, streams=True)
+    again.resume(cut)
+    assert again.loop.run()
+    steps = {step: groups for house in (cut, again) for step, _, groups in house.steps}
+    for step, _, groups in whole.steps:
+        assert [group.prompt.key for group in steps[step]] == [group.prompt.key for group in groups]
+    for keys in learnt(again):
+        assert len(keys) == len(set(keys)) == 8

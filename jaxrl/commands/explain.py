@@ -268,13 +268,15 @@ def _steps_line(c: Counts) -> str:
 
 
 def _memory_table(m: MemoryPlan) -> list[str]:
-    rows = [("", "rollout", "update")]
-    rows += [(name, in_bytes(size) if m.shared else "", in_bytes(size)) for name, size in m.resident.items()]
-    rows += [(name, in_bytes(size), "") for name, size in m.rollout.items()]
-    rows += [(name, "", in_bytes(size)) for name, size in m.update.items()]
-    rows.append(("total", in_bytes(m.rollout_bytes), in_bytes(m.update_bytes)))
+    resident, stream = m.resident, m.stream
+    phases = [resident | m.rollout if m.shared else m.rollout, resident | m.update]
+    phases += [resident | stream] if stream else []  # on a device that is freed in the middle of a round
+    rows = [("", "rollout", "update", "stream")[: 1 + len(phases)]]
+    for name in dict.fromkeys((*resident, *m.rollout, *m.update, *stream)):
+        rows.append((name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases)))
+    rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases)))
     if m.device_bytes is not None:
-        rows.append(("of", in_bytes(m.device_bytes), in_bytes(m.device_bytes)))
+        rows.append(("of", *[in_bytes(m.device_bytes)] * len(phases)))
     return _table(*rows)
 
 

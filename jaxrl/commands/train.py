@@ -32,6 +32,7 @@ from jaxrl.runtime.build import (
     abstract,
     abstract_params,
     build_engines,
+    build_stream,
     build_workers,
     device_bytes,
     load_weights,
@@ -51,6 +52,7 @@ from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.streaming import StreamSession
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
@@ -84,6 +86,7 @@ class Run:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
         self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
+        self.gradients: list[TrainPrograms] = []  # of the stream trainer
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         if self.config.trainer.init_from:
@@ -210,8 +213,8 @@ class Run:
             )
             record = stack.enter_context(opened)
             self.watchdog.beat("building the engine")
-            loop, backend, layouts = self._loop(record, stack)
-            self._go_on(loop, layouts)
+            loop, backend, layouts, stream = self._loop(record, stack)
+            self._go_on(loop, layouts, stream)
             self._begin(record)
             self._warm_up(backend, record, stack)
             self.stop.save_first(record.view.message)
@@ -255,7 +258,9 @@ class Run:
         for line in self.said:
             self.say(line)
 
-    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend, LayoutSessions | None]:
+    def _loop(
+        self, record: RunRecord, stack: ExitStack
+    ) -> tuple[Loop, RolloutBackend, LayoutSessions | None, StreamSession | None]:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
@@ -268,6 +273,9 @@ class Run:
         if config.rollout.layout.adapts:
             kept = (journal, timeline, record.layouts)
             layouts = build_layouts(config, self.profile, mesh, engines.engines, row_sizes(config, workers), *kept)
+        stream: StreamSession | None = None
+        if config.trainer.stream.enable:
+            stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         backend = RolloutBackend(
             engines,
@@ -281,11 +289,14 @@ class Run:
             beat=self.watchdog.beat,
             interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
             layouts=layouts,
+            stream=stream,
         )
 
         def save(step: int, state: Mapping[str, Any]) -> None:
             if layouts is not None:
                 state = {**state, "layouts": layouts.state_dict()}
+            if stream is not None:
+                state = {**state, "stream": stream.state_dict()}
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
             self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
             if committed is not None:
@@ -304,8 +315,9 @@ class Run:
             total_steps=self.total_steps,
             num_devices=len(self.devices),
             together=overlap,
+            stream=stream,
         )
-        return loop, backend, layouts
+        return loop, backend, layouts, stream
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)
@@ -324,12 +336,14 @@ class Run:
         self.trainer.load_state(state)
         return join_arrays(host.values, host.arrays)
 
-    def _go_on(self, loop: Loop, layouts: LayoutSessions | None) -> None:
+    def _go_on(self, loop: Loop, layouts: LayoutSessions | None, stream: StreamSession | None) -> None:
         """Brings what is not the trainer's to the checkpoint, if there is one."""
         if self.host_state is None:
             return
         if layouts is not None:
             layouts.load_state_dict(self.host_state.get("layouts", {}))
+        if stream is not None:
+            stream.load_state_dict(self.host_state.get("stream", {}))
         loop.load_host_state(self.host_state)
 
     def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:
@@ -340,7 +354,7 @@ class Run:
         does not wait. The programs of other layouts, which may be many and may never run, are compiled beside it
         everywhere.
         """
-        workers, update = self.workers, [self.trainer.programs]
+        workers, update = self.workers, [self.trainer.programs, *self.gradients]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()

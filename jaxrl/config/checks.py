@@ -18,6 +18,9 @@ _MAX_STEP_SAMPLES = 1 << 20
 GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators that compare the samples of a prompt with each other, and so need two of them."""
 
+NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus"})
+"""Estimators with statistics over the whole batch: the gradient of a group has to wait for the last sample's score."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The message is one sentence for the user."""
@@ -36,6 +39,7 @@ def check(c: Config) -> None:
     _check_sizes(c)
     _check_old_logprobs(c)
     _check_tokens(c)
+    _check_stream(c)
     _check_devices(c)
 
 
@@ -206,6 +210,15 @@ def _check_tokens(c: Config) -> None:
             )
 
 
+def _check_stream(c: Config) -> None:
+    stream = c.trainer.stream
+    if stream.min_done > stream.max_done:
+        raise ConfigError(
+            f"trainer.stream.min_done ({stream.min_done}) must be at most trainer.stream.max_done ({stream.max_done}): "
+            "between them workers may be freed"
+        )
+
+
 def _check_devices(c: Config) -> None:
     devices, own = c.trainer.num_devices, c.rollout.num_devices
     tp = None if c.is_tp_open else c.rollout.tp
@@ -245,6 +258,7 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         "rollout.over_provisioning",
         "algorithm.filter_groups",
         "reward.overlong_buffer",
+        "trainer.stream",
     ):
         if not _section(c, prefix).enable:
             yield prefix, None, f"{prefix}.enable is off"

@@ -301,6 +301,35 @@ class RewardSection:
 
 
 @dataclass(frozen=True)
+class StreamSection:
+    """The stream trainer: gradients of complete prompts on half of the rollout's devices, while the others decode."""
+
+    enable: Annotated[bool, "Switch the stream trainer on."] = False
+    min_done: Annotated[
+        float, Interval(gt=0, le=1), "The share of a round's samples that must be done before workers are freed."
+    ] = 0.2
+    max_done: Annotated[
+        float, Interval(gt=0, le=1), "The share of a round's samples after which no worker is freed any more."
+    ] = 0.5
+    done_step: Annotated[
+        float, Interval(gt=0, le=1), "The share of a round's samples between two looks at whether to free workers."
+    ] = 0.05
+    kv_margin: Annotated[
+        float,
+        Interval(ge=0, lt=1),
+        "Share of the KV pools that stay which the projected peak must leave free.",
+    ] = 0.1
+    trigger: Annotated[
+        Literal["adaptive", "fixed"],
+        "When workers are freed; adaptive: at the first look at which the projected peak of KV fits, fixed: at the "
+        "first look (to compare).",
+    ] = "adaptive"
+    short_rounds: Annotated[bool, "Free workers in tail batching's short rounds too, not in its long ones alone."] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
 class TrainerSection:
     """The run: how long it is, what it saves, and where."""
 
@@ -318,6 +347,7 @@ class TrainerSection:
     seed: Annotated[int, Ge(0), SEED, "Seed of random weights and of sampling."] = 0
     num_devices: Annotated[int, Ge(0), MAX_DEVICES, "Devices of the run; 0: all that there are."] = 0
     one_step_off: Annotated[bool, "Roll out for step t + 1 with the weights before update t."] = False
+    stream: StreamSection = field(default_factory=StreamSection)
     init_from: Annotated[
         str, Names("folder"), "A run directory or checkpoint folder to take only the parameters from."
     ] = ""

@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxrl.config.text import one_line
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.types import RunFailed
+from jaxrl.types import Group, RunFailed
 
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
@@ -155,6 +155,26 @@ def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = 
     if not array.size:
         return {}
     return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles(name, array)
+
+
+def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
+    """Rewards, and lengths in tokens, of scored groups; `limit`: tokens of the longest response allowed."""
+    samples = [sample for group in groups for sample in group.samples]
+    measured = spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
+    measured |= length_metrics([len(sample) for sample in samples], limit)
+    measured |= spread("prompt_length", [len(group.prompt.token_ids) for group in groups])
+    mixed = [len({sample.reward for sample in group.samples}) > 1 for group in groups]
+    return measured | {"critic/mixed_reward_groups": float(np.mean(mixed))}
+
+
+def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """By how many versions the tokens are older than the policy that trains on them (version `step` - 1)."""
+    staleness = np.concatenate([step - 1 - sample.versions for group in groups for sample in group.samples])
+    return {
+        "training/off_policy/share": float(np.mean(staleness > 0)),
+        "training/off_policy/mean_staleness": float(np.mean(staleness)),
+        "training/off_policy/max_staleness": float(np.max(staleness)),
+    }
 
 
 def seconds_of(phases: Sequence[str], line: Mapping[str, float]) -> float:

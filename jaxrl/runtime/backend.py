@@ -21,13 +21,14 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.runtime.streaming import StreamSession
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.rounds.events import (
@@ -115,6 +116,7 @@ class RolloutBackend:
       beat: called whenever the pool has been asked for verdicts: it works, and ends what takes longer than its limits.
       interrupted: whether a stop was asked for; asked after every plan, because a response may be long.
       layouts: changes the layout between rounds and inside them; None: it stays.
+      stream: frees workers in the middle of a round, for gradients; None: none is freed.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class RolloutBackend:
         beat: Callable[[], None] = lambda: None,
         interrupted: Callable[[], bool] = lambda: False,
         layouts: Layouts | None = None,
+        stream: StreamSession | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
@@ -145,6 +148,7 @@ class RolloutBackend:
         self._beat = beat
         self._interrupted = interrupted
         self._layouts = layouts
+        self._stream = stream
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
@@ -193,6 +197,8 @@ class RolloutBackend:
         self._recompiles = self.worker.recompiles
         if self._layouts is not None:
             self._layouts.begin(step, self._round, kind)
+        if self._stream is not None:
+            self._stream.begin(kind)
 
     @property
     def generating(self) -> bool:
@@ -222,6 +228,8 @@ class RolloutBackend:
                     raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
                 self._take(self._rewards.wait(POLL_S))
                 self._beat()
+                if self._stream is not None:
+                    self._stream.after_plan()
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         event = self._events.popleft()
@@ -248,6 +256,8 @@ class RolloutBackend:
         self.engine.drain()
         if self._layouts is not None:
             self._layouts.cancel()
+        if self._stream is not None:
+            self._stream.cancel()
         self._rewards.cancel(set(self._due))
         for kept in (self._events, self._due, self._awaited, self._arrived, self._requests, self._replayed):
             kept.clear()
@@ -271,6 +281,7 @@ class RolloutBackend:
             "rollout/shared_tokens": done.shared_tokens,
             **self._scoring_metrics(),
             **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
+            **(self._stream.end() if self._stream is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -299,7 +310,7 @@ class RolloutBackend:
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
         if keep:
-            self._tell_finished(self.engine.drain())
+            self._tell_finished(self.engine.drain(), is_stopping=True)
         else:
             gone = set(keys)
             untold = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
@@ -314,7 +325,7 @@ class RolloutBackend:
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
         self._events.append(SampleAborted(self._clock(), sample, dispatch))
 
-    def _tell_finished(self, finished: Iterable[Finished]) -> None:
+    def _tell_finished(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
         now_s = self._clock()
         for one in finished:
             sample = replace(one.sample, text=self._text_of(one.sample))
@@ -323,6 +334,9 @@ class RolloutBackend:
             self._num_finished += 1
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
+        if self._stream is not None and finished:
+            lengths, done = [len(one.sample) for one in finished], self._num_finished
+            self._stream.ended(lengths, done, self._num_launched, is_stopping=is_stopping)
 
     def _change_layout(self, worker: int) -> None:
         """Lets the layout change; a failure that leaves nothing usable stops the run at the last boundary."""
@@ -348,6 +362,8 @@ class RolloutBackend:
         self._tell_finished(finished)
         if self._layouts is not None:
             self._layouts.after_plan(worker)
+        if self._stream is not None:
+            self._stream.after_plan()
         busy = self.engine.num_running
         if timeline is not None:
             timeline.counter("rows", busy=busy)

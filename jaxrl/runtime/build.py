@@ -22,8 +22,10 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_model, resolve_path
+from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,
     layout_degrees,
@@ -34,15 +36,21 @@ from jaxrl.runtime.memory import (
     plan_remat,
 )
 from jaxrl.runtime.rules import batcher_config
+from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.pace import PredictedTicks
+from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import Workers, step_ticks
+from jaxrl.sharding.halves import Half
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of, submeshes
 from jaxrl.sharding.rules import train_shardings
+from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.step import Trainer
+from jaxrl.train.stream import TrainStream
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
@@ -286,6 +294,21 @@ def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
     """The row counts of a worker's decode programs, by the degrees that its rounds may use."""
     first = workers.executors[0]
     return {tp: first.row_sizes(tp) for tp in layout_degrees(config, workers.mesh.size)}
+
+
+def build_stream(
+    trainer: Trainer, engines: Workers, workers: WorkerSet, journal: Journal, drawing: Drawing
+) -> tuple[StreamSession, list[TrainPrograms]]:
+    """The stream trainer on either half of the devices, and the programs of both.
+
+    Raises ValueError where the devices have no halves (`jaxrl.sharding.halves.Half`).
+    """
+    streams = {
+        freed: TrainStream(trainer, Half(trainer.mesh, index))
+        for index, freed in enumerate(halves(len(engines.engines)))
+    }
+    session = StreamSession(trainer.config.trainer.stream, engines, streams, workers.release_some, journal, drawing)
+    return session, [stream.programs for stream in streams.values()]
 
 
 def abstract(tree: Any) -> Any:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrl.config import Config
@@ -77,6 +77,11 @@ class MemoryPlan:
     shared: bool = True  # both phases have the same devices
     remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
     chunk_tokens: int = 0
+    stream: dict[str, int] = field(default_factory=dict)  # added on a freed device, which holds no rollout then
+
+    @property
+    def stream_bytes(self) -> int:
+        return sum(self.resident.values()) + sum(self.stream.values())
 
     @property
     def rollout_bytes(self) -> int:
@@ -340,6 +345,20 @@ def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[
     return kept[remat], working[remat] * wide
 
 
+def _stream_parts(
+    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+) -> dict[str, int]:
+    """Bytes of what the stream trainer adds on half of the devices: a share of the weights that is twice the trainer's,
+    and what an update there would add, but for the optimizer. The reference's weights come in turns with the others."""
+    if not config.trainer.stream.enable:
+        return {}
+    half = num_devices // 2
+    weights = _device_numbers(model_config, half) * _BYTES[config.actor.param_dtype]
+    phases = _phases(config, model_config, half, platform, remat, chunk)
+    most = max((phases[name] for name in ("head", "layers", "embedding")), key=lambda parts: sum(parts.values()))
+    return {"weights of the half": weights} | {name: size for name, size in most.items() if size}
+
+
 def memory_plan(
     config: Config, model_config: ModelConfig, num_devices: int, device_bytes: int | None, platform: str
 ) -> MemoryPlan:
@@ -376,6 +395,7 @@ def memory_plan(
         shared=not own,
         remat=remat,
         chunk_tokens=chunk,
+        stream=_stream_parts(config, model_config, training, platform, remat, chunk),
     )
 
 
@@ -417,6 +437,13 @@ def memory_problem(
             f"{num_devices} has {in_bytes(bytes_each)}: lower actor.ppo_max_token_len_per_gpu "
             f"({config.actor.ppo_max_token_len_per_gpu} tokens), data.max_response_length or "
             "actor.logprob_chunk_tokens, or use more devices"
+        )
+    if trains and plan.stream and plan.stream_bytes > _ESTIMATE_ROOM * bytes_each:
+        return (
+            f"gradients beside the rollout need about {in_bytes(plan.stream_bytes)} per freed device, with twice the "
+            f"trainer's share of weights and sums, and each of {num_devices} has {in_bytes(bytes_each)}: switch "
+            "trainer.stream.enable off, set actor.offload_optimizer, or lower actor.ppo_max_token_len_per_gpu "
+            f"({config.actor.ppo_max_token_len_per_gpu} tokens)"
         )
     return None
 

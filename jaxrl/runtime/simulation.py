@@ -77,7 +77,12 @@ def build(
       sizes: of a worker; by default those of the configuration, with only weights beside the KV pool.
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
+
+    Raises:
+      ValueError: with the stream trainer, which is not modelled.
     """
+    if config.trainer.stream.enable:
+        raise ValueError("trainer.stream.enable must be off in a simulated run: gradients beside it are not modelled")
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     adapts = config.rollout.layout.adapts
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}

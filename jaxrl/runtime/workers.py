@@ -85,6 +85,12 @@ class WorkerSet:
         for executor in self.executors:
             executor.release(weights=weights)
 
+    def release_some(self, workers: Sequence[int]) -> None:
+        """Frees pools, row states and weights of closed workers; the next `sync_weights` and `allocate` bring them
+        back."""
+        for worker in workers:
+            self.executors[worker].release(weights=True)
+
     def _take_from_another(self, executor: MeshExecutor) -> None:
         version = executor.policy_version
         sources = [e for e in self.executors if e is not executor and e.has_weights and e.policy_version == version]

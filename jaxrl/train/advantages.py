@@ -14,8 +14,8 @@ statistics are taken in float64; a sample without a partner in its group gets ad
 there is nothing to compare it with; a token before a masked one keeps the return of what follows (verl starts again
 behind each masked token, which is meant for padding).
 
-All estimators except those in `NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are known as soon as
-its last reward is, and its gradient can be streamed.
+All estimators except those in `config.checks.NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are
+known as soon as its last reward is, and its gradient can be streamed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ import numpy as np
 from jaxrl.config import AlgorithmSection
 from jaxrl.train.kl import kl_estimate
 from jaxrl.types import Group, Sample
-
-NEEDS_WHOLE_BATCH: frozenset[str] = frozenset({"reinforce_plus_plus"})
-"""Estimators with statistics over the whole batch: the gradient of a group has to wait for the last sample's score."""
 
 _STD_EPS = 1e-6
 _WHITEN_EPS = 1e-8
@@ -46,7 +43,7 @@ def compute(
     """Advantages of all samples, in the order of the groups and of the samples in them.
 
     Args:
-      groups: scored groups; with an estimator of `NEEDS_WHOLE_BATCH`, all groups of the batch.
+      groups: scored groups; with an estimator of `config.checks.NEEDS_WHOLE_BATCH`, all groups of the batch.
       algorithm: `adv_estimator` and its options.
       logprobs: per sample float [T] under the policy; only with `use_kl_in_reward`, flat in the same order.
       ref_logprobs: the same under the reference model.

@@ -71,6 +71,7 @@ class TrainPrograms(CompiledPrograms):
       microbatches: the shapes of a microbatch on one device, ascending.
       optimizer: the update rule.
       trainable, frozen, state: shapes, dtypes and shardings of the master weights' two parts and the optimizer's state.
+      sums: the same of what accumulates.
       rows: the sharding of a microbatch's arrays. shardings: of all weights.
     """
 
@@ -83,9 +84,20 @@ class TrainPrograms(CompiledPrograms):
         total_updates: int = 0,
         trainable: optimizers.Trainable = optimizers.everything,
         interpret: bool = False,
+        updates: bool = True,
     ) -> None:
-        """See `jaxrl.train.step.Trainer` for the arguments and for what is refused."""
+        """See `jaxrl.train.step.Trainer` for the arguments and for what is refused.
+
+        `updates`: whether the optimizer is among the programs that will be needed; False where gradients alone are
+        computed (`jaxrl.train.stream`).
+        """
         super().__init__()
+        self._updates = updates
+        self._made_with: dict[str, Any] = {
+            "total_updates": total_updates,
+            "trainable": trainable,
+            "interpret": interpret,
+        }
         actor = config.actor
         self.config, self.model_config, self.mesh = config, model_config, mesh
         m, self.platform = model_config, platform_of(mesh.devices.flat[0])
@@ -112,8 +124,17 @@ class TrainPrograms(CompiledPrograms):
         )
         self.state = jax.tree.map(_abstract, shapes, shardings)
         empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, self._batch(mesh.size, 16))
-        self._accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
-        self._accumulator = self._accumulator.replace(gradients=self.trainable)
+        numbers: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
+        self.sums = dataclasses.replace(numbers, gradients=self.trainable)
+
+    def without_updates(self, mesh: Mesh) -> TrainPrograms:
+        """The same for another mesh, for gradients alone."""
+        return TrainPrograms(self.config, self.model_config, mesh, **self._made_with, updates=False)
+
+    def partition(self, params: Tree) -> tuple[Tree, Tree]:
+        """(trainable, frozen): the weights' two parts."""
+        names = {optimizers.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.trainable)}
+        return optimizers.partition(params, names.__contains__)
 
     def shapes(self) -> list[tuple[str, int, int]]:
         """Every program that a run with these options needs; full microbatches first, because most are."""
@@ -125,7 +146,8 @@ class TrainPrograms(CompiledPrograms):
         sizes = [(shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
         whole = [(kind, *sizes[0]) for kind in kinds]
         smaller = [(kind, *size) for size in sizes[1:] for kind in kinds]
-        return [("init", 0, 0), ("zeros", 0, 0), *whole, ("update", 0, 0), *smaller]
+        first, last = ([("init", 0, 0)], [("update", 0, 0)]) if self._updates else ([], [])
+        return [*first, ("zeros", 0, 0), *whole, *last, *smaller]
 
     def lower(self, kind: str, *sizes: int) -> Any:
         """The program of a shape (see the module), traced for the mesh's devices.
@@ -138,7 +160,7 @@ class TrainPrograms(CompiledPrograms):
             return self._lower(kind, rows, tokens)
 
     def _lower(self, kind: str, rows: int, tokens: int) -> Any:
-        params, total, state = (self.trainable, self.frozen), self._accumulator, self.state
+        params, total, state = (self.trainable, self.frozen), self.sums, self.state
         match kind:
             case "accumulate":
                 jitted = jax.jit(self._add, donate_argnums=2, out_shardings=(_shardings(total), self._replicated))

@@ -16,8 +16,8 @@ per row, not once per sample (`actor.share_prompts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.rules import map_weights
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.packing import Packed, TokenBatch, pack
+from jaxrl.train.passes import Passes
 from jaxrl.train.programs import Accumulator, TrainPrograms
 from jaxrl.types import RunFailed, TrainBatch
 
 Tree = Any
+A = TypeVar("A")
 
 
 class Trainer:
@@ -102,7 +103,7 @@ class Trainer:
         self._ref: Tree | None = None
         if self.config.needs_ref:
             self._ref = _place(params, shardings, actor.dtype)
-        self._accumulator: Accumulator | None = None
+        self._passes = Passes(programs)
         self._on_progress = on_progress
         self._recompiles = 0  # as of the last update
         self._newest: jax.Array | None = None  # of the last microbatch that was handed to the devices
@@ -114,6 +115,11 @@ class Trainer:
     def params(self) -> Tree:
         """Master weights in training form. `apply` invalidates them: ask again after it."""
         return optimizers.combine(self._trainable, self._frozen)
+
+    @property
+    def ref_params(self) -> Tree | None:
+        """The reference's weights in training form; None where no option needs them."""
+        return self._ref
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"] = "actor") -> list[np.ndarray]:
         """Log-probability of every response token under the temperature-scaled model.
@@ -133,24 +139,17 @@ class Trainer:
                 "the reference model is only kept with actor.use_kl_loss or algorithm.use_kl_in_reward: set one of them"
             )
         params, kind = (self.params, "logprobs") if which == "actor" else (self._ref, "ref_logprobs")
-        packed = self._pack(batch)
-        results: list[jax.Array] = []
-        for micro in packed.microbatches:
-            program = self.programs.program((kind, *micro.tokens.shape))
-            results.append(program(params, self._on_device(micro)))
-            self._handed_over(results[-1])
-        return [x.astype(np.float32) for x in packed.unpack([np.asarray(x) for x in results])]
+        return self._paced(self._passes.logprobs(params, batch, kind))
 
     def accumulate(self, batch: TrainBatch) -> None:
         """Adds the gradients and denominators of a minibatch, or of a part of it. Order does not matter."""
-        for micro in self._pack(batch).microbatches:
-            if self._accumulator is None:
-                self._accumulator = self.programs.program(("zeros", 0, 0))()
-            program = self.programs.program(("accumulate", *micro.tokens.shape))
-            self._accumulator, result = program(
-                self._trainable, self._frozen, self._accumulator, self._on_device(micro)
-            )
-            self._handed_over(result)
+        self._paced(self._passes.accumulate(self._trainable, self._frozen, batch))
+
+    def take_over(self, sums: Accumulator) -> None:
+        """Begins the minibatch with sums of other devices (`jaxrl.train.stream`), which then have these shardings:
+        `programs.sums`. Nothing may have been accumulated yet."""
+        assert self._passes.accumulator is None, "sums come from elsewhere before a minibatch is accumulated here"
+        self._passes.accumulator = sums
 
     def apply(self) -> dict[str, float]:
         """One optimizer update from everything accumulated since the last; the accumulator is released.
@@ -164,13 +163,14 @@ class Trainer:
           ValueError: nothing was accumulated.
           RunFailed: a finite gradient has made weights that are not finite. There is no way back from them.
         """
-        if self._accumulator is None:
+        sums = self._passes.accumulator
+        if sums is None:
             raise ValueError("apply() without accumulate(): the minibatch has no response tokens")
         state = self._rest(self._optimizer_state, to="device")
         update = self.programs.program(("update", 0, 0))
-        self._trainable, state, metrics = update(self._trainable, state, self._accumulator)
+        self._trainable, state, metrics = update(self._trainable, state, sums)
         self._optimizer_state = self._rest(state)
-        self._discard()
+        self._passes.discard()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.updates += 1
         if not values.pop("finite_weights"):
@@ -185,9 +185,13 @@ class Trainer:
 
     def gradients(self) -> Tree:
         """The accumulated gradients, divided by their denominator (for tests and inspection; a copy)."""
-        assert self._accumulator is not None, "nothing accumulated"
-        denominator = self._accumulator.denominator
-        return jax.tree.map(lambda g: g / denominator, self._accumulator.gradients)
+        sums = self._passes.accumulator
+        assert sums is not None, "nothing accumulated"
+        return jax.tree.map(lambda g: g / sums.denominator, sums.gradients)
+
+    def discard(self) -> None:
+        """Drops what was accumulated since the last update."""
+        self._passes.discard()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -196,7 +200,7 @@ class Trainer:
 
         Only between updates, because the accumulator is not part of it. `apply` invalidates the arrays.
         """
-        assert self._accumulator is None, "a checkpoint is cut at a step boundary, not inside a minibatch"
+        assert self._passes.accumulator is None, "a checkpoint is cut at a step boundary, not inside a minibatch"
         return {
             "params": self.params,
             "optimizer": _flat(self._optimizer_state),
@@ -222,33 +226,25 @@ class Trainer:
         self._optimizer_state = jax.tree.unflatten(jax.tree.structure(template), placed)
         self.updates = int(state["counters"]["updates"])
         self.skipped_updates = int(state["counters"]["skipped_updates"])
-        self._discard()
+        self.discard()
 
-    def _handed_over(self, result: jax.Array) -> None:
-        """Waits for the microbatch before this one: progress is told when there is some, and the queue is not empty."""
-        before, self._newest = self._newest, result
-        if before is not None:
-            before.block_until_ready()
-            self._on_progress()
+    def _paced(self, work: Generator[jax.Array, None, A]) -> A:
+        """Runs to the end, one microbatch ahead: before the next one is handed over, the one before this one has
+        run. So progress is told when there is some, and the queue is not empty."""
+        while True:
+            try:
+                result = next(work)
+            except StopIteration as end:
+                return end.value
+            before, self._newest = self._newest, result
+            if before is not None:
+                before.block_until_ready()
+                self._on_progress()
 
     # ------------------------------------------------------------------ placing things
 
     def _partition(self, params: Tree) -> tuple[Tree, Tree]:
-        return optimizers.partition(params, lambda path: _has_leaf(self.programs.trainable, path))
-
-    def _pack(self, batch: TrainBatch) -> Packed:
-        return pack(
-            batch,
-            shapes=self.programs.microbatches,
-            max_model_length=self.config.max_model_length,
-            num_devices=self.mesh.size,
-            share_prompts=self.config.actor.share_prompts,
-        )
-
-    def _on_device(self, batch: TokenBatch) -> TokenBatch:
-        # the callback form works on several processes, each of which packs the same batch
-        rows = self.programs.rows
-        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, x.__getitem__), batch)
+        return self.programs.partition(params)
 
     def _rest(self, state: Tree, to: Literal["rest", "device"] = "rest") -> Tree:
         """The optimizer state where it stays between updates (host memory if offloaded), or back on the device."""
@@ -257,12 +253,6 @@ class Trainer:
         kind = "device" if to == "device" else "pinned_host"
         places = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), self.programs.state)
         return jax.device_put(state, places, donate=False)
-
-    def _discard(self) -> None:
-        """Frees the accumulator now, without waiting for Python's garbage collector: the KV pool takes its place."""
-        for leaf in jax.tree.leaves(self._accumulator):
-            leaf.delete()
-        self._accumulator = None
 
 
 def _place(params: Tree, shardings: Tree, dtype: str) -> Tree:
@@ -284,7 +274,3 @@ def _flat(tree: Tree) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _has_leaf(tree: Tree, path: str) -> bool:
-    return any(optimizers.path_name(p) == path for p, _ in jax.tree_util.tree_leaves_with_path(tree))

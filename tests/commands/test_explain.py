@@ -2,12 +2,13 @@
 
 import math
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.commands.explain import explain, explain_config
+from jaxrl.commands.explain import explain, explain_config, render
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
@@ -396,3 +397,28 @@ def test_numbers_that_no_machine_has(num_devices, memory, words):
 def test_a_named_shape_is_explained():
     c = from_mapping({"model": {"path": "SmolLM2-135M"}})
     assert explain_config(c, 8, 80 << 30).num_params == SMOLLM2.num_params()
+
+
+def test_memory_of_gradients_beside_the_rollout():
+    """On a freed device: the trainer's own, and on half of the devices weights, sums and a microbatch's gradients."""
+    stream, options = {"stream": {"enable": True}}, {"rollout": {"num_workers": 2}}
+    plain, e = (explain(config(trainer=trainer, **options), SMOLLM2, 4) for trainer in ({}, stream))
+    assert plain.memory.stream == {}
+    assert (e.memory.resident, e.memory.rollout, e.memory.update) == (
+        plain.memory.resident,
+        plain.memory.rollout,
+        plain.memory.update,
+    )
+    on_two = explain(config(), SMOLLM2, 2).memory
+    assert e.memory.stream["weights of the half"] == on_two.resident["master weights"]
+    assert e.memory.stream["gradients"] == on_two.update["gradients"]
+    assert e.memory.stream_bytes == sum(e.memory.resident.values()) + sum(e.memory.stream.values())
+    assert "stream" in render(e)
+    assert "stream" not in render(plain)
+    plan, c = e.memory, config(trainer=stream, **options)
+    assert memory_problem(c, SMOLLM2, plan, 4, 2 * plan.stream_bytes) is None
+    short = replace(plan, rollout={"rollout weights": 0, "KV pool": 0}, update={})
+    text = memory_problem(c, SMOLLM2, short, 4, plan.stream_bytes // 2)
+    assert text is not None
+    assert text.startswith("gradients beside the rollout need about ")
+    assert "switch trainer.stream.enable off, set actor.offload_optimizer, or lower actor.ppo_max_token" in text

@@ -29,7 +29,7 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
     VerdictStatus,
 )
-from jaxrl.scheduling.rounds.round import Departures, Round
+from jaxrl.scheduling.rounds.round import Departures, PromptKey, Round
 from jaxrl.types import Prompt, Sample, SampleKey
 
 
@@ -94,14 +94,17 @@ class FakeRollout:
         self.num_drawn = 0  # tokens
 
     def play(self, current: Round, version: int) -> None:
-        """Plays until the round is done. Fails if nothing can happen any more, or something is left over."""
+        """Plays until the round is done. Fails if nothing can happen any more, if something is left over, or if a group
+        that was certain is not in what the round yields."""
         assert not self._versions
         self.version, self.commands = version, []
+        self.certain: list[list[PromptKey]] = []  # after each event
         event: Event = RoundStarted(0.0)
         while True:
             for command in current.handle(event):
                 self.commands.append(command)
                 self._apply(command)
+            self._note_certain(current)
             if current.done:
                 break
             event = self._wait()
@@ -109,6 +112,17 @@ class FakeRollout:
         assert not self._events
         assert not self._due
         assert self._awaited is None
+
+    def _note_certain(self, current: Round) -> None:
+        groups = current.certain()
+        self.certain.append([group.prompt.key for group in groups])
+        if len(self.certain) > 1:
+            assert {*self.certain[-2]} <= {*self.certain[-1]}, "what was certain stays so"
+        for group in groups:
+            assert len(group.samples) == current.ledger.group_size
+            assert all(current.ledger.verdicts[sample.key].reward == sample.reward for sample in group.samples)
+        if current.done:
+            assert groups == current.groups()
 
     def _wait(self) -> Event:
         while True:

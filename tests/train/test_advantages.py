@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import AlgorithmSection
+from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.train import advantages
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -73,7 +74,7 @@ def test_reinforce_plus_plus_discounts_nothing_and_adds_up_penalties():
     returns = np.array([1 - 0.75, 1 - 0.25])
     expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(found[0], expected, rtol=1e-6)
-    assert "reinforce_plus_plus" in advantages.NEEDS_WHOLE_BATCH
+    assert "reinforce_plus_plus" in NEEDS_WHOLE_BATCH
 
 
 def test_reinforce_plus_plus_whitens_over_the_tokens_that_are_learnt_from():

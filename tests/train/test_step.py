@@ -89,7 +89,7 @@ def check_gradient(trainer, batch, tolerance):
         for part in parts:
             trainer.accumulate(batch.select(part))
         assert distance(trainer.gradients(), expected) <= tolerance
-        trainer._discard()
+        trainer.discard()
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -117,10 +117,10 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
         make_trainer(make_config(**options, **EVERYTHING_ON, actor__share_prompts=on), devices) for on in (True, False)
     )
     shared.programs.microbatches = one_row(budget)  # in so small a model attention would decide, for short rows
-    micros = shared._pack(batch).microbatches
+    micros = shared._passes.pack(batch).microbatches
     assert any((m.prefix_ids != m.segment_ids).any() for m in micros)
     assert any(m.tokens.shape[1] > shared.programs.packed_attention.tiling.longest_plain for m in micros)
-    assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart._pack(batch).microbatches)
+    assert sum(m.tokens.size for m in micros) < sum(m.tokens.size for m in apart._passes.pack(batch).microbatches)
     apart.accumulate(batch)
     # the second way: a sample alone, part of a group, and the rest, in another order
     cuts = [[range(len(batch))], [[8], [3, 0], sorted(set(range(len(batch))) - {0, 3, 8})]]
@@ -128,7 +128,7 @@ def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config,
         for part in parts:
             shared.accumulate(batch.select(list(part)))
         assert distance(shared.gradients(), apart.gradients()) <= 1e-12
-        shared._discard()
+        shared.discard()
     for found, expected in zip(shared.token_logprobs(batch), apart.token_logprobs(batch), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     shared.accumulate(batch)
@@ -151,10 +151,11 @@ def test_attention_is_what_the_option_says(option, devices, make_config, make_ba
         for name in ("auto", option)
     )
     other.programs.microbatches = tiles.programs.microbatches = one_row(96)  # both pack the same rows, long ones
-    micro = tiles._pack(batch).microbatches[0]
+    micro = tiles._passes.pack(batch).microbatches[0]
     assert (micro.prefix_ids != micro.segment_ids).any()
     assert micro.tokens.shape[1] > tiles.programs.packed_attention.tiling.longest_plain
-    text = str(jax.make_jaxpr(other.programs._gradients_of)(other._trainable, other._frozen, other._on_device(micro)))
+    rows = other._passes.on_device(micro)
+    text = str(jax.make_jaxpr(other.programs._gradients_of)(other._trainable, other._frozen, rows))
     assert ("pallas_call" in text) == (option == "pallas")
     for trainer in (tiles, other):
         trainer.accumulate(batch)
@@ -259,7 +260,7 @@ def test_each_microbatch_but_the_last_is_progress(make_config, make_batch, make_
     """The last one may be running: what follows waits for it."""
     told = []
     trainer, batch = make_trainer(make_config(), on_progress=lambda: told.append(1)), make_batch(size=8)
-    count = len(trainer._pack(batch).microbatches)
+    count = len(trainer._passes.pack(batch).microbatches)
     assert count > 2
     for rounds, work in enumerate((trainer.token_logprobs, trainer.accumulate, trainer.accumulate), 1):
         work(batch)
@@ -394,7 +395,7 @@ def test_schedules():
 def test_programs_are_compiled_without_weights_and_by_another_thread(make_config, make_batch, make_trainer):
     """What was compiled ahead is what the trainer runs: nothing is compiled again, and numbers are the same."""
     plain, batch = make_trainer(make_config()), make_batch(size=8)
-    shape = plain._pack(batch).microbatches[0].tokens.shape
+    shape = plain._passes.pack(batch).microbatches[0].tokens.shape
     programs = TrainPrograms(plain.config, plain.model_config, plain.mesh)
     with ThreadPoolExecutor(1) as pool:
         for kind, *sizes in (("accumulate", *shape), ("zeros", 0, 0), ("init", 0, 0), ("update", 0, 0)):
@@ -405,7 +406,7 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
         trainer.accumulate(batch)
     gradients = [jax.tree.map(np.asarray, trainer.gradients()) for trainer in trainers]
     jax.tree.map(np.testing.assert_array_equal, *gradients)
-    others = {each.tokens.shape for each in plain._pack(batch).microbatches} - {shape}
+    others = {each.tokens.shape for each in plain._passes.pack(batch).microbatches} - {shape}
     assert programs.recompiles == len(others)
     metrics = [trainer.apply() for trainer in trainers]
     assert [each.pop("actor/recompiles") for each in metrics] == [0, len(others)]
@@ -429,7 +430,7 @@ def test_gradients_of_the_kernels_are_those_of_float64(dtype, limit, make_config
     narrow = make_config(**options, actor__dtype=dtype, actor__attention="pallas")
     trainer = Trainer(narrow, model, params, mesh, interpret=True)
     trainer.programs.microbatches = one_row(96)
-    assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._pack(batch).microbatches)
+    assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._passes.pack(batch).microbatches)
     trainer.accumulate(batch)
     off = distance(trainer.gradients(), expected)
     print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")

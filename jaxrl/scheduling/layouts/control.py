@@ -24,11 +24,9 @@ round decides nothing by itself: where the journal has no decision, the first ru
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -41,12 +39,12 @@ from jaxrl.scheduling.layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
 from jaxrl.scheduling.layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes
 
 SCHEMA = 1
 STEPS_SEEN = 4  # plans after a switch that give the real step time
 MAX_TRACE = 240  # points of a round's picture
-HISTORY = 1024
 
 
 class Layouts(Protocol):
@@ -131,39 +129,6 @@ class Episode:
             "step_before_s": decision.step_before_s,
             "predicted_gain_s": decision.gain_s,
         }
-
-
-class LengthHistory:
-    """How much longer a response will go on, estimated from the lengths of the last responses that ended by themselves.
-
-    The expected remaining length of a response of n tokens is the mean over recorded responses that were longer;
-    unknown if there are none. Decisions that rest on it are journalled; a checkpoint holds its state.
-    """
-
-    def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=HISTORY)
-        self._ascending: list[int] = []  # the same
-        self._sums: list[int] = []  # of the first n of them, for each n; empty: to be made
-
-    def add(self, length: int) -> None:
-        """A response ended after so many tokens."""
-        if len(self._lengths) == HISTORY:
-            del self._ascending[bisect_left(self._ascending, self._lengths[0])]
-        self._lengths.append(length)
-        insort(self._ascending, length)
-        self._sums = []
-
-    def lengths(self) -> list[int]:
-        """The lengths that count, the oldest first."""
-        return list(self._lengths)
-
-    def expected_remaining(self, so_far: int) -> float | None:
-        """Tokens that a response of `so_far` is still expected to gain; None if no recorded response was longer."""
-        if not self._sums:
-            self._sums = list(accumulate(self._ascending, initial=0))
-        shorter = bisect_right(self._ascending, so_far)
-        longer = len(self._ascending) - shorter
-        return (self._sums[-1] - self._sums[shorter] - longer * so_far) / longer if longer else None
 
 
 class LayoutControl:

@@ -248,6 +248,21 @@ class Race:
     def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
         return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
 
+    def certain(self, ledger: RoundLedger) -> list[PromptKey]:
+        """Accepted groups that no other one can keep out of the batch.
+
+        Those that may come before an accepted group there are the due ones, and besides, where the order of launch
+        counts, those that were launched before it and are not filtered, else those that were accepted before it.
+        """
+        if self._stopped:
+            return list(self.batch)
+        due = {key for key in self._due if key not in self.filtered}
+        others = [key for key in self.groups if key not in self._due and key not in self.filtered]
+        if not self.limits.in_launch_order:
+            others = [key for key in self.accepted if key not in self._due]
+        first = {*due, *others[: self.limits.batch.num_groups - len(due)]}
+        return [prompt_key for prompt_key in self.accepted if prompt_key in first]
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _go_on(self, ledger: RoundLedger) -> list[Command]:

@@ -21,6 +21,7 @@ Example::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -89,6 +90,11 @@ class RoundRule(Protocol):
         """The scored samples that the round yields in groups. Asked when the round is done."""
         ...
 
+    def certain(self, ledger: RoundLedger) -> Iterable[PromptKey]:
+        """Prompts whose samples have ended and will be in `chosen`, whatever happens from now on; they need no verdict
+        yet. What was certain stays so."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SynchronousRule:
@@ -114,6 +120,10 @@ class SynchronousRule:
 
     def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
         return list(ledger.verdicts)
+
+    def certain(self, ledger: RoundLedger) -> list[PromptKey]:
+        ended = Counter(ledger.launched[key].key for key in ledger.finished)
+        return [prompt_key for prompt_key in ledger.prompts if ended[prompt_key] == ledger.group_size]
 
 
 class Round:
@@ -187,6 +197,23 @@ class Round:
         for key in sorted(self._rule.chosen(ledger)):
             samples.setdefault(ledger.launched[key].key, []).append(ledger.finished[key])
         return [Group(ledger.prompts[prompt_key], samples[prompt_key]) for prompt_key in sorted(samples)]
+
+    def certain(self) -> list[Group]:
+        """Groups that are scored and that `groups` will have, whatever happens from now on; sorted as there.
+
+        What a training step needs of them can be computed before the round has ended (`jaxrl.train.stream`). A round
+        that is given up yields nothing all the same.
+        """
+        ledger, wanted = self.ledger, set(self._rule.certain(self.ledger))
+        samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}
+        for key in ledger.verdicts:
+            if (prompt_key := ledger.launched[key].key) in wanted:
+                samples[prompt_key].append(ledger.finished[key])
+        return [
+            Group(ledger.prompts[prompt_key], sorted(samples[prompt_key], key=lambda sample: sample.key))
+            for prompt_key in sorted(wanted)
+            if len(samples[prompt_key]) == ledger.group_size
+        ]
 
     def _record_finish(self, sample: Sample) -> None:
         ledger, key = self.ledger, sample.key

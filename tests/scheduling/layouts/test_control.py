@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.config.layout import LayoutSection
-from jaxrl.scheduling.layouts.control import HISTORY, MAX_TRACE, Decision, LayoutControl, LengthHistory
+from jaxrl.scheduling.layouts.control import MAX_TRACE, Decision, LayoutControl
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
@@ -195,18 +193,6 @@ def test_ends_come_in_the_same_order_again():
     again = World(LENGTHS, slow=8.0)
     again.run(first.written)
     assert again.completions == first.completions
-
-
-def test_the_expected_rest_is_the_mean_over_the_last_responses_that_were_longer():
-    rng, history, lengths = random.Random(1), LengthHistory(), []
-    for _ in range(HISTORY + 200):  # the oldest are forgotten
-        lengths.append(rng.choice((rng.randint(1, 40), rng.randint(1, 30_000))))
-        history.add(lengths[-1])
-        if rng.random() < 0.1:
-            so_far = rng.choice((0, lengths[-1], rng.randint(1, 30_000)))
-            longer = [length - so_far for length in lengths[-HISTORY:] if length > so_far]
-            assert history.expected_remaining(so_far) == (fmean(longer) if longer else None)
-    assert history.lengths() == lengths[-HISTORY:]
 
 
 def test_expected_lengths_come_from_history():

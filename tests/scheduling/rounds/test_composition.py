@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.scheduling.rounds.composition import composition_problem
 
 ON = {"enable": True}
@@ -66,6 +67,70 @@ def test_scores_after_the_rollout_go_with_what_does_not_need_them_during_it():
     assert composition_problem(config({}, filtering=True, score_when="rollout")) is None
     assert composition_problem(config({"tail_batching": ON}, score_when="rollout")) is None
     assert composition_problem(config({"stale_tokens": "mask", "partial_rollout": ON})) is None
+
+
+def streaming(**options: Any) -> Config:
+    """The stream trainer with options as `section__option`."""
+    values: dict[str, Any] = {
+        "model": {"path": "m"},
+        "rollout": {"num_workers": 2, "n": 4},
+        "trainer": {"stream": ON},
+    }
+    for name, value in options.items():
+        section, option = name.split("__")
+        values.setdefault(section, {})[option] = value
+    return from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"algorithm__adv_estimator": "reinforce_plus_plus"},
+            "trainer.stream.enable excludes algorithm.adv_estimator=reinforce_plus_plus: its advantages have "
+            "statistics over the whole batch, so no gradient can be computed before the rollout has ended",
+        ),
+        (
+            {"reward__score_when": "rollout"},
+            "trainer.stream.enable needs rewards during the rollout, to compute gradients beside it: "
+            "reward.score_when must be 'sample' or 'group', found 'rollout'",
+        ),
+        (
+            {"actor__ppo_mini_batch_size": 4},
+            "actor.ppo_mini_batch_size (4 prompts) must be 0 or data.train_batch_size (8 prompts)",
+        ),
+        (
+            {"rollout__num_devices": 4, "trainer__one_step_off": True},
+            "trainer.stream.enable excludes rollout.num_devices (4): update and rollout have devices of their own",
+        ),
+        (
+            {"rollout__num_workers": 3},
+            "trainer.stream.enable needs rollout.num_workers to be even, found 3: half of the rollout's workers are "
+            "freed, each of them whole",
+        ),
+        ({"rollout__num_workers": 1}, "rollout.num_workers to be even, found 1"),
+        (
+            {"rollout__num_workers": 6, "trainer__num_devices": 12},
+            "trainer.num_devices (12) must be a power of two",
+        ),
+    ],
+)
+def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str):
+    problem = composition_problem(streaming(**options))
+    assert problem is not None
+    assert re.search(re.escape(sentence), problem)
+
+
+def test_what_the_stream_trainer_goes_with():
+    names = {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus"}
+    for name in names - NEEDS_WHOLE_BATCH:
+        assert composition_problem(streaming(algorithm__adv_estimator=name)) is None
+    for rule in ("tail_batching", "partial_rollout", "over_provisioning"):
+        for off, filtering in product((False, True), (False, True)):
+            options = {f"rollout__{rule}": ON, "trainer__one_step_off": off}
+            assert composition_problem(streaming(**options, algorithm__filter_groups={"enable": filtering})) is None
+    assert composition_problem(streaming(rollout__num_workers=4, trainer__num_devices=8, actor__ppo_epochs=2)) is None
+    assert composition_problem(streaming(actor__ppo_mini_batch_size=8, reward__score_when="group")) is None
 
 
 @pytest.mark.parametrize("stale_tokens", ["recorded", "recompute", "mask"])

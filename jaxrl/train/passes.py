@@ -1,0 +1,89 @@
+"""Microbatches on one mesh: log-probabilities, and gradients that add up.
+
+Purpose: the part of the trainer that runs programs with given weights, which the stream trainer (`jaxrl.train.stream`)
+has as well, on other devices. What is done with the sums is the caller's part.
+
+Each of the two is a generator that hands one microbatch to the devices per turn, so that its caller decides how far the
+host may be ahead: the trainer waits for the microbatch before the last one, the stream goes on when one has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.train.packing import Packed, TokenBatch, pack
+from jaxrl.train.programs import Accumulator, TrainPrograms
+from jaxrl.types import TrainBatch
+
+Tree = Any
+
+
+class Passes:
+    """Forward and backward passes with the programs of one mesh.
+
+    Attributes:
+      programs: what runs.
+      accumulator: the sums since the last `take` or `discard`; None: there are none.
+    """
+
+    def __init__(self, programs: TrainPrograms) -> None:
+        self.programs = programs
+        self.accumulator: Accumulator | None = None
+
+    def logprobs(
+        self, params: Tree, batch: TrainBatch, kind: str = "logprobs"
+    ) -> Generator[jax.Array, None, list[np.ndarray]]:
+        """Yields the result of each microbatch once it is handed over; returns float32 [T_i] per sample.
+
+        `kind`: the program: `logprobs`, or `ref_logprobs` for weights of the reference's dtype.
+
+        Raises ValueError for a sample that is too long.
+        """
+        packed = self.pack(batch)
+        results: list[jax.Array] = []
+        for micro in packed.microbatches:
+            program = self.programs.program((kind, *micro.tokens.shape))
+            results.append(program(params, self.on_device(micro)))
+            yield results[-1]
+        return [x.astype(np.float32) for x in packed.unpack([np.asarray(x) for x in results])]
+
+    def accumulate(self, trainable: Tree, frozen: Tree, batch: TrainBatch) -> Generator[jax.Array, None, None]:
+        """Adds the gradients and denominators of some samples; yields a number of each microbatch once it is handed
+        over."""
+        for micro in self.pack(batch).microbatches:
+            if self.accumulator is None:
+                self.accumulator = self.programs.program(("zeros", 0, 0))()
+            program = self.programs.program(("accumulate", *micro.tokens.shape))
+            self.accumulator, result = program(trainable, frozen, self.accumulator, self.on_device(micro))
+            yield result
+
+    def take(self) -> Accumulator | None:
+        """The sums, which are the caller's from now on."""
+        sums, self.accumulator = self.accumulator, None
+        return sums
+
+    def discard(self) -> None:
+        """Frees the sums now, without waiting for Python's garbage collector: the KV pool takes their place."""
+        for leaf in jax.tree.leaves(self.take()):
+            leaf.delete()
+
+    def pack(self, batch: TrainBatch) -> Packed:
+        """The samples in microbatches of this mesh's shapes."""
+        programs = self.programs
+        return pack(
+            batch,
+            shapes=programs.microbatches,
+            max_model_length=programs.config.max_model_length,
+            num_devices=programs.mesh.size,
+            share_prompts=programs.config.actor.share_prompts,
+        )
+
+    def on_device(self, batch: TokenBatch) -> TokenBatch:
+        """A microbatch with its rows split over the mesh."""
+        # the callback form works on several processes, each of which packs the same batch
+        rows = self.programs.rows
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, x.__getitem__), batch)

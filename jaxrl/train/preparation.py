@@ -1,0 +1,87 @@
+"""What a batch needs before its gradients: the ratios' denominators, masks, advantages. numpy only, no jax.
+
+Purpose: the loop does it for a step's batch, and the stream trainer (`jaxrl.train.stream`) for the groups that it gets
+while others decode. All of it is known per group, unless the estimator of the advantages is one of
+`config.checks.NEEDS_WHOLE_BATCH`; so groups may be prepared apart and put together again (`joined`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.scheduling.rounds.partial_rollout import old_logprobs_by_version, on_policy_mask
+from jaxrl.train import advantages
+from jaxrl.types import Group, SampleKey, TrainBatch
+
+
+def needs_policy(config: Config, batch: TrainBatch, step: int) -> bool:
+    """Whether the log-probabilities of the policy in training must be computed, before update `step`."""
+    if config.actor.old_logprobs == "rollout":
+        return False
+    if config.rollout.stale_tokens == "recompute":
+        return True
+    return any(on_policy_mask(sample.versions, step - 1).any() for sample in batch.samples)
+
+
+def old_logprobs(
+    config: Config, batch: TrainBatch, step: int, current: list[np.ndarray] | None
+) -> list[np.ndarray] | None:
+    """The denominators of the ratios: recorded at sampling for tokens that an earlier version wrote, unless
+    `rollout.stale_tokens` is recompute; for the others those of the current policy, if the config asks for that.
+
+    Args:
+      current: of the policy before update `step`; None where `needs_policy` says so.
+
+    Returns:
+      Per sample float32 [T]; None: all as recorded.
+    """
+    if current is None or config.rollout.stale_tokens == "recompute":
+        return current
+    if all(on_policy_mask(sample.versions, step - 1).all() for sample in batch.samples):
+        return current
+    recorded = [sample.rollout_logprobs for sample in batch.samples]
+    return old_logprobs_by_version(recorded, current, batch.samples, step - 1)
+
+
+def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
+    """Per sample float32 [T], 1 at tokens to learn from in update `step`; None: all."""
+    if config.rollout.stale_tokens != "mask":
+        return None
+    return [on_policy_mask(sample.versions, step - 1).astype(np.float32) for sample in batch.samples]
+
+
+def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -> None:
+    """Writes the advantages of a batch of `groups`, whose log-probabilities and masks are there."""
+    policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
+    batch.advantages = advantages.compute(groups, config.algorithm, policy, batch.ref_logprobs, batch.loss_masks)
+
+
+def joined(groups: Sequence[Group], parts: Sequence[TrainBatch]) -> TrainBatch:
+    """The batch of `groups`, from parts that were prepared apart and that have each of its samples once.
+
+    Where some parts have recomputed denominators and others recorded ones, all stand in the result.
+    """
+    whole = TrainBatch.of(groups)
+    places: dict[SampleKey, tuple[TrainBatch, int]] = {}
+    for part in parts:
+        places |= {sample.key: (part, i) for i, sample in enumerate(part.samples)}
+    found = [places[sample.key] for sample in whole.samples]
+    assert len(found) == len(places) == sum(map(len, parts)), "each sample is in one part"
+    whole.advantages = [part.advantages[i] for part, i in found]
+    if any(part.old_logprobs is not None for part in parts):
+        whole.old_logprobs = [
+            part.samples[i].rollout_logprobs if part.old_logprobs is None else part.old_logprobs[i] for part, i in found
+        ]
+    if any(part.ref_logprobs is not None for part in parts):
+        whole.ref_logprobs = [_there(part.ref_logprobs)[i] for part, i in found]
+    if any(part.loss_masks is not None for part in parts):
+        whole.loss_masks = [_there(part.loss_masks)[i] for part, i in found]
+    return whole
+
+
+def _there(values: list[np.ndarray] | None) -> list[np.ndarray]:
+    assert values is not None, "what one part has, all have"
+    return values

@@ -1,0 +1,217 @@
+"""Gradients of groups that are complete, on half of the trainer's devices, while the others still decode.
+
+Source: RollPacker §4.4 ("Overlapped Stream Execution", "Preserving On-Policy Semantics") and §5 (gradients without
+optimizer states). The weights are those of the trainer, which does not move meanwhile; sums are unnormalised and stand
+beside their denominator, so the update is that of the whole batch, whichever groups went this way and in whatever
+parts. With the same parts in the same order it is the same bit for bit.
+
+Departures:
+
+- The paper scales each replica's mean by n_i / N. Here nothing is divided before the update, so there is nothing to
+  scale.
+- Gradients wait on the devices, not in host memory: the next microbatch adds to them.
+- Reference log-probabilities: the paper leaves open how weights are swapped. Here both sets of weights lie in host
+  memory and one of them on the devices, for as long as the stream is open; without a reference there is no copy in host
+  memory.
+
+Memory on a device of the half, besides what the trainer keeps there: its share of the weights (twice the trainer's
+own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`), as many bytes of sums, the gradients of a
+microbatch, and what a microbatch of the trainer takes. The other devices hold nothing for it until `close`.
+
+A stream never waits for its devices unless it is told to (`finish`, `close`): `poll` hands over what there is room for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxrl.sharding.halves import Half
+from jaxrl.train import preparation
+from jaxrl.train.passes import Passes
+from jaxrl.train.programs import Accumulator, TrainPrograms
+from jaxrl.train.step import Trainer
+from jaxrl.types import Group, TrainBatch
+
+Tree = Any
+Which = Literal["actor", "ref"]
+Work = Generator[jax.Array, None, None]
+"""Yields what was handed to the devices."""
+
+AHEAD = 2
+"""Microbatches of gradients that the devices have at once, so that they need not wait for the host."""
+
+
+class TrainStream:
+    """The stream of one trainer; open for one round at a time.
+
+    Example::
+
+        stream = TrainStream(trainer, half)
+        stream.open()
+        stream.give(groups, step)                          # scored, and certain to be in the batch of `step`
+        while not stream.poll():
+            ...                                            # the rollout goes on
+        batches = stream.close()                           # the trainer has the sums now
+        trainer.accumulate(the_others)
+        trainer.apply()
+
+    Attributes:
+      half: the devices. programs: what runs there.
+      given: keys of the prompts that were given since `open`, as they were given together.
+    """
+
+    def __init__(self, trainer: Trainer, half: Half) -> None:
+        """Raises ValueError where the half is not one of the trainer's devices."""
+        if half.whole != trainer.mesh:
+            raise ValueError(
+                f"the stream trainer needs a half of the trainer's {trainer.mesh.size} devices, found a half of "
+                f"{half.whole.size} devices"
+            )
+        self.half = half
+        self.programs = trainer.programs.without_updates(half.mesh)
+        self.given: list[list[tuple[int, int]]] = []
+        self._trainer = trainer
+        self._passes = Passes(self.programs)
+        self._weights: _Weights | None = None
+        self._work: Work | None = None
+        self._running: deque[Any] = deque()  # arrays, of which the oldest is there first
+        self._ahead = 1  # microbatches that the devices may have at once now
+        self._batches: list[TrainBatch] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights are on the half."""
+        return self._weights is not None
+
+    def open(self) -> None:
+        """Copies the trainer's weights, and the reference's, to the half. Nothing is waited for but copies."""
+        assert not self.is_open, "the stream is open already"
+        self._weights = _Weights(self.half, self.programs, self._trainer.params, self._trainer.ref_params)
+
+    def give(self, groups: Sequence[Group], step: int) -> None:
+        """Begins the gradients of scored groups that will be in the batch of update `step`, in this order; nothing
+        that was given before may be under way."""
+        assert self._weights is not None, "the stream is closed"
+        assert self._work is None, "the stream is busy"
+        self.given.append([group.prompt.key for group in groups])
+        self._work = self._learn_from(list(groups), step, self._weights)
+        self.poll()
+
+    def poll(self) -> bool:
+        """Goes on as far as the devices have come; returns whether all that was given is done."""
+        while True:
+            while self._running and self._running[0].is_ready():
+                self._running.popleft()
+            if self._work is None or len(self._running) >= self._ahead:
+                return self._work is None and not self._running
+            try:
+                self._running.append(next(self._work))
+            except StopIteration:
+                self._work = None
+
+    def finish(self) -> None:
+        """Waits until all that was given is done."""
+        while not self.poll():
+            self._running[0].block_until_ready()
+
+    def close(self) -> list[TrainBatch]:
+        """Waits for what was given, hands the sums to the trainer as the beginning of its minibatch, and leaves the
+        half.
+
+        Returns:
+          What was given, with log-probabilities, masks and advantages: one batch per `give`.
+        """
+        self.finish()
+        sums = self._passes.take()
+        self._release()
+        if sums is not None:
+            self._trainer.take_over(self._returned(sums))
+        batches, self._batches, self.given = self._batches, [], []
+        return batches
+
+    def abandon(self) -> None:
+        """Drops everything, as if nothing had been given: the round has been given up, or a device has failed."""
+        self._work = None
+        self._running.clear()
+        self._passes.discard()
+        self._release()
+        self._batches, self.given = [], []
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _learn_from(self, groups: list[Group], step: int, weights: _Weights) -> Work:
+        """What the loop does with a whole batch (`jaxrl.loop`), of these groups alone."""
+        config, batch = self._trainer.config, TrainBatch.of(groups)
+        self._ahead = 1  # log-probabilities come back to the host, which must not wait for them
+        current = None
+        if preparation.needs_policy(config, batch, step):
+            current = yield from self._logprobs(weights, batch, "actor")
+        batch.old_logprobs = preparation.old_logprobs(config, batch, step, current)
+        if config.needs_ref:
+            batch.ref_logprobs = yield from self._logprobs(weights, batch, "ref")
+        batch.loss_masks = preparation.loss_masks(config, batch, step)
+        preparation.set_advantages(config, groups, batch)
+        self._ahead = AHEAD
+        trainable, frozen = self.programs.partition(weights.on_device("actor"))
+        yield from self._passes.accumulate(trainable, frozen, batch)
+        self._batches.append(batch)
+
+    def _logprobs(
+        self, weights: _Weights, batch: TrainBatch, which: Which
+    ) -> Generator[jax.Array, None, list[np.ndarray]]:
+        kind = "logprobs" if which == "actor" else "ref_logprobs"
+        return (yield from self._passes.logprobs(weights.on_device(which), batch, kind))
+
+    def _returned(self, sums: Accumulator) -> Accumulator:
+        shardings = jax.tree.map(lambda x: x.sharding, self._trainer.programs.sums)
+        return self.half.give_back(sums, shardings)
+
+    def _release(self) -> None:
+        if self._weights is not None:
+            self._weights.release()
+        self._weights = None
+
+
+class _Weights:
+    """The trainer's weights on the half, and in turns with them the reference's."""
+
+    def __init__(self, half: Half, programs: TrainPrograms, actor: Tree, ref: Tree | None) -> None:
+        self._shardings = programs.shardings
+        self._in_host: dict[str, Tree] = {}
+        self._resident: Which = "actor"
+        if ref is not None:
+            self._in_host["ref"] = self._to_host(half.lend(ref, self._shardings))
+        self._on_device = half.lend(actor, self._shardings)
+        if ref is not None:
+            self._in_host["actor"] = self._to_host(self._on_device, keep=True)
+
+    def on_device(self, which: Which) -> Tree:
+        """Those weights, in place of the others."""
+        if which != self._resident:
+            _delete(self._on_device)
+            self._on_device = jax.device_put(self._in_host[which], self._shardings)
+            self._resident = which
+        return self._on_device
+
+    def release(self) -> None:
+        """Frees everything."""
+        for tree in (self._on_device, *self._in_host.values()):
+            _delete(tree)
+
+    def _to_host(self, tree: Tree, keep: bool = False) -> Tree:
+        places = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), self._shardings)
+        copied = jax.device_put(tree, places)
+        if not keep:
+            jax.block_until_ready(copied)  # before the devices get the other weights
+            _delete(tree)
+        return copied
+
+
+def _delete(tree: Tree) -> None:
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()

@@ -1,0 +1,230 @@
+"""Workers are freed in a round, the stream gets what is certain, and a step that runs again does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_runs import make_config, make_workload, whole
+
+from jaxrl.config.options import StreamSection
+from jaxrl.record.journal import Journal
+from jaxrl.runtime.streaming import StreamSession
+from jaxrl.scheduling.rounds.scale_down import LeftRequest, WorkerLoad
+from jaxrl.types import Group, Prompt, TrainBatch
+
+
+class FakeStream:
+    """Has room when it is told so."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log, self.has_room, self.calls = log, True, 0
+
+    def open(self) -> None:
+        self.log.append("open")
+
+    def give(self, groups: Sequence[Group], step: int) -> None:
+        self.log.append((step, [group.prompt.index for group in groups]))
+        self.calls += 1
+
+    def poll(self) -> bool:
+        return self.has_room
+
+    def finish(self) -> None:
+        self.has_room = True
+
+    def close(self) -> list[TrainBatch]:
+        self.log.append("close")
+        return [TrainBatch.of([])] * self.calls
+
+    def abandon(self) -> None:
+        self.log.append("abandon")
+
+
+class FakeWorkers:
+    """Two workers; the second has less to move."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+        self.engines = [WorkerLoad((LeftRequest(4, n, 20),), 1000, 8) for n in (9, 3)]
+
+    def close(self, worker: int) -> None:
+        self.log.append(("close worker", worker))
+
+    def open(self, worker: int) -> None:
+        self.log.append(("open worker", worker))
+
+
+class House:
+    """A session over fakes; `log` is what happened, in order."""
+
+    def __init__(self, journal: Journal | None = None, **options: Any) -> None:
+        self.log: list[Any] = []
+        self.seconds, self.drawn = 100.0, list[Any]()
+        self.stream = FakeStream(self.log)
+        workers: Any = FakeWorkers(self.log)
+        self.session = StreamSession(
+            StreamSection(enable=True, **options),
+            workers,
+            {(0,): self.stream, (1,): self.stream},
+            lambda freed: self.log.append(("release", tuple(freed))),
+            journal,
+            drawing=self,
+            clock=lambda: self.seconds,
+        )
+
+    def complete(self, *span: Any) -> None:
+        self.drawn.append(span)
+
+    def counter(self, track: str, **values: float) -> None:
+        raise AssertionError("nothing is counted")
+
+    def until_freed(self, kind: str = "plain") -> None:
+        self.session.begin(kind)
+        self.session.ended([5], 1, 10, is_stopping=False)
+        self.session.ended([6], 2, 10, is_stopping=False)
+
+
+@pytest.fixture(autouse=True)
+def loads(monkeypatch: pytest.MonkeyPatch):
+    """The fake engines are loads already."""
+    monkeypatch.setattr("jaxrl.runtime.streaming.load_of", lambda engine: engine)
+
+
+def group(index: int) -> Group:
+    return Group(Prompt(0, index, (1,), "", ""), [])
+
+
+def groups(*indices: int) -> list[Group]:
+    return [group(index) for index in indices]
+
+
+FREED = [("close worker", 1), ("release", (1,)), "open"]
+
+
+def test_a_round_with_its_stream():
+    house = House()
+    session, stream = house.session, house.stream
+    session.offer(groups(7), 3)  # no worker has been freed
+    house.until_freed()
+    assert house.log == FREED
+    session.offer(groups(0, 2), 3)
+    assert house.log[-1] == (3, [0, 2])
+    stream.has_room = False
+    session.offer(groups(0, 2, 4), 3)
+    session.offer(groups(0, 2, 4, 5), 3)
+    house.seconds += 4
+    session.after_plan()
+    assert len(house.log) == 4
+    stream.has_room = True
+    session.after_plan()  # gradients go on between plans
+    assert house.log[-1] == (3, [4, 5])
+    assert house.drawn == [("gradients", "part 1", 100.0, 104.0)]
+    stream.has_room = False
+    house.seconds += 2
+    session.ended([7], 3, 10, is_stopping=False)
+    session.ended([8], 5, 10, is_stopping=False)
+    measured = session.end()
+    assert measured["rollout/scale_down/freed"] == 1
+    assert measured["rollout/scale_down/done_share"] == 0.2
+    assert measured["rollout/scale_down/moved_tokens"] == 7
+    assert measured["rollout/scale_down/hidden_s"] == 6
+    house.seconds += 3  # what is left of the second call holds the update up
+    assert len(session.close()) == 2
+    assert house.log[-2:] == ["close", ("open worker", 1)]
+    assert house.drawn[1:] == [("gradients", "part 2", 104.0, 109.0)]
+    assert session.close() == [], "nothing is open"
+    # the next round begins anew, with the lengths of this one
+    assert session.state_dict()["lengths"]["plain"].tolist() == [5, 6, 7, 8]
+    house.log.clear()
+    house.until_freed()
+    assert house.log == FREED
+    session.offer(groups(0), 4)
+    assert house.log[-1] == (4, [0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "frees"),
+    [
+        ("plain", {}, True),
+        ("long", {}, True),
+        ("partial", {}, True),
+        ("short", {}, False),
+        ("short", {"short_rounds": True}, True),
+        ("eval", {}, False),
+    ],
+)
+def test_in_which_rounds_workers_are_freed(kind: str, options: dict[str, Any], frees: bool):
+    house = House(**options)
+    house.until_freed(kind)
+    assert (house.log == FREED) == frees
+    assert ("rollout/scale_down/freed" in house.session.end()) == (kind != "eval")
+
+
+def test_nothing_is_freed_for_a_round_that_stops():
+    house = House()
+    house.session.begin("partial")
+    house.session.ended([5, 5, 5], 3, 10, is_stopping=True)
+    assert house.log == []
+    house.session.end()
+    assert house.session.state_dict()["lengths"]["partial"].tolist() == [5, 5, 5]
+
+
+def test_a_round_that_is_dropped():
+    house = House()
+    house.until_freed()
+    house.session.offer(groups(1), 1)
+    house.session.cancel()
+    assert house.log[-2:] == ["abandon", ("open worker", 1)]
+    house.session.abandon()  # the loop says so too
+    assert house.log.count("abandon") == 1
+    assert house.session.state_dict()["lengths"] == {}
+    house.until_freed()
+    house.session.offer(groups(1), 1)
+    assert house.log[-1] == (1, [1])
+
+
+def run(house: House, offers: list[tuple[bool, list[int]]], *, ends: bool = True) -> list[Any]:
+    """A round of step 5 with offers while the stream has room or not; the calls that were made."""
+    house.until_freed()
+    for has_room, indices in offers:
+        house.stream.has_room = has_room
+        house.session.offer(groups(*indices), 5)
+    if ends:
+        house.session.end()
+        house.session.close()
+    return [entry[1] for entry in house.log if isinstance(entry, tuple) and entry[0] == 5]
+
+
+def test_a_step_that_runs_again_makes_the_same_calls(tmp_path: Path):
+    file = tmp_path / "journal.jsonl"
+    journal = Journal(file, 4)
+    first = run(House(journal), [(True, [3]), (False, [3, 1]), (True, [3, 1, 0]), (False, [3, 1, 0, 2])])
+    assert first == [[3], [1, 0]], "the last one came when the stream had no room"
+    journal.close()
+    for offers in (
+        [(True, [3, 1, 0, 2])],  # verdicts come at once
+        [(True, [0]), (True, [0, 1]), (True, [0, 1, 3]), (True, [0, 1, 2, 3])],  # in another order
+        [(False, [3]), (False, [3, 1, 0, 2])],  # and the stream is slow: what is missing is done at the end
+    ):
+        again = Journal(file, 4)
+        assert run(House(again), offers) == first
+        again.close()
+
+
+def test_a_round_that_was_killed_goes_on_after_the_last_call(tmp_path: Path):
+    file = tmp_path / "journal.jsonl"
+    journal = Journal(file, 4)
+    assert run(House(journal), [(True, [3]), (True, [3, 1])], ends=False) == [[3], [1]]
+    journal.close()  # killed here
+    again = Journal(file, 4)
+    assert run(House(again), [(True, [1, 3]), (True, [1, 3]), (True, [1, 3, 0, 2])]) == [[3], [1], [0, 2]]
+    again.close()
+
+
+def test_a_simulated_run_has_no_stream():
+    config = make_config({"trainer.stream": {"enable": True}, "rollout.num_workers": 2})
+    with pytest.raises(ValueError, match=r"trainer\.stream\.enable must be off in a simulated run"):
+        whole(config, make_workload(1))

@@ -1,0 +1,185 @@
+"""Which groups are certain to be in the batch, before the round has ended.
+
+That what is certain stays so, and is what the round yields in the end, is checked after each event of every round that
+`tests/support/fake_rollout.py` plays, for all rules at random.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_rollout import FakePrompts, FakeRollout
+from rounds import START, aborted, filtering, finish, fresh_batches, key, verdict
+
+from jaxrl.scheduling.rounds.batches import RoundTime, new_group
+from jaxrl.scheduling.rounds.events import Event
+from jaxrl.scheduling.rounds.race import BatchSettings, Race, RaceLimits
+from jaxrl.scheduling.rounds.round import Round
+
+Told = list[tuple[Event, list[int]]]
+
+
+def race(num_spare: int = 0, num_responses: int = 1, due: tuple[int, ...] = (), size: int = 1, **shared: Any) -> Round:
+    """Two groups are needed."""
+    limits = RaceLimits(BatchSettings(2, size, **shared), num_responses, num_spare)
+    prompts = FakePrompts(100)
+    rule = Race(limits, lambda: new_group(prompts, num_responses, 1), [(0, index) for index in due])
+    return Round((), size, rule)
+
+
+def check(current: Round, told: Told) -> None:
+    """After each event so many prompts are certain; the round ends with the last one, and yields those."""
+    for event, expected in told:
+        assert not current.done
+        current.handle(event)
+        assert [group.prompt.index for group in current.certain()] == expected, event
+    assert current.done
+    assert current.certain() == current.groups()
+
+
+def plain(score_when: Any) -> Round:
+    return fresh_batches(2, 2, score_when=score_when).plan(FakePrompts(10), RoundTime(1, 0))
+
+
+def test_without_a_race_each_group_that_is_scored():
+    check(
+        plain("sample"),
+        [
+            (START, []),
+            (finish(key(1, 0)), []),
+            (verdict(key(1, 0)), []),  # its other sample goes on
+            (finish(key(1, 1)), []),  # complete, and without its verdict
+            (verdict(key(1, 1)), [1]),
+            (finish(key(0, 0)), [1]),
+            (finish(key(0, 1)), [1]),
+            (verdict(key(0, 0)), [1]),
+            (verdict(key(0, 1)), [0, 1]),
+        ],
+    )
+
+
+def test_rewards_after_the_rollout_make_nothing_certain_before():
+    check(
+        plain("rollout"),
+        [
+            *((event, []) for event in (START, *(finish(key(p, i)) for p in (1, 0) for i in (0, 1)))),
+            (verdict(key(1, 0)), []),
+            (verdict(key(1, 1)), [1]),
+            (verdict(key(0, 0)), [1]),
+            (verdict(key(0, 1)), [0, 1]),
+        ],
+    )
+
+
+def test_the_synchronous_rule():
+    check(
+        Round(FakePrompts(10).next(2), 1),
+        [
+            (START, []),
+            (finish(key(1, 0)), []),
+            (verdict(key(1, 0)), [1]),
+            (finish(key(0, 0)), [1]),
+            (verdict(key(0, 0)), [0, 1]),
+        ],
+    )
+
+
+def test_in_a_race_of_prompts_the_first_that_are_complete():
+    check(
+        race(num_spare=2),
+        [
+            (START, []),
+            (finish(key(3, 0)), []),
+            (verdict(key(3, 0)), [3]),
+            (finish(key(1, 0)), [3]),  # the round is decided; the others have been told to end
+            (aborted(key(0, 0)), [3]),
+            (aborted(key(2, 0)), [3]),
+            (verdict(key(1, 0)), [1, 3]),
+        ],
+    )
+
+
+def test_in_a_race_of_responses_the_first_of_a_prompt():
+    check(
+        race(num_responses=2),
+        [
+            (START, []),
+            (finish(key(1, 1)), []),
+            (verdict(key(1, 1)), [1]),
+            (aborted(key(1, 0)), [1]),
+            (finish(key(0, 0)), [1]),
+            (aborted(key(0, 1)), [1]),
+            (verdict(key(0, 0)), [0, 1]),
+        ],
+    )
+
+
+def test_a_group_that_is_due_comes_before_others():
+    check(
+        race(num_spare=2, due=(0,)),
+        [
+            (START, []),
+            (finish(key(1, 0)), []),
+            (verdict(key(1, 0)), [1]),
+            (finish(key(2, 0)), [1]),
+            (verdict(key(2, 0)), [1]),  # one place is left for 0, which the round waits for
+            (finish(key(0, 0)), [1]),
+            (aborted(key(3, 0)), [1]),
+            (verdict(key(0, 0)), [0, 1]),
+        ],
+    )
+
+
+def scored(prompt: int, reward: float | None, expected_before: list[int], expected: list[int]) -> Told:
+    """A group of two ends and is scored; all rewards equal: it is filtered."""
+    ends = [(finish(key(prompt, i)), expected_before) for i in (0, 1)]
+    return [*ends, (verdict(key(prompt, 0), reward), expected_before), (verdict(key(prompt, 1), reward), expected)]
+
+
+def test_a_group_that_is_due_may_be_filtered():
+    current = race(2, 2, due=(0,), size=2, **filtering(max_unscored_groups=0))
+    told = [
+        (START, []),
+        *scored(1, None, [], [1]),
+        *scored(2, None, [1], [1]),
+        *scored(0, 1.0, [1], [1, 2]),  # filtered: there are two others
+        *((aborted(key(3, i)), [1, 2]) for i in (0, 1)),
+    ]
+    for event, expected in told:
+        current.handle(event)
+        assert [group.prompt.index for group in current.certain()] == expected, event
+    for k in list(current.ledger.aborting):
+        current.handle(aborted(k))
+    assert current.done
+    assert [group.prompt.index for group in current.groups()] == [1, 2]
+
+
+def test_with_dynamic_sampling_the_first_in_the_order_of_launch():
+    current = fresh_batches(2, 2, **filtering(max_unscored_groups=0)).plan(FakePrompts(10), RoundTime(1, 0))
+    told = [
+        (START, []),
+        *scored(0, 1.0, [], []),  # filtered, so that 2 and 3 are launched beside 1
+        *scored(3, None, [], []),  # 1 and 2 were launched before it
+        *scored(2, None, [], [2]),  # at most 1 comes before it
+    ]
+    for event, expected in told:
+        current.handle(event)
+        assert [group.prompt.index for group in current.certain()] == expected, event
+    assert {k.prompt_index for k in current.ledger.launched} >= {0, 1, 2, 3}
+    for event, expected in scored(1, 1.0, [2], [2, 3]):  # filtered
+        current.handle(event)
+        assert [group.prompt.index for group in current.certain()] == expected, event
+    for k in list(current.ledger.aborting):
+        current.handle(aborted(k))
+    assert current.done
+    assert [group.prompt.index for group in current.groups()] == [2, 3]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_most_of_a_batch_is_certain_early(eager: bool):
+    """A long response holds the round up: all else is certain long before."""
+    rollout = FakeRollout(lambda k: 60 if k.prompt_index == 3 else 3 + k.sample_index, num_slots=64, eager=eager)
+    rollout.play(fresh_batches(8, 4).plan(FakePrompts(20), RoundTime(1, 0)), 0)
+    assert [(0, index) for index in range(8) if index != 3] in rollout.certain[:-8]
+    assert rollout.certain[-1] == [(0, index) for index in range(8)]

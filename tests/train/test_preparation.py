@@ -1,0 +1,116 @@
+"""Groups that are prepared apart are prepared as all of them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.train import preparation
+from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
+
+STEP = 3  # trains version 2
+
+
+def group(index: int, *versions: list[int]) -> Group:
+    """Samples with tokens of these versions, and random log-probabilities and rewards."""
+    rng, samples = np.random.default_rng(index), []
+    for i, own in enumerate(versions):
+        sample = Sample.empty(SampleKey(0, index, i))
+        sample.token_ids, sample.versions = np.zeros(len(own), np.int32), np.asarray(own, np.int32)
+        sample.rollout_logprobs = rng.normal(size=len(own)).astype(np.float32)
+        sample.reward = float(rng.random())
+        samples.append(sample)
+    return Group(Prompt(0, index, (1, 2), "", ""), samples)
+
+
+FRESH = [group(i, [2, 2, 2], [2]) for i in (0, 1)]
+STALE = [group(i, [1, 0], [1, 1, 1]) for i in (2, 3)]
+MIXED = [group(4, [1, 2], [2, 2]), group(5, [2, 2], [0, 1, 2])]
+
+
+def config(stale_tokens: str = "recorded", old: str = "recompute", kl: bool = False) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": "m"},
+        "rollout": {"stale_tokens": stale_tokens},
+        "actor": {"old_logprobs": old},
+        "algorithm": {"use_kl_in_reward": kl},
+    }
+    return from_mapping(values)
+
+
+def logprobs(batch: TrainBatch, shift: float) -> list[np.ndarray]:
+    """Of another model: anything that follows from the sample."""
+    return [(sample.rollout_logprobs + shift).astype(np.float32) for sample in batch.samples]
+
+
+def prepared(c: Config, groups: list[Group]) -> TrainBatch:
+    batch = TrainBatch.of(groups)
+    current = logprobs(batch, 0.5) if preparation.needs_policy(c, batch, STEP) else None
+    batch.old_logprobs = preparation.old_logprobs(c, batch, STEP, current)
+    batch.ref_logprobs = logprobs(batch, -0.5) if c.needs_ref else None
+    batch.loss_masks = preparation.loss_masks(c, batch, STEP)
+    preparation.set_advantages(c, groups, batch)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("options", "groups", "needed"),
+    [
+        (("recorded", "rollout"), FRESH, False),
+        (("recorded",), FRESH, True),
+        (("recorded",), STALE, False),
+        (("recorded",), MIXED, True),
+        (("recompute",), STALE, True),
+        (("mask",), STALE, False),
+    ],
+)
+def test_when_the_policys_log_probabilities_are_needed(options: Any, groups: list[Group], needed: bool):
+    assert preparation.needs_policy(config(*options), TrainBatch.of(groups), STEP) is needed
+
+
+def test_denominators_by_version():
+    (old, other) = prepared(config(), MIXED[:1]).old_logprobs or []
+    first, second = MIXED[0].samples
+    np.testing.assert_allclose(old, first.rollout_logprobs + np.array([0, 0.5]), rtol=1e-6)
+    np.testing.assert_allclose(other, second.rollout_logprobs + 0.5, rtol=1e-6)
+    assert prepared(config(), STALE).old_logprobs is None
+    masks = prepared(config("mask"), MIXED[:1]).loss_masks
+    assert masks is not None
+    assert [mask.tolist() for mask in masks] == [[0, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("stale_tokens", ["recorded", "recompute", "mask"])
+@pytest.mark.parametrize("old", ["recompute", "rollout"])
+@pytest.mark.parametrize("kl", [False, True])
+def test_parts_are_the_whole(stale_tokens: str, old: str, kl: bool):
+    if old == "rollout" and stale_tokens == "recompute":
+        return  # refused by config.checks
+    c, groups = config(stale_tokens, old, kl), FRESH + STALE + MIXED
+    whole = prepared(c, groups)
+    for cut in ([FRESH, STALE, MIXED], [MIXED[1:] + STALE, [*FRESH[1:], MIXED[0]], FRESH[:1]]):
+        found = preparation.joined(groups, [prepared(c, part) for part in cut])
+        assert [sample.key for sample in found.samples] == [sample.key for sample in whole.samples]
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_masks"):
+            ours, theirs = getattr(found, name), getattr(whole, name)
+            assert (ours is None) == (theirs is None)
+            for a, b in zip(ours or [], theirs or [], strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_all_tokens_are_stale():
+    groups = STALE
+    found = preparation.joined(groups, [prepared(config(), [each]) for each in groups])
+    assert found.old_logprobs is None
+
+
+def test_a_sample_in_two_parts_or_in_none():
+    part = prepared(config(), FRESH)
+    with pytest.raises(AssertionError, match="each sample is in one part"):
+        preparation.joined(FRESH, [part, part])
+    with pytest.raises(AssertionError, match="each sample is in one part"):
+        preparation.joined(FRESH[:1], [part])
+    with pytest.raises(KeyError):
+        preparation.joined([*FRESH, *STALE], [part])
