@@ -46,28 +46,12 @@ class Card:
     sheet: Hardware
 
     @property
-    def name(self) -> str:
-        return self.sheet.name
-
-    @property
-    def bandwidth(self) -> float:
-        return self.sheet.memory_bytes_per_s
-
-    @property
-    def flops(self) -> float:
-        return self.sheet.flops_per_s
-
-    @property
-    def memory(self) -> float:
-        return self.sheet.memory_bytes
-
-    @property
     def copy(self) -> float:
-        return 0.9 * self.bandwidth
+        return 0.9 * self.sheet.memory_bytes_per_s
 
     @property
     def product(self) -> float:
-        return 0.8 * self.flops
+        return 0.8 * self.sheet.flops_per_s
 
 
 CARDS = {sheet.name: Card(sheet) for sheet in (H100, H200)}

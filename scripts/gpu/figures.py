@@ -149,7 +149,11 @@ def _ceilings() -> Iterator[Figure]:
         how="90 % of the datasheet's bandwidth",
     )
     yield ceiling(
-        "read", "read_bytes_per_s", "TB/s", expected=lambda card: 0.93 * card.bandwidth, how="93 % of the datasheet's"
+        "read",
+        "read_bytes_per_s",
+        "TB/s",
+        expected=lambda card: 0.93 * card.sheet.memory_bytes_per_s,
+        how="93 % of the datasheet's",
     )
     yield ceiling(
         "bfloat16 product of random data",
@@ -162,7 +166,7 @@ def _ceilings() -> Iterator[Figure]:
         "float32 product as programs get it (TF32)",
         "flops_per_s/float32",
         "TFLOP/s",
-        expected=lambda card: 0.4 * card.flops,
+        expected=lambda card: 0.4 * card.sheet.flops_per_s,
         how="half of the bfloat16 rate",
     )
 
@@ -288,7 +292,7 @@ def _fitting(function: Callable[..., float], point: tuple[ModelConfig, int, int]
     needed = cards.costs.weight_bytes(model, 2) + cards.cache_bytes(model, rows, context)
 
     def expected(card: Card) -> float:
-        return function(card, *point) if needed < 0.93 * card.memory else float("nan")
+        return function(card, *point) if needed < 0.93 * card.sheet.memory_bytes else float("nan")
 
     return expected
 
@@ -326,7 +330,7 @@ def _trained(part: str, rows: int, tokens: int, bar: float | None, case: str = "
         f"{at}: MFU of the datasheet's rate",
         "mfu_datasheet",
         "%",
-        expected=(lambda card: cards.train_mfu(card, *sizes, card.flops)) if bar else None,
+        expected=(lambda card: cards.train_mfu(card, *sizes, card.sheet.flops_per_s)) if bar else None,
         how="of the same; 50 % is the aim" if bar else "",
     )
 
@@ -375,7 +379,7 @@ def _rules() -> Iterator[Figure]:
     yield figure(
         "tail batching, cap 1024: speed over plain batches",
         "speed",
-        expected=lambda card: TAIL_SPEED[card.name],
+        expected=lambda card: TAIL_SPEED[card.sheet.name],
         how="simulated, roofline costs",
         bar=least(1.0),
     )

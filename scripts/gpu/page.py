@@ -141,7 +141,8 @@ def expected_page() -> str:
     from gpu import cards
 
     sheets = "; ".join(
-        f"{card.name} {card.bandwidth / 1e12:.2f} TB/s, {card.flops / 1e12:.0f} TFLOP/s" for card in CARDS.values()
+        f"{sheet.name} {sheet.memory_bytes_per_s / 1e12:.2f} TB/s, {sheet.flops_per_s / 1e12:.0f} TFLOP/s"
+        for sheet in (card.sheet for card in CARDS.values())
     )
     head = EXPECTED.format(
         cards=sheets,
