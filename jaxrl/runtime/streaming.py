@@ -4,7 +4,8 @@ Purpose: `StreamSession` stands between the backend, which tells it what has end
 offers it groups (`jaxrl.loop.Stream`). The rule (`jaxrl.scheduling.rounds.scale_down`) says when workers are freed and
 which; a stream (`jaxrl.train.stream`) computes on their devices. Never imports jax.
 
-Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there.
+Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there, unless `by` says
+otherwise.
 
 What a clock decides: when verdicts arrive and when the stream has room, so which groups it is given together, and so
 in which order gradients add up. Each call is in the journal before it takes effect, and so is the end of the stream. A
@@ -23,7 +24,7 @@ from jaxrl.record.journal import Journal
 from jaxrl.runtime.layout_session import Drawing
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.rounds.scale_down import ScaleDown, ScaleDownDecision, load_of
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.workers import By, Workers
 from jaxrl.types import Group, TrainBatch
 
 KIND = "stream"
@@ -55,6 +56,7 @@ class StreamSession:
       release: frees pools and weights of some workers' executors.
       journal: where calls go; None for a simulated clock, which decides the same again.
       drawing: where calls are drawn; None: nowhere. clock: its seconds.
+      by: how the requests of freed workers move.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StreamSession:
         journal: Journal | None = None,
         drawing: Drawing | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        by: By = "recompute",
     ) -> None:
         self.rule = ScaleDown(options, tuple(streams))
         self.decisions: list[ScaleDownDecision] = []  # of the round
@@ -80,6 +83,7 @@ class StreamSession:
         self._num_calls = 0
         self._given: set[PromptKey] = set()
         self._drawing, self._clock = drawing, clock
+        self._by: By = by
         self._began_s: float | None = None  # of the call that is under way
         self._busy_s = 0.0  # of calls that ended in this round
 
@@ -131,7 +135,8 @@ class StreamSession:
             measured["rollout/scale_down/done_share"] = last.num_done / last.num_all
             measured["rollout/scale_down/moved_samples"] = float(last.moved_requests)
             measured["rollout/scale_down/moved_tokens"] = float(last.moved_tokens)
-            measured["rollout/scale_down/hidden_s"] = hidden_s
+            # to the nanosecond, which is what a simulated clock counts in: the same whenever the step began
+            measured["rollout/scale_down/hidden_s"] = round(hidden_s, 9)
         return measured
 
     def cancel(self) -> None:
@@ -185,7 +190,7 @@ class StreamSession:
 
     def _free(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
-            self._workers.close(worker)
+            self._workers.close(worker, self._by)
         self._release(workers)
         self._freed, self._stream = workers, self._streams[workers]
         self._stream.open()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import make_config, make_workload, whole
 
 from jaxrl.config.options import StreamSection
 from jaxrl.record.journal import Journal
@@ -50,7 +49,8 @@ class FakeWorkers:
         self.log = log
         self.engines = [WorkerLoad((LeftRequest(4, n, 20),), 1000, 8) for n in (9, 3)]
 
-    def close(self, worker: int) -> None:
+    def close(self, worker: int, by: str) -> None:
+        assert by == "recompute"
         self.log.append(("close worker", worker))
 
     def open(self, worker: int) -> None:
@@ -222,9 +222,3 @@ def test_a_round_that_was_killed_goes_on_after_the_last_call(tmp_path: Path):
     again = Journal(file, 4)
     assert run(House(again), [(True, [1, 3]), (True, [1, 3]), (True, [1, 3, 0, 2])]) == [[3], [1], [0, 2]]
     again.close()
-
-
-def test_a_simulated_run_has_no_stream():
-    config = make_config({"trainer.stream": {"enable": True}, "rollout.num_workers": 2})
-    with pytest.raises(ValueError, match=r"trainer\.stream\.enable must be off in a simulated run"):
-        whole(config, make_workload(1))
