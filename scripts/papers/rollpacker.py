@@ -2,7 +2,7 @@
 
 Purpose: as `papers.problems`, which lists them. Lengths come from Fig. 2a's curves; the 14B model's machine and the
 seconds of scoring from Table 1 and the baseline's step; the 7B and 32B models' from their baselines' rollouts and
-steps.
+steps; RollPacker's own training of the 7B model from a step without its stream trainer.
 
 Source: RollPacker (Gao et al., NSDI 2026) §2.2, §4.3, §5, §6; rewards of a mixed batch in turn, task by task, as in the
 authors' code (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
@@ -33,6 +33,7 @@ from papers.machines import cost_of, inference
 from papers.solver import Constant, Problem, Values
 
 TASKS = ("math", "code", "judge")
+OWN_TRAINER = "rollpacker_7b_trainer"  # the problem of RollPacker's training, where its baseline is its own
 FORWARDS = 2  # passes beside the update: old log-probabilities and the reference model
 
 _NORMAL = NormalDist()
@@ -164,6 +165,10 @@ def _long_round_s(size: str, values: Values) -> float:
     return rollout + train_s(cost, setup, batch, PROMPT_TOKENS, FORWARDS)
 
 
+def _own_trainer(values: Values) -> dict[str, float]:
+    return {"rollpacker.7b_own_trainer_step": _long_round_s("7b", values)}
+
+
 def _model_32b(values: Values) -> dict[str, float]:
     capped = capped_share(SETUPS["rollpacker.32b"], values)
     return _mixed("32b", values) | {"rollpacker.32b.capped_steps": capped}
@@ -261,6 +266,22 @@ ROLLPACKER: tuple[Problem, ...] = (
         fixed=_workers(16),
         given={**_FROM_14B, **_LENGTHS},
         assumptions=(_SAME,),
+    ),
+    Problem(
+        name=OWN_TRAINER,
+        constants=inference("mfu", "train_fixed_s"),
+        facts=("rollpacker.7b_own_trainer_step",),
+        predict=_own_trainer,
+        fixed=_workers(16),
+        given={
+            "efficiency.launch_s": "rollpacker_7b",
+            **{name: problem for name, problem in _FROM_14B.items() if name != "efficiency.train_fixed_s"},
+            **_LENGTHS,
+        },
+        assumptions=(
+            "rollout, scoring and lengths as of the 7B baseline; of training the share of the peak and the fixed cost "
+            "are RollPacker's own, and one step without its stream trainer says what both come to",
+        ),
     ),
     Problem(
         name="rollpacker_32b",
