@@ -145,6 +145,13 @@ def test_a_round_with_its_stream():
     assert house.log[-1] == (4, [0])
 
 
+def test_no_more_prompts_begin_together_than_may():
+    """What has begun when the round ends holds up the update."""
+    house = House(max_prompts=2)
+    assert run(house, [(False, [0, 1, 2]), (True, [0, 1, 2, 3, 4]), (True, [5])]) == [[0, 1], [2, 3]]
+    assert run(House(max_prompts=0), [(False, [0, 1, 2]), (True, [0, 1, 2, 3, 4])]) == [[0, 1, 2, 3, 4]]
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "frees"),
     [

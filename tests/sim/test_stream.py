@@ -184,6 +184,19 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     assert trained == simulated(by_hand(), ConstantCost(), BY_HAND)[2]
 
 
+@pytest.mark.parametrize(("counts", "freed"), [("samples", 4 / 8), ("prompts", 1 / 4)])
+def test_what_is_counted(counts: str, freed: float):
+    """Two short samples of one prompt and one each of two others: half of the samples ends together, and a prompt."""
+    short = {key(0, 0), key(0, 1), key(1, 0), key(2, 0)}
+    samples = {k: KnownSample(3 if k in short else 31) for k in LENGTHS}
+    workload = KnownWorkload(samples, dict.fromkeys(range(4), 4))
+    simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts), ConstantCost(), workload)
+    assert metrics[1]["rollout/scale_down/done_share"] == freed
+    assert metrics[1]["actor/streamed_share"] == 1 / 4
+    assert simulation.stream is not None
+    assert f" {counts} done, freed workers: " in simulation.stream.decisions[-1].sentence()
+
+
 @pytest.mark.parametrize(
     "options", [{"min_done": 0.2, "max_done": 0.4}, {"kv_margin": 0.5}], ids=["none in time", "pools too full"]
 )
