@@ -1,7 +1,7 @@
 """RollPacker's baselines of Table 4: a stream trainer that gets groups a single time.
 
-Source: RollPacker §6.6, "a single fetch of all available completed prompts", capped at 20, 30, 40 or 50 % of the batch.
-The text leaves open when: at once, with what is there, or when there are so many. Both are here.
+Source: RollPacker §6.6, "a single fetch of all available completed prompts", capped at 20, 30, 40 or 50 % of the batch;
+the authors' code fetches once devices are freed (Farrrrland/RollPacker, rlvr_pipeline_fixed_async.py).
 """
 
 from __future__ import annotations
@@ -13,29 +13,25 @@ from jaxrl.types import Group, TrainBatch
 
 
 class SingleFetch:
-    """A `GradientStream` that begins the gradients of the first groups that it is given, and of no others.
+    """A `GradientStream` that begins the gradients of the first groups that it is given together, and of no others.
 
     Args:
       stream: computes them.
       most: groups at most.
-      waits: for so many.
     """
 
-    def __init__(self, stream: GradientStream, most: int, waits: bool) -> None:
-        self._stream, self._most, self._waits = stream, most, waits
-        self._seen: list[Group] = []
+    def __init__(self, stream: GradientStream, most: int) -> None:
+        self._stream, self._most = stream, most
         self._fetched = False
 
     def open(self) -> None:
-        self._seen, self._fetched = [], False
+        self._fetched = False
         self._stream.open()
 
     def give(self, groups: Sequence[Group], step: int) -> None:
         assert not self._fetched, "there is no room after the fetch"
-        self._seen += groups
-        if not self._waits or len(self._seen) >= self._most:
-            self._fetched = True
-            self._stream.give(self._seen[: self._most], step)
+        self._fetched = True
+        self._stream.give(groups[: self._most], step)
 
     def poll(self) -> bool:
         done = self._stream.poll()

@@ -34,6 +34,7 @@ from papers.solver import Constant, Problem, Values
 
 TASKS = ("math", "code", "judge")
 OWN_TRAINER = "rollpacker_7b_trainer"  # the problem of RollPacker's training, where its baseline is its own
+OWN_FORWARDS = 1  # the same in RollPacker's trainer, which skips the old log-probabilities
 FORWARDS = 2  # passes beside the update: old log-probabilities and the reference model
 
 _NORMAL = NormalDist()
@@ -108,7 +109,7 @@ def _decoding_s(
     return math.fsum(ends) / len(ends)
 
 
-def _stages_s(name: str, values: Values, tasks: Sequence[str]) -> tuple[float, float]:
+def _stages_s(name: str, values: Values, tasks: Sequence[str], forwards: int = FORWARDS) -> tuple[float, float]:
     """Mean seconds of rollout and training of batches of these tasks."""
     setup, cost = SETUPS[name], cost_of(SETUPS[name], values)
     lengths = tuple(task_lengths(values, task) for task in tasks)
@@ -116,7 +117,7 @@ def _stages_s(name: str, values: Values, tasks: Sequence[str]) -> tuple[float, f
     rollout = _decoding_s(name, decoding, lengths, values["correlation"], _NUM_BATCHES)
     rollout += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
     batches = mixed_batches(setup, lengths, values["correlation"], _NUM_BATCHES)
-    train = [train_s(cost, setup, batch, PROMPT_TOKENS, FORWARDS) for batch in batches]
+    train = [train_s(cost, setup, batch, PROMPT_TOKENS, forwards) for batch in batches]
     return rollout, math.fsum(train) / len(train)
 
 
@@ -166,7 +167,8 @@ def _long_round_s(size: str, values: Values) -> float:
 
 
 def _own_trainer(values: Values) -> dict[str, float]:
-    return {"rollpacker.7b_own_trainer_step": _long_round_s("7b", values)}
+    """Table 3's step without GPU scaling, in the authors' own set-up for that table."""
+    return {"rollpacker.7b_own_trainer_step": sum(_stages_s("rollpacker.7b", values, ("math",), OWN_FORWARDS))}
 
 
 def _model_32b(values: Values) -> dict[str, float]:
@@ -272,15 +274,18 @@ ROLLPACKER: tuple[Problem, ...] = (
         constants=inference("mfu", "train_fixed_s"),
         facts=("rollpacker.7b_own_trainer_step",),
         predict=_own_trainer,
-        fixed=_workers(16),
+        fixed=_workers(16) | {"reward.math.workers": 64.0},
         given={
             "efficiency.launch_s": "rollpacker_7b",
             **{name: problem for name, problem in _FROM_14B.items() if name != "efficiency.train_fixed_s"},
             **_LENGTHS,
         },
         assumptions=(
-            "rollout, scoring and lengths as of the 7B baseline; of training the share of the peak and the fixed cost "
-            "are RollPacker's own, and one step without its stream trainer says what both come to",
+            "rollout and lengths as of the 7B baseline; of training the share of the peak and the fixed cost are "
+            "RollPacker's own, and one step without its stream trainer says what both come to",
+            "rounds of fresh prompts without speculation, no old log-probabilities, 32 workers for math on a node, "
+            "scored beside the rollout, as the authors' configuration for the table has it "
+            "(examples/stream_trainer_table3)",
         ),
     ),
     Problem(

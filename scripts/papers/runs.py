@@ -3,9 +3,9 @@
 Purpose: `run` simulates a case with jaxrl's own loop, engine, batcher, block manager and rules
 (`jaxrl.runtime.simulation.build`) and keeps a few numbers of each step. Pure but for the wall clock it took.
 
-A stream trainer changes no group, and here works in long rounds alone. So `run_together` runs a case without it once,
-and of the same with it only the long rounds, each from the state that the first had left; what the rule has learned of
-lengths goes on from one long round to the next.
+A stream trainer changes no group, and does nothing in short rounds. So `run_together` runs a case without it once, and
+of the same with it all other rounds, each from the state that the first had left; what the rule has learned of lengths
+goes on from one to the next.
 """
 
 from __future__ import annotations
@@ -120,20 +120,21 @@ def run_together(cases: Sequence[Case], calibration: Calibration) -> list[Steps]
         return [run(first, calibration)]
     states: dict[int, str] = {}
     base = run(first, calibration, states.__setitem__)
-    return [base, *(_long_rounds(case, base, states, calibration) for case in others)]
+    return [base, *(_with_stream(case, base, states, calibration) for case in others)]
 
 
-def _long_rounds(case: Case, base: Steps, states: Mapping[int, str], calibration: Calibration) -> Steps:
-    """The steps of `base`, its long rounds run again with a stream trainer. `states`: by the steps before them."""
+def _with_stream(case: Case, base: Steps, states: Mapping[int, str], calibration: Calibration) -> Steps:
+    """The steps of `base`, all but its short rounds run again with a stream trainer. `states`: after each step."""
     found, learned, began = Steps(case), dict[str, Any](), time.perf_counter()
     config = configuration(case, calibration)
     for index, is_long in enumerate(base.long):
-        if not is_long:
+        if case.rule == "tail" and not is_long:
             found.take(base, index)
             continue
         only = replace(config, trainer=replace(config.trainer, total_training_steps=index + 1))
         simulation = _built(only, calibration, found)
-        simulation.load_state_dict(load_state(states[index], "what this run has left") | learned)
+        if index:
+            simulation.load_state_dict(load_state(states[index], "what this run has left") | learned)
         simulation.loop.run()
         learned = {"stream": simulation.state_dict()["stream"]}
         assert found.trained_tokens[index] == base.trained_tokens[index], "a stream trainer changes no group"
@@ -163,4 +164,4 @@ def _built(
 def _feeding(case: Case, stream: GradientStream) -> GradientStream:
     """What stands for a stream trainer in this case."""
     most = max(round(case.fetch * case.num_prompts), 1)
-    return SingleFetch(stream, most, case.fetch_waits) if case.fetch else stream
+    return SingleFetch(stream, most) if case.fetch else stream

@@ -58,8 +58,8 @@ class Case:
       own_trainer: training costs what RollPacker's own trainer does, not its baseline's.
       stream: the stream trainer in long rounds, and what frees devices.
       freed_at: with `fixed`, the share of a round's samples after which they are freed.
-      fetch: the stream gets groups once, and no more than this share of the batch; 0: as they end.
-      fetch_waits: until there are so many; else it takes what is there.
+      fetch: the stream gets groups once, those that are there, and no more than this share of the batch; 0: as they
+        end.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -85,12 +85,11 @@ class Case:
     stream: Stream = "off"
     freed_at: float = 0.0
     fetch: float = 0.0
-    fetch_waits: bool = False
 
     @property
     def base(self) -> Case:
         """The same without a stream trainer, with the same rounds."""
-        return replace(self, stream="off", freed_at=0.0, fetch=0.0, fetch_waits=False)
+        return replace(self, stream="off", freed_at=0.0, fetch=0.0)
 
     @property
     def of(self) -> Setup:
@@ -122,7 +121,7 @@ class Case:
         if self.stream != "off":
             longest += f", stream {self.stream}" + (f" {self.freed_at:.0%}" if self.freed_at else "")
         if self.fetch:
-            longest += f", one fetch of {self.fetch:.0%}" + (" once they are there" if self.fetch_waits else "")
+            longest += f", one fetch of {self.fetch:.0%}"
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
 
     @property
@@ -183,6 +182,8 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             "devices_per_host": NODE,
             "degrees": [degree for degree in case.degrees if degree <= case.num_devices],
         }
+    if case.own_trainer:
+        rollout["memory_fraction"] = 0.8
     if case.planner:
         rollout["layout"] = {"planner": True, "devices_per_host": NODE, "degrees": _planned_degrees(case)}
     return from_mapping(
@@ -202,6 +203,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "dtype": "bfloat16",
                 "offload_optimizer": True,
                 "use_kl_loss": rollpacker,
+                "old_logprobs": "rollout" if case.own_trainer else "recompute",
                 "ppo_max_token_len_per_gpu": 1 << 16,
             },
             # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
@@ -231,9 +233,10 @@ def _stream(case: Case) -> dict[str, Any]:
     """`trainer.stream`."""
     if case.stream == "off":
         return {}
-    if case.stream == "adaptive":
-        return {"enable": True}
-    return {"enable": True, "trigger": "fixed", "min_done": case.freed_at, "max_done": 1.0}
+    found: dict[str, Any] = {"enable": True, "counts": "prompts"}
+    if case.stream == "fixed":
+        found |= {"trigger": "fixed", "min_done": case.freed_at, "max_done": 1.0}
+    return found | ({"max_prompts": 0} if case.fetch else {})
 
 
 def _planned_degrees(case: Case) -> list[int]:

@@ -133,9 +133,10 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
         if r.case.stream != "off":
             (base,) = (other for other in runs if other.case == r.case.base)
             assert r.trained_tokens == base.trained_tokens
-            assert [a == b for a, b in zip(r.step_s, base.step_s, strict=True)][:4] == [True] * 4, "short rounds"
-            assert bool(r.freed_at[4]) or r.step_s[4] == base.step_s[4]
-    assert any(r.streamed[4] for r in runs)
+            for i, freed in enumerate(r.freed_at):
+                assert freed or r.step_s[i] == base.step_s[i]
+                assert not freed or r.case.rule == "plain" or r.long[i], "a short round"
+    assert any(sum(r.streamed) for r in runs)
     for file in files[1:]:  # with other readings, and without
         page = file.with_suffix(".md").read_text(encoding="utf-8")
         assert reproduce_papers.main(["--page", str(file)]) == 0
@@ -174,10 +175,9 @@ class Recorded:
         return self.is_done
 
 
-@pytest.mark.parametrize(("waits", "fetched"), [(False, ["a", "b"]), (True, ["a", "b", "c"])])
-def test_a_single_fetch(waits: bool, fetched: list[str]):
+def test_a_single_fetch():
     stream: Any = Recorded()
-    single = SingleFetch(stream, 3, waits)
+    single = SingleFetch(stream, 3)
     for _ in range(2):  # rounds
         stream.log.clear()
         single.open()
@@ -185,15 +185,11 @@ def test_a_single_fetch(waits: bool, fetched: list[str]):
         assert not single.poll(), "the weights are on their way"
         stream.is_done = True
         assert single.poll()
-        single.give(["a", "b"], 7)  # type: ignore[arg-type]
-        assert single.poll() == waits
-        if waits:
-            assert stream.log == ["open"]
-            single.give(["c", "d"], 7)  # type: ignore[arg-type]
+        single.give(["a", "b", "c", "d"], 7)  # type: ignore[arg-type]
         assert not single.poll(), "once"
         single.finish()
         single.close()
-        assert stream.log == ["open", (fetched, 7), "finish", "close"]
+        assert stream.log == ["open", (["a", "b", "c"], 7), "finish", "close"]
 
 
 def test_what_differs_in_the_stream_alone_is_run_together():
@@ -201,7 +197,7 @@ def test_what_differs_in_the_stream_alone_is_run_together():
     jobs = jobs_of(cases)
     assert sorted(case.title for job in jobs for case in job) == sorted(case.title for case in cases)
     of_table3 = [job for job in jobs if job[0].own_trainer]
-    assert [(len(job), job[0].seed, job[0].steps) for job in of_table3] == [(13, 0, 10), (13, 1, 10)]
+    assert [(len(job), job[0].seed, job[0].steps) for job in of_table3] == [(13, 0, 5), (13, 1, 5)]
     for job in jobs:
         assert all(case.base == job[0] for case in job)
         assert [case.stream for case in job].count("off") == 1
