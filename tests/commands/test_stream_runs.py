@@ -1,14 +1,23 @@
-"""Whole runs of a tiny model with the stream trainer: the updates are those without it, also after SIGKILL."""
+"""Whole runs of a tiny model with the stream trainer: the updates are those without it, also after SIGKILL.
+
+Two kinds. In this process, with rules, workers, trainer and journal as in `jaxrl train` (tests/support): each gradient
+is compared, before its update, with the one that the whole batch gives at once, with the same weights. And runs of the
+command itself, compared at their end.
+"""
 
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from real_streamed_runs import RealRun
 from runs import Runs, kill, state_of, wait_for_steps
+
+from jaxrl.types import RunFailed
 
 WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
 SIZES = (
@@ -35,6 +44,129 @@ def check_same(run_dir: Path, expected: Path) -> None:
     for name in names:
         gap = np.linalg.norm(arrays[name] - others[name])
         assert gap <= 1e-9 * np.linalg.norm(others[name]), name
+
+
+ON = {"enable": True}
+COMPOSITIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a reference": {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.3},
+    "one step off": {"trainer.one_step_off": True},
+    "tail batching": {"rollout.tail_batching": ON, "data.train_batch_size": 6},
+    "tail batching, short rounds too": {
+        "rollout.tail_batching": ON,
+        "data.train_batch_size": 6,
+        "trainer.stream": {"enable": True, "short_rounds": True},
+    },
+    "partial rollout": {"rollout.partial_rollout": ON},
+    "partial rollout, ratios computed anew": {"rollout.partial_rollout": ON, "rollout.stale_tokens": "recompute"},
+    "dynamic sampling": {"algorithm.filter_groups": ON},
+    "dynamic sampling, one step off": {"algorithm.filter_groups": ON, "trainer.one_step_off": True},
+    "over-provisioning": {"rollout.over_provisioning": ON, "data.train_batch_size": 6},
+    "all at once": {
+        "rollout.tail_batching": ON,
+        "algorithm.filter_groups": ON,
+        "trainer.one_step_off": True,
+        "trainer.stream": {"enable": True, "short_rounds": True},
+        "data.train_batch_size": 6,
+    },
+}
+WAITS_FOR_ALL = ("plain", "a reference", "one step off", "tail batching")
+MACHINES = [  # devices, workers
+    *((name, 2, 2) for name in COMPOSITIONS),
+    *((name, 4, workers) for name in ("plain", "partial rollout", "all at once") for workers in (2, 4)),
+]
+
+
+def check_composition(
+    folder: Path, name: str, num_devices: int, num_workers: int, tolerance: float = 1e-12, **more: Any
+) -> RealRun:
+    values = COMPOSITIONS[name] | {"rollout.num_workers": num_workers} | more
+    folder.mkdir(exist_ok=True)
+    run = RealRun(folder, values, num_devices=num_devices)
+    assert run.go(1)
+    run.check_learnt(tolerance)
+    assert run.num_freed()
+    assert run.streamed_share > 0
+    return run
+
+
+def test_gradients_beside_the_rollout_are_those_of_the_batch(tmp_path: Path, x64: None):
+    check_composition(tmp_path, "plain", 2, 2, **{"trainer.total_training_steps": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_devices", "num_workers"), MACHINES)
+def test_compositions(tmp_path: Path, x64: None, name: str, num_devices: int, num_workers: int):
+    """Every gradient to 1e-12, in float64. Where the rule waits for all, the groups are those without streaming; races
+    and dynamic sampling may find others, because fewer workers decode once some are freed."""
+    run = check_composition(tmp_path / "streamed", name, num_devices, num_workers)
+    print(f"{name}: {run.streamed_share:.2f} streamed, gaps up to {max(run.gaps.values()):.1e}")
+    if name in WAITS_FOR_ALL:
+        values = COMPOSITIONS[name] | {"rollout.num_workers": num_workers, "trainer.stream": {}}
+        plain = RealRun(tmp_path, values, num_devices=num_devices)
+        assert plain.go(2)
+        assert plain.batches() == run.batches()
+        assert np.linalg.norm(plain.weights - run.weights) <= 1e-9 * np.linalg.norm(plain.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "one step off"])
+def test_in_float32(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    for option in ("actor.dtype", "actor.param_dtype", "rollout.dtype"):
+        monkeypatch.setitem(COMPOSITIONS[name], option, "float32")
+    check_composition(tmp_path, name, 4, 2, tolerance=1e-5)
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "one step off"])
+@pytest.mark.parametrize("call", ["open", "give", "poll", "finish", "close"])
+def test_a_failure_on_the_freed_devices(tmp_path: Path, x64: None, name: str, call: str):
+    """The boundary before the step is saved, and another process repeats the step."""
+    run, failures = RealRun(tmp_path, COMPOSITIONS[name] | {"trainer.save_freq": 0}), count()
+    run.fails = lambda name: name == call and 1 in run.groups and next(failures) == 0
+    with pytest.raises(RunFailed, match=f"no memory in {call}.*; saved after step [1-4]$"):
+        run.go(1)
+    assert max(run.groups) == max(run.saves)
+    assert run.go(2)
+    run.check_learnt(1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "one step off"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_device_that_is_lost(tmp_path: Path, x64: None, name: str, worker: int):
+    run, plans = RealRun(tmp_path, COMPOSITIONS[name] | {"trainer.save_freq": 1}), count()
+    run.break_collect = lambda which: which == worker and next(plans) == 25
+    with pytest.raises(RuntimeError, match=f"the device of worker {worker} is lost"):
+        run.go(1)
+    assert max(run.saves)
+    assert run.go(2)
+    run.check_learnt(1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "one step off"])
+def test_a_gradient_that_is_not_finite(tmp_path: Path, x64: None, name: str):
+    """The update is skipped and counted, as without streaming; the next one is right again."""
+    skipped = {}
+    for stream in ({}, ON):
+        folder = tmp_path / str(len(stream))
+        folder.mkdir()
+        run = RealRun(folder, COMPOSITIONS[name] | {"trainer.stream": stream})
+        run.spoils = lambda key: (key.epoch, key.prompt_index) == (0, 4)  # of step 2
+        assert run.go(1)
+        run.check_learnt(1e-12)
+        skipped[len(stream)] = [measured["actor/skipped_updates"] for measured in run.metrics.values()]
+        assert run.is_finite[2] == (False, False)
+        assert [step for step, finite in run.is_finite.items() if not finite[0]] == [2]
+    assert skipped[0] == skipped[1] == [0, 1, 0, 0, 0]
+    assert run.calls(2), "of the batch that was skipped something was streamed"
+
+
+# ---------------------------------------------------------------- the command
 
 
 @pytest.mark.slow
