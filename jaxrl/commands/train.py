@@ -141,7 +141,7 @@ class Run:
         self.rollout_mesh = rollout_mesh
         Layout(submeshes(rollout_mesh, config.rollout.num_workers)[0], config.rollout.tp)  # refused before all else
         if config.trainer.stream.enable:
-            refuse_devices(self.devices)
+            refuse_devices(len(self.devices), len({device.process_index for device in self.devices}))
         return config
 
     def _data(self, problems: list[Problem]) -> None:

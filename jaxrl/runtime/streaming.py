@@ -41,18 +41,17 @@ CALLS, FREED = "stream", "scale_down"
 """Kinds of entries in the journal, of the step of the update: (number of the call), and one without a key."""
 
 
-def refuse_devices(devices: Sequence[Any]) -> None:
+def refuse_devices(num_devices: int, num_processes: int = 1) -> None:
     """Raises ConfigError for a run's devices if no gradients can be computed there beside the rollout: so many have no
     halves that are meshes like the whole, or they are those of several processes."""
-    if 2 not in possible_workers(len(devices)):
+    if 2 not in possible_workers(num_devices):
         raise ConfigError(
             "trainer.stream.enable needs two halves of the devices that are meshes like the whole: the number of "
-            f"devices (trainer.num_devices) must be a power of two, found {len(devices)}"
+            f"devices (trainer.num_devices) must be a power of two, found {num_devices}"
         )
-    processes = {device.process_index for device in devices}
-    if len(processes) > 1:
+    if num_processes > 1:
         raise ConfigError(
-            f"trainer.stream.enable needs all devices in one process, found those of {len(processes)} processes: what "
+            f"trainer.stream.enable needs all devices in one process, found those of {num_processes} processes: what "
             "goes between the halves of the devices cannot cross from one process to another"
         )
 

@@ -88,7 +88,7 @@ def test_a_killed_run_is_the_unbroken_one_with_its_journal(values, seed, timeout
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(options(), st.integers(0, 1 << 20), st.sampled_from([0.0, 0.1]), st.lists(MOMENTS, max_size=6))
 def test_a_killed_run_is_the_unbroken_one_with_its_journal_many_times(values, seed, timeouts, moments):
     check_killed(values, seed, timeouts, moments)
