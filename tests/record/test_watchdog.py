@@ -87,12 +87,12 @@ def test_zero_turns_it_off_and_closing_does_not_wait_for_the_limit():
 
 def test_a_beat_costs_little():
     watchdog = Watchdog(60.0, Said())
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(100_000):
         watchdog.beat()
-    seconds = time.perf_counter() - began
+    seconds = time.thread_time() - began
     watchdog.close()
-    assert seconds < 1.0, "10 µs each on a loaded machine; it is 0.1 µs on an idle one"
+    assert seconds < 1.0, "10 µs each; it is 0.1 µs on an idle machine"
 
 
 HANG = """

@@ -55,11 +55,11 @@ def score(pool: RewardPool, *codes: str) -> list[Verdict]:
 
 
 def test_workers_start_while_the_trainer_goes_on(tmp_path: Path):
-    start = time.monotonic()
-    pool = make(tmp_path, source="import time\ntime.sleep(0.5)\n" + SCORER)
-    assert time.monotonic() - start < 0.3
+    gate = tmp_path / "gate"
+    waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n"
+    pool = make(tmp_path, source=waits + SCORER)
+    gate.touch()  # the trainer got here, and no worker has started
     pool.warm()
-    assert time.monotonic() - start > 0.5
     pool.close()
 
 
@@ -105,7 +105,7 @@ def test_samples_share_an_interpreter_unless_they_are_not_to(tmp_path: Path):
     pool = make(tmp_path, num_workers=1)
     assert [verdict.info["count"] for verdict in score(pool, change, change, change)] == [1, 2, 3]
     pool.close()
-    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=1.0)
+    pool = make(tmp_path, num_workers=1, fresh_process=True, timeout_s=3.0)
     look = "import math; result['whole'] = math.pi > 3"
     verdicts = score(
         pool, change, look, "os._exit(3)", look, "while True: pass", look, "os.kill(os.getpid(), 11)", look
@@ -124,7 +124,7 @@ def test_a_worker_that_is_stopped_while_it_has_nothing_to_do(tmp_path: Path, tim
     os.kill(score(pool, "")[0].info["pid"], signal.SIGSTOP)
     start = time.monotonic()
     assert [verdict.status for verdict in score(pool, "", "")] == ["ok", "ok"]
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15, "not after the limit of a sample"
     assert pool.take_metrics()["reward/pool_restarts"] == 1
     pool.close()
 
