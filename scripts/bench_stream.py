@@ -42,11 +42,10 @@ QUICK = {
     "repetitions": 2,
     "hidden": 64,
     "layers": 2,
-    "vocabulary": 256,
     "prompts": 4,
     "samples": 2,
     "prompt_tokens": 8,
-    "mean": 8,
+    "mean": 16,
     "new": 48,
     "train_tokens": 128,
     "decode_steps": 2,
@@ -63,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--in-turns", action="store_true", help="plans and microbatches on one device")
     made.add_argument("--hidden", type=int, default=256, help="width of the model, a multiple of 64 (256)")
     made.add_argument("--layers", type=int, default=4, help="layers of the model (4)")
-    made.add_argument("--vocabulary", type=int, default=1024, help="tokens of the model's vocabulary (1024)")
     made.add_argument("--prompts", type=int, default=8, help="prompts per step (8)")
     made.add_argument("--samples", type=int, default=4, help="responses to each prompt (4)")
     made.add_argument("--prompt-tokens", type=int, default=16, help="tokens of a prompt, about (16)")
@@ -92,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     if options.model or options.shape not in ("tiny", "SmolLM2-135M"):
-        raise ValueError("--model and --shape are of no use here: --hidden, --layers and --vocabulary make the model")
+        raise ValueError("--model and --shape are of no use here: --hidden and --layers make the model")
     if options.dtypes != ["float32"]:
         raise ValueError(f"--dtypes ({' '.join(options.dtypes)}) must be float32")
     if options.devices != 1:
@@ -133,6 +131,7 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     say(verdict(bench))
     results = (_in_turns if options.in_turns else _steps)(options, summarise(bench.runs))
     kept, dropped = bench.counts()
+    say(f"{info['parameters'] / 1e6:.2f} million parameters, {info['programs']} programs")
     sizes = {name: getattr(options, name) for name in QUICK if name not in ("repetitions", "warmup")}
     return (
         head
@@ -147,7 +146,7 @@ def _describe(count: int, ask: Any) -> None:
 
 def _specs(options: argparse.Namespace, folder: Path) -> dict[str, stream_case.StreamSpec]:
     """Writes a model folder, prompts and a reward; the specs of both cases."""
-    made = stream_case.small_model(options.hidden, options.layers, options.vocabulary)
+    made = stream_case.small_model(options.hidden, options.layers, options.mean)
     step_case.write_tokenizer(made, folder / "model")
     steps = options.warmup + options.repetitions + 1
     step_case.write_inputs(folder, str(folder / "model"), steps * options.prompts, options.prompt_tokens, options.seed)
@@ -155,7 +154,6 @@ def _specs(options: argparse.Namespace, folder: Path) -> dict[str, stream_case.S
         name: stream_case.StreamSpec(
             folder=str(folder),
             path=str(folder / "model"),
-            vocabulary=options.vocabulary,
             devices=1 if options.in_turns else 2,
             stream=name == "stream",
             prompts=options.prompts,

@@ -2,8 +2,8 @@
 its own; and, for streaming in turns, plans and microbatches on one device.
 
 Parts are put together as `jaxrl train` does; only work outside a timed step is left out (evaluation, checkpoints, the
-run directory). Weights are random, so each token of the vocabulary is about as likely as any other, and as many of them
-as `mean` asks for end a response: lengths are geometric, and the longest of 32 is about four times the mean.
+run directory). Weights are random, so each token of the vocabulary is about as likely as any other, and a few of them
+end a response: lengths are geometric, and the longest of 32 is about four times the mean.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .worker import Ask
 
 UPDATE = ("old_log_prob", "ref", "adv", "update_actor")
 BLOCK = 16
+STOP_IDS = tuple(range(1, 9))
 
 
-def small_model(hidden: int, layers: int, vocabulary: int) -> ModelConfig:
-    """A Llama of heads of 64 with half as many for keys and values."""
+def small_model(hidden: int, layers: int, mean: int) -> ModelConfig:
+    """A Llama of heads of 64 with half as many for keys and values; `mean`: see `StreamSpec`."""
     return ModelConfig(
         family="llama",
-        vocab_size=vocabulary,
+        vocab_size=len(STOP_IDS) * mean,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_layers=layers,
@@ -54,13 +55,12 @@ class StreamSpec:
       folder: holds train.jsonl and reward.py. path: of the model's config and tokenizer.
       devices: of the run, one worker on each.
       stream: gradients beside the rollout.
-      mean, new: tokens of a response, on average and at most.
+      mean, new: tokens of a response, on average and at most; the mean decides how many tokens the vocabulary has.
       train_tokens: the most tokens of a microbatch.
     """
 
     folder: str
     path: str
-    vocabulary: int
     devices: int
     stream: bool
     prompts: int
@@ -71,11 +71,6 @@ class StreamSpec:
     train_tokens: int
     decode_steps: int
     seed: int
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """So many tokens end a response that its mean length is as asked."""
-        return tuple(range(1, 1 + max(round(self.vocabulary / self.mean), 1)))
 
 
 def config_of(spec: StreamSpec) -> Config:
@@ -101,7 +96,7 @@ def config_of(spec: StreamSpec) -> Config:
                 "num_blocks": 2 + rows * -(-longest // BLOCK),
                 "block_size": BLOCK,
                 "decode_steps": spec.decode_steps,
-                "max_num_batched_tokens": max(512, spec.prompt_tokens + PROMPT_SLACK),
+                "max_num_batched_tokens": max(64, spec.prompt_tokens + PROMPT_SLACK),  # few programs to compile
             },
             "actor": {
                 "dtype": "float32",
@@ -173,7 +168,7 @@ def run(spec: StreamSpec, ask: Ask) -> None:
             timeline,
             Hooks(_nothing, steps.on_step, _nothing, _nothing, steps.stop),
             rule=batch_rule(config),
-            stop_token_ids=spec.stop_ids,
+            stop_token_ids=STOP_IDS,
             total_steps=1 << 30,
             num_devices=mesh.size,
             stream=stream,
@@ -273,10 +268,10 @@ def run_in_turns(spec: StreamSpec, ask: Ask) -> None:
     executor = build_executor(config, model, Layout(mesh, 1))
     executor.sync_weights(trainer.params, 0)
     executor.allocate()
-    executor.warm_up(first=[trainer.programs])
+    programs = executor.warm_up(first=[trainer.programs])
     random = np.random.default_rng(spec.seed)
     prompts = [
-        Prompt(0, i, tuple(random.integers(1, spec.vocabulary, spec.prompt_tokens).tolist()), "", "")
+        Prompt(0, i, tuple(random.integers(1, model.vocab_size, spec.prompt_tokens).tolist()), "", "")
         for i in range(spec.prompts)
     ]
 
@@ -337,6 +332,6 @@ def run_in_turns(spec: StreamSpec, ask: Ask) -> None:
         passes.discard()
         return seconds
 
-    values: dict[str, Any] = {"parameters": model.num_params()}
+    values: dict[str, Any] = {"programs": programs, "parameters": model.num_params()}
     while (request := ask(values)) is not None:
         values = {"seconds": once(request["plans"], request["microbatches"], request["way"])}

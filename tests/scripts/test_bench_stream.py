@@ -79,10 +79,7 @@ def test_a_trial_in_turns(tmp_path: Path):
         (["--plans", "0"], "--plans (0) must be at least 1"),
         (["--devices", "3"], "--devices (3) is settled: two, and one with --in-turns"),
         (["--dtypes", "bfloat16"], "--dtypes (bfloat16) must be float32"),
-        (
-            ["--shape", "Qwen2.5-7B"],
-            "--model and --shape are of no use here: --hidden, --layers and --vocabulary make the model",
-        ),
+        (["--shape", "Qwen2.5-7B"], "--model and --shape are of no use here: --hidden and --layers make the model"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
