@@ -19,7 +19,8 @@ one-step-off on or off.
 
 **Gradients beside the rollout** (`trainer.stream`; RollPacker §4.4). A `Stream` is offered groups that are certain to
 be in the batch of the next update: those of the round under way, or with one-step-off those of the batch that waits,
-because its update is the next one. What it has taken when the round is over is in the trainer's minibatch already.
+because its update is the next one. What it has taken when the round is over is in the trainer's minibatch already. If
+it fails, the trainer has not moved yet: the run ends at the boundary before the step.
 
 **What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
 `timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
@@ -53,7 +54,6 @@ STATE_SCHEMA = 2
 _SKIPPED = "actor/skipped_updates"
 _COUNTED = (_SKIPPED, "actor/recompiles")  # of the updates of a step; all else is their mean
 _STOP = "a stop was asked for"
-UPDATE_PHASES = ("old_log_prob", "ref", "adv", "update_actor")
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -95,14 +95,26 @@ class Trainer(Protocol):
 class Stream(Protocol):
     """Gradients beside a round.
 
-    `offer`: scored groups that will be in the batch of update `step`, seen before or not. `close`: from here on the
-    trainer's minibatch has the gradients of what it returns. `abandon`: drops what was taken, with the round."""
+    `expect`: groups of update `step` will be offered in the round that comes; None: none will. `offer`: scored groups
+    that will be in the batch of update `step`, seen before or not. `close`: from here on the trainer's minibatch has
+    the gradients of what it returns. `abandon`: drops what was taken, with the round. `offer` and `close`, and the
+    backend's `wait`, raise `Interrupted` where gradients could not be computed."""
+
+    def expect(self, step: int | None, /) -> None: ...
 
     def offer(self, groups: Sequence[Group], step: int, /) -> None: ...
 
     def close(self) -> list[TrainBatch]: ...
 
     def abandon(self) -> None: ...
+
+
+class Kept(Protocol):
+    """What outlives a round beside the loop, and is part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
 class Prompts(Protocol):
@@ -180,8 +192,10 @@ class Loop:
         num_devices: int,
         together: Together | None = None,
         stream: Stream | None = None,
+        kept: Mapping[str, Kept] | None = None,
     ) -> None:
-        """`together`: runs the next step's rollout beside an update; needs devices of its own, and no `stream`."""
+        """`together`: runs the next step's rollout beside an update; needs devices of its own, and no `stream`. `kept`:
+        by the names of their parts of a checkpoint."""
         self.config = config
         self.step = 0
         self.total_steps = total_steps
@@ -197,6 +211,7 @@ class Loop:
         self._num_devices = num_devices
         self._together = together
         self._stream = stream
+        self._kept = kept or {}
         self._overlong = OverlongPenalty.configured(config)
         self._alarms = Alarms(config)
         self._saved_step: int | None = None
@@ -227,6 +242,7 @@ class Loop:
             "ahead": None
             if self._ahead is None
             else pack_groups(self._ahead.groups) | {"metrics": dict(self._ahead.metrics)},
+            **{name: each.state_dict() for name, each in self._kept.items()},
         }
 
     def load_host_state(self, state: Mapping[str, Any]) -> None:
@@ -242,6 +258,8 @@ class Loop:
         self.step = self._saved_step = int(state["step"])
         self._prompts.load_state(state["data"])
         self.departures.load_state_dict(state["departures"])
+        for name, each in self._kept.items():
+            each.load_state_dict(state.get(name, {}))
         if state["schema"] == 1:
             return
         saved, ahead = state["rule"], state["ahead"]
@@ -313,8 +331,10 @@ class Loop:
                 self._evaluate()
         seconds = {"timing_s/save": 0.0} | self._phases.take_phases()
         measured = now.metrics | numbers.off_policy_metrics(now.groups, step) | learned | seconds
-        measured |= self._seconds_of_other_steps(measured, earlier)
-        self._hooks.on_step(step, measured | self._throughput(batch, measured), now.groups)
+        rounds = (None if each is None else each.seconds for each in (earlier, self._ahead))
+        measured |= numbers.seconds_of_other_steps(measured, *rounds)
+        measured |= numbers.throughput(batch, measured, self._num_devices)
+        self._hooks.on_step(step, measured, now.groups)
 
     def _roll_out_and_learn(self, now: Collected, step: int) -> tuple[TrainBatch, dict[str, float]]:
         """Runs update `step` on `now`; with one-step-off, the next step's rollout before it or beside it."""
@@ -336,34 +356,26 @@ class Loop:
         self._backend.leave_rollout()  # as when both take turns: no old weights and no KV lie there
         return result
 
-    def _seconds_of_other_steps(self, measured: dict[str, float], earlier: Collected | None) -> dict[str, float]:
-        """What connects the phases of a step's line with the step's time; see the top of this file. Takes the time in
-        which two things ran at once out of `measured`."""
-        together_s = measured.pop("timing_s/together", None)
-        found: dict[str, float] = {}
-        if earlier is not None:
-            found["timing_s/earlier"] = earlier.seconds
-        if self._ahead is not None:
-            found["timing_s/ahead"] = self._ahead.seconds
-            if together_s is not None:
-                update_s = numbers.seconds_of(UPDATE_PHASES, measured)
-                found["timing_s/overlap"] = max(self._ahead.seconds + update_s - together_s, 0.0)
-        return found
-
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:
         """One round for training step `step`: the rule's groups, scored. `waiting`: the next update's, if others."""
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         with self._phase("data"):
             current = self.rule.plan(self._prompts, RoundTime(step, self.step, self.total_steps - step + 1))
+        if self._stream is not None:
+            self._stream.expect(None if waiting is not None and not waiting else self.step + 1)
         self._backend.begin(step, params, current.kind)
-        while not current.done:
-            generating = self._backend.generating
-            with self._phase("gen" if generating else "reward"):
-                while not current.done and self._backend.generating == generating:
-                    self._handle(current, self._overlong)
-                    if self._stream is not None:
-                        self._stream.offer(current.certain() if waiting is None else waiting, self.step + 1)
+        try:
+            while not current.done:
+                generating = self._backend.generating
+                with self._phase("gen" if generating else "reward"):
+                    while not current.done and self._backend.generating == generating:
+                        self._handle(current, self._overlong)
+                        if self._stream is not None:
+                            self._stream.offer(current.certain() if waiting is None else waiting, self.step + 1)
+        except Interrupted:
+            self._backend.cancel()
+            raise
         seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
         seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         result = self.rule.settle(current)
@@ -375,15 +387,10 @@ class Loop:
         return Collected(result.groups, measured | result.metrics | self._backend.end() | seconds)
 
     def _handle(self, current: Round, overlong: OverlongPenalty | None = None) -> None:
-        try:
-            event = self._backend.wait()
-        except Interrupted:
-            self._backend.cancel()
-            raise
+        event = self._backend.wait()
         if isinstance(event, Verdict):
             failing = self._alarms.rewarded(event.status, str(event.info.get("error", "")))
             if failing is not None:
-                self._backend.cancel()
                 raise Interrupted(f"step {self._running_step}: {failing}")
             if overlong is not None:
                 event = overlong.shaped(event, len(current.ledger.finished[event.key]))
@@ -441,10 +448,7 @@ class Loop:
     # -- evaluation, saving, numbers ---------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """Samples the held-out prompts; `val/accuracy` is the mean reward over prompts and samples.
-
-        A stop that is asked for meanwhile ends it without numbers.
-        """
+        """Samples the held-out prompts. A stop that is asked for meanwhile ends it without numbers."""
         val = self.config.rollout.val_kwargs
         params = self._sampling(val.temperature, val.top_k, val.top_p, 0.0)
         with self._phase("testing"):
@@ -454,14 +458,12 @@ class Loop:
                 while not current.done:
                     self._handle(current)
             except Interrupted as early:
+                self._backend.cancel()
                 self._failing = self._failing or str(early) or None
                 return  # the step's update stands; only these numbers are missing
             self._backend.end()
             groups = current.groups()
-            rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
-            lengths = [len(sample) for group in groups for sample in group.samples]
-            measured = {"val/accuracy": float(rewards.mean()), f"val/best@{val.n}": float(rewards.max(axis=1).mean())}
-            measured |= numbers.length_metrics(lengths, self.config.data.max_response_length, "val/response_length")
+            measured = numbers.evaluation_metrics(groups, self.config.data.max_response_length)
             self._hooks.on_eval(self.step, measured, groups)
 
     def _save(self) -> None:
@@ -480,17 +482,6 @@ class Loop:
             stop_token_ids=self._stop_token_ids,
             stop_strings=tuple(self.config.rollout.stop),
         )
-
-    def _throughput(self, batch: TrainBatch, measured: Mapping[str, float]) -> dict[str, float]:
-        total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
-        drawn = sum(len(sample) for sample in batch.samples)
-        training_s = measured["timing_s/step"] - measured.get("timing_s/testing", 0.0)
-        gen_s = measured.get("timing_s/gen", 0.0)  # missing where an older version collected the batch
-        return {
-            "perf/total_num_tokens": total,
-            "perf/throughput": total / training_s / self._num_devices,
-            **({"perf/gen_throughput": drawn / gen_s / self._num_devices} if gen_s > 0 else {}),
-        }
 
     def _phase(self, name: str, track: str = "loop") -> AbstractContextManager[None]:
         """A phase drawn on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""

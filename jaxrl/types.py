@@ -26,6 +26,10 @@ class RunFailed(Exception):
     """
 
 
+class StreamFailed(Exception):
+    """Gradients could not be computed beside the rollout: the devices' own words. The trainer has not moved."""
+
+
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: a stop token or stop string; `length`: the token limit; `abort`: ended by the scheduler, unfinished."""
 

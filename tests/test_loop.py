@@ -161,9 +161,20 @@ class FakeStream:
         self.trainer, self.config, self.log = trainer, config, log
         self.num_offers = 0
         self.taken: list[TrainBatch] = []
+        self.fails_in = ""
+        self.expected: list[int | None] = []
+
+    def expect(self, step: int | None) -> None:
+        self.expected.append(step)
+
+    def fail(self, call: str) -> None:
+        if call == self.fails_in:
+            raise Interrupted(f"no memory in {call}")
 
     def offer(self, groups: Sequence[Group], step: int) -> None:
         self.num_offers += 1
+        if self.taken:
+            self.fail("offer")
         known = {prompt.key for part in self.taken for prompt in part.prompts}
         new = [group for group in groups if group.prompt.key not in known]
         if self.num_offers % 2 or not new:
@@ -177,6 +188,7 @@ class FakeStream:
         self.log.append(("streamed", step, new[0].prompt.key))
 
     def close(self) -> list[TrainBatch]:
+        self.fail("close")
         self.log.append("close")
         taken, self.taken = self.taken, []
         return taken
@@ -647,3 +659,66 @@ def test_a_round_that_is_dropped_takes_its_stream_along(build: Build, stop_after
         assert [group.prompt.key for group in steps[step]] == [group.prompt.key for group in groups]
     for keys in learnt(again):
         assert len(keys) == len(set(keys)) == 8
+
+
+def test_what_a_round_is_beside(build: Build):
+    for off, expected in ((False, [1, 2, 3]), (True, [None, 1, 2])):
+        house = build({"trainer.one_step_off": off}, total_steps=3, streams=True)
+        assert house.loop.run()
+        assert house.stream.expected == expected
+
+
+@pytest.mark.parametrize("call", ["offer", "close"])
+@pytest.mark.parametrize("values", STREAMING[:2])
+def test_gradients_that_fail_end_the_run_at_the_boundary(build: Build, call: str, values: dict[str, Any]):
+    whole = build(values, total_steps=3, streams=True)
+    assert whole.loop.run()
+    cut = build(values | {"trainer.save_freq": 0}, total_steps=3, streams=True)
+
+    def fails_in_step_2() -> bool:
+        cut.stream.fails_in = call if cut.loop.step == 1 else ""
+        return False
+
+    cut.backend.stop = fails_in_step_2
+    with pytest.raises(RunFailed, match=f"^no memory in {call}; saved after step 1$"):
+        cut.loop.run()
+    assert [(step, state["step"]) for step, state, _ in cut.saves] == [(1, 1)]
+    assert "abandon" in cut.log
+    assert ("cancel" in cut.log) == (call == "offer"), "a round that is over is not dropped"
+    again = build(values, total_steps=3, streams=True)
+    again.resume(cut)
+    assert again.loop.run()
+    steps = {step: groups for house in (cut, again) for step, _, groups in house.steps}
+    for step, _, groups in whole.steps:
+        assert [group.prompt.key for group in steps[step]] == [group.prompt.key for group in groups]
+
+
+def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):
+    """Also where a step ends early after one of its rounds has ended."""
+
+    class Seen:
+        def __init__(self) -> None:
+            self.rounds = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"rounds": self.rounds}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.rounds = state.get("rounds", -1)
+
+    house = build({"trainer.one_step_off": True}, stop_after=30)  # in the second round of step 1
+    seen, end = Seen(), house.backend.end
+
+    def ended() -> dict[str, float]:
+        seen.rounds += 1
+        return end()
+
+    house.backend.end = ended
+    house.loop._kept = {"seen": seen}
+    assert not house.loop.run()
+    assert seen.rounds == 1
+    assert house.saves[-1][1]["seen"] == {"rounds": 0}
+    again = build()
+    again.loop._kept = {"seen": seen, "another": (other := Seen())}
+    again.resume(house)
+    assert (seen.rounds, other.rounds) == (0, -1)

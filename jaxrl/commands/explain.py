@@ -31,6 +31,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.memory import MemoryPlan, full_microbatch, in_bytes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batch_rule
+from jaxrl.runtime.streaming import refuse_devices
 from jaxrl.sharding.mesh import platform_of
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
@@ -91,6 +92,8 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = platform_of(devices[0]) if devices else "gpu"
     num_devices = num_devices or len(devices)
+    if config.trainer.stream.enable:
+        refuse_devices(num_devices)
     config, said = planned_degree(config, model, config.rollout.num_devices or num_devices, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
     # of devices that are not here, what a CPU's share of a host would be is not known

@@ -52,7 +52,7 @@ from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.streaming import StreamSession
+from jaxrl.runtime.streaming import StreamSession, refuse_devices
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
@@ -140,6 +140,8 @@ class Run:
         self.said += share_notes(config, rollout_mesh.devices.ravel().tolist())
         self.rollout_mesh = rollout_mesh
         Layout(submeshes(rollout_mesh, config.rollout.num_workers)[0], config.rollout.tp)  # refused before all else
+        if config.trainer.stream.enable:
+            refuse_devices(len(self.devices), len({device.process_index for device in self.devices}))
         return config
 
     def _data(self, problems: list[Problem]) -> None:
@@ -213,8 +215,9 @@ class Run:
             )
             record = stack.enter_context(opened)
             self.watchdog.beat("building the engine")
-            loop, backend, layouts, stream = self._loop(record, stack)
-            self._go_on(loop, layouts, stream)
+            loop, backend = self._loop(record, stack)
+            if self.host_state is not None:
+                loop.load_host_state(self.host_state)
             self._begin(record)
             self._warm_up(backend, record, stack)
             self.stop.save_first(record.view.message)
@@ -258,9 +261,7 @@ class Run:
         for line in self.said:
             self.say(line)
 
-    def _loop(
-        self, record: RunRecord, stack: ExitStack
-    ) -> tuple[Loop, RolloutBackend, LayoutSessions | None, StreamSession | None]:
+    def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend]:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
@@ -275,7 +276,7 @@ class Run:
             layouts = build_layouts(config, self.profile, mesh, engines.engines, row_sizes(config, workers), *kept)
         stream: StreamSession | None = None
         if config.trainer.stream.enable:
-            stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline)
+            stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         backend = RolloutBackend(
             engines,
@@ -293,10 +294,6 @@ class Run:
         )
 
         def save(step: int, state: Mapping[str, Any]) -> None:
-            if layouts is not None:
-                state = {**state, "layouts": layouts.state_dict()}
-            if stream is not None:
-                state = {**state, "stream": stream.state_dict()}
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
             self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
             if committed is not None:
@@ -316,8 +313,9 @@ class Run:
             num_devices=len(self.devices),
             together=overlap,
             stream=stream,
+            kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
         )
-        return loop, backend, layouts, stream
+        return loop, backend
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)
@@ -335,16 +333,6 @@ class Run:
         state, host = self.store.restore(self.trainer.abstract_state(), self.step)
         self.trainer.load_state(state)
         return join_arrays(host.values, host.arrays)
-
-    def _go_on(self, loop: Loop, layouts: LayoutSessions | None, stream: StreamSession | None) -> None:
-        """Brings what is not the trainer's to the checkpoint, if there is one."""
-        if self.host_state is None:
-            return
-        if layouts is not None:
-            layouts.load_state_dict(self.host_state.get("layouts", {}))
-        if stream is not None:
-            stream.load_state_dict(self.host_state.get("stream", {}))
-        loop.load_host_state(self.host_state)
 
     def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:
         """Compiles the rollout's programs, and begins with the update's and those of other layouts.

@@ -32,7 +32,7 @@ import numpy as np
 
 from jaxrl.config.text import one_line
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.types import Group, RunFailed
+from jaxrl.types import Group, RunFailed, TrainBatch
 
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
@@ -169,6 +169,18 @@ def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
     return measured | {"critic/mixed_reward_groups": float(np.mean(mixed))}
 
 
+def evaluation_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
+    """Rewards, and lengths in tokens, of held-out prompts: `val/accuracy` is the mean over prompts and samples,
+    `val/best@n` that of each prompt's best one."""
+    rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
+    measured = {
+        "val/accuracy": float(rewards.mean()),
+        f"val/best@{rewards.shape[1]}": float(rewards.max(axis=1).mean()),
+    }
+    lengths = [len(sample) for group in groups for sample in group.samples]
+    return measured | length_metrics(lengths, limit, "val/response_length")
+
+
 def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     """By how many versions the tokens are older than the policy that trains on them (version `step` - 1)."""
     staleness = np.concatenate([step - 1 - sample.versions for group in groups for sample in group.samples])
@@ -182,6 +194,23 @@ def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
 def seconds_of(phases: Sequence[str], line: Mapping[str, float]) -> float:
     """What these phases took together, by a step's metrics."""
     return sum(line.get(f"timing_s/{name}", 0.0) for name in phases)
+
+
+def seconds_of_other_steps(line: dict[str, float], earlier_s: float | None, ahead_s: float | None) -> dict[str, float]:
+    """What connects the phases of a step's line with the step's time (`jaxrl.loop`). Takes the time in which two things
+    ran at once out of `line`.
+
+    Args:
+      earlier_s: of this batch's round, where it ran before this step.
+      ahead_s: of the next step's round, where it ran in this step.
+    """
+    together_s = line.pop("timing_s/together", None)
+    found = {} if earlier_s is None else {"timing_s/earlier": earlier_s}
+    if ahead_s is not None:
+        found["timing_s/ahead"] = ahead_s
+        if together_s is not None:
+            found["timing_s/overlap"] = max(ahead_s + seconds_of(UPDATE_PHASES, line) - together_s, 0.0)
+    return found
 
 
 def step_phases(line: Mapping[str, float]) -> dict[str, float]:
@@ -220,6 +249,19 @@ def hidden_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, flo
         if update_s > 0:
             found.append((line["step"], hidden_s / update_s))
     return found
+
+
+def throughput(batch: TrainBatch, line: Mapping[str, float], num_devices: int) -> dict[str, float]:
+    """Tokens of a batch, prompts once per sample, and per second and device, by its step's metrics."""
+    total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
+    drawn = sum(len(sample) for sample in batch.samples)
+    training_s = line["timing_s/step"] - line.get("timing_s/testing", 0.0)
+    gen_s = line.get("timing_s/gen", 0.0)  # missing where an older version collected the batch
+    return {
+        "perf/total_num_tokens": total,
+        "perf/throughput": total / training_s / num_devices,
+        **({"perf/gen_throughput": drawn / gen_s / num_devices} if gen_s > 0 else {}),
+    }
 
 
 def _parse(line: bytes) -> dict[str, float]:

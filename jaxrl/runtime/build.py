@@ -7,6 +7,7 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.scheduling.layouts.pace import PredictedTicks
+from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.workers import Workers, step_ticks
+from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sharding.halves import Half
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of, submeshes
@@ -297,9 +298,18 @@ def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
 
 
 def build_stream(
-    trainer: Trainer, engines: Workers, workers: WorkerSet, journal: Journal, drawing: Drawing
+    trainer: Trainer,
+    engines: Workers,
+    workers: WorkerSet,
+    journal: Journal,
+    drawing: Drawing,
+    profile: Profile | None = None,
 ) -> tuple[StreamSession, list[TrainPrograms]]:
     """The stream trainer on either half of the devices, and the programs of both.
+
+    Args:
+      profile: the checked one, where layouts switch: requests of freed workers move as `rollout.layout.state` says of
+        those in a switch. Without one they are computed again.
 
     Raises ValueError where the devices have no halves (`jaxrl.sharding.halves.Half`).
     """
@@ -307,8 +317,19 @@ def build_stream(
         freed: TrainStream(trainer, Half(trainer.mesh, index))
         for index, freed in enumerate(halves(len(engines.engines)))
     }
-    session = StreamSession(trainer.config.trainer.stream, engines, streams, workers.release_some, journal, drawing)
+    config, by = trainer.config, _moves(trainer.config, workers, profile)
+    session = StreamSession(config.trainer.stream, engines, streams, workers.release_some, journal, drawing, by=by)
     return session, [stream.programs for stream in streams.values()]
+
+
+def _moves(config: Config, workers: WorkerSet, profile: Profile | None) -> By:
+    """How requests move from a worker that is freed. A profile of one degree alone knows nothing of moving KV."""
+    if profile is None or not profile.switches:
+        return "recompute"
+    state = config.rollout.layout.state
+    if state != "cheaper":
+        return state
+    return partial(cheaper_move, LatencyPredictor(profile, config.rollout.layout, row_sizes(config, workers)))
 
 
 def abstract(tree: Any) -> Any:

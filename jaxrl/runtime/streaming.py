@@ -4,33 +4,60 @@ Purpose: `StreamSession` stands between the backend, which tells it what has end
 offers it groups (`jaxrl.loop.Stream`). The rule (`jaxrl.scheduling.rounds.scale_down`) says when workers are freed and
 which; a stream (`jaxrl.train.stream`) computes on their devices. Never imports jax.
 
-Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there.
+Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there; with a latency profile
+by KV where that is predicted to be faster (`by`), which no clock decides.
 
 What a clock decides: when verdicts arrive and when the stream has room, so which groups it is given together, and so
 in which order gradients add up. Each call is in the journal before it takes effect, and so is the end of the stream. A
 step that runs again makes the same calls, each as soon as its groups are certain, then goes on as it likes; if the end
-is there as well, it makes no more. When workers are freed follows from the plans, so it needs no journal.
+is there as well, it makes no more. When workers are freed follows from the plans, and these from the clock only where
+layouts switch by measured times; that decision is in the journal too. (Options may change at a resume, and the batch
+with them: of a call in the journal only what is in the batch is given.)
+
+What fails on the freed devices ends the run at the boundary before the step (`Interrupted`), which then runs again:
+nothing of it has reached the trainer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+from jaxrl.config import ConfigError
+from jaxrl.config.devices import possible_workers
 from jaxrl.config.options import StreamSection
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.layout_session import Drawing
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.rounds.scale_down import ScaleDown, ScaleDownDecision, load_of
-from jaxrl.scheduling.tokens.workers import Workers
-from jaxrl.types import Group, TrainBatch
+from jaxrl.scheduling.tokens.workers import By, Workers
+from jaxrl.types import Group, StreamFailed, TrainBatch
 
-KIND = "stream"
+CALLS, FREED = "stream", "scale_down"
+"""Kinds of entries in the journal, of the step of the update: (number of the call), and one without a key."""
+
+
+def refuse_devices(num_devices: int, num_processes: int = 1) -> None:
+    """Raises ConfigError for a run's devices if no gradients can be computed there beside the rollout: so many have no
+    halves that are meshes like the whole, or they are those of several processes."""
+    if 2 not in possible_workers(num_devices):
+        raise ConfigError(
+            "trainer.stream.enable needs two halves of the devices that are meshes like the whole: the number of "
+            f"devices (trainer.num_devices) must be a power of two, found {num_devices}"
+        )
+    if num_processes > 1:
+        raise ConfigError(
+            f"trainer.stream.enable needs all devices in one process, found those of {num_processes} processes: what "
+            "goes between the halves of the devices cannot cross from one process to another"
+        )
 
 
 class GradientStream(Protocol):
-    """`jaxrl.train.stream.TrainStream`, or a simulation."""
+    """`jaxrl.train.stream.TrainStream`, or a simulation. All but `abandon` raise `StreamFailed` if the devices fail."""
 
     def open(self) -> None: ...
 
@@ -55,6 +82,7 @@ class StreamSession:
       release: frees pools and weights of some workers' executors.
       journal: where calls go; None for a simulated clock, which decides the same again.
       drawing: where calls are drawn; None: nowhere. clock: its seconds.
+      by: how the requests of freed workers move; a pure function, or one way for all.
     """
 
     def __init__(
@@ -66,14 +94,19 @@ class StreamSession:
         journal: Journal | None = None,
         drawing: Drawing | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        by: By = "recompute",
     ) -> None:
         self.rule = ScaleDown(options, tuple(streams))
         self.decisions: list[ScaleDownDecision] = []  # of the round
         self._options, self._workers, self._streams = options, workers, streams
         self._release, self._journal = release, journal
+        self._by: By = by
         self._is_training = False  # a round of training is under way
         self._frees = False  # and workers may be freed in it
+        self._expects = True  # groups are offered in it
         self._freed: tuple[int, ...] = ()
+        self._num_copied = 0  # tokens whose KV moved in this round
         self._stream: GradientStream | None = None  # open
         self._step = 0  # of the update that is computed
         self._offered: dict[PromptKey, Group] = {}  # not given yet
@@ -86,11 +119,12 @@ class StreamSession:
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
     def begin(self, kind: str) -> None:
-        """A round begins; `kind` as in `Backend.begin`."""
-        self.decisions, self._busy_s = [], 0.0
+        """A round begins; `kind` as in `Backend.begin`. No worker is freed where nothing would be computed on it."""
+        self.decisions, self._busy_s, self._num_copied = [], 0.0, 0
         self._is_training = kind != "eval"
-        self._frees = self._is_training and (kind != "short" or self._options.short_rounds)
+        self._frees = self._is_training and self._expects and (kind != "short" or self._options.short_rounds)
         if self._is_training:
+            assert self._stream is None, "a round begins while the stream of another is open"
             self.rule.begin(kind)
 
     def ended(self, lengths: Sequence[int], num_done: int, num_all: int, *, is_stopping: bool) -> None:
@@ -107,7 +141,7 @@ class StreamSession:
             self.rule.finished(length)
         if not self._frees or is_stopping:
             return
-        decision = self.rule.after_finish(num_done, num_all, lambda: [load_of(e) for e in self._workers.engines])
+        decision = self._decision(num_done, num_all)
         if decision is None:
             return
         self.decisions.append(decision)
@@ -126,11 +160,12 @@ class StreamSession:
         self._is_training = False
         self.rule.end()
         last = self.decisions[-1] if self.decisions else None
-        measured = {"rollout/scale_down/freed": float(bool(self._freed))}
+        measured = {"rollout/scale_down/freed": float(sum(bool(each.freed) for each in self.decisions))}
         if last is not None and last.freed:
             measured["rollout/scale_down/done_share"] = last.num_done / last.num_all
             measured["rollout/scale_down/moved_samples"] = float(last.moved_requests)
             measured["rollout/scale_down/moved_tokens"] = float(last.moved_tokens)
+            measured["rollout/scale_down/copied_tokens"] = float(self._num_copied)
             measured["rollout/scale_down/hidden_s"] = hidden_s
         return measured
 
@@ -143,24 +178,29 @@ class StreamSession:
 
     # -- what the loop calls -----------------------------------------------------------------------------------------
 
+    def expect(self, step: int | None) -> None:
+        """Groups of update `step` will be offered in the round that comes; None: none will."""
+        self._expects, self._step = step is not None, step or 0
+
     def offer(self, groups: Sequence[Group], step: int) -> None:
-        """Scored groups that will be in the batch of update `step`."""
+        """Scored groups that will be in the batch of update `step`. Raises Interrupted if the stream fails."""
         self._step = step
         if self._stream is not None:
             self._offered |= {g.prompt.key: g for g in groups if g.prompt.key not in self._given}
             self._feed()
 
     def close(self) -> list[TrainBatch]:
-        """Ends the stream: the trainer has its sums. Workers are open again."""
+        """Ends the stream: the trainer has its sums. Workers are open again. Raises Interrupted if the stream fails."""
         if self._stream is None:
             return []
         while (keys := self._recorded()) is not None:  # the calls that an earlier run of the step made by now
             self._finish()
-            self._call(keys)
+            self._call([key for key in keys if key in self._offered])
         if self._journal is not None and not self._has_ended():
-            self._journal.append(self._step, KIND, (self._num_calls,), {"end": True})
+            self._journal.append(self._step, CALLS, (self._num_calls,), {"end": True})
         self._finish()
-        batches = self._stream.close()
+        with self._failures():
+            batches = self._stream.close()
         self._reopen()
         return batches
 
@@ -168,7 +208,7 @@ class StreamSession:
         """Drops what the stream has."""
         if self._stream is not None:
             self._stream.abandon()
-            self._reopen()
+        self._reopen()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -183,12 +223,43 @@ class StreamSession:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _decision(self, num_done: int, num_all: int) -> ScaleDownDecision | None:
+        """What the rule says, or what the journal has of it: no more than one of the two frees workers."""
+        entry = None if self._journal is None else self._journal.find(self._step, FREED, ())
+        earlier = None if entry is None else ScaleDownDecision.from_json(entry["decision"])
+        if earlier is not None and earlier.freed in self._streams:  # else there are other workers now
+            if self._freed or num_done < earlier.num_done:
+                return None
+            self.rule.follow(earlier)
+            return earlier
+        decision = self.rule.after_finish(num_done, num_all, lambda: [load_of(e) for e in self._workers.engines])
+        if decision is not None and decision.freed and self._journal is not None:
+            self._journal.append(self._step, FREED, (), {"decision": decision.to_json()})
+        return decision
+
     def _free(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
-            self._workers.close(worker)
+            try:
+                self._num_copied += self._workers.close(worker, self._by).num_moved
+            except SwitchFailed as failure:
+                raise Interrupted(f"step {self._step}: {failure}") from failure
+            self._freed += (worker,)
         self._release(workers)
-        self._freed, self._stream = workers, self._streams[workers]
-        self._stream.open()
+        self._stream = self._streams[workers]
+        with self._failures():
+            self._stream.open()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """What fails on the freed devices is a reason to end the run at the last boundary."""
+        try:
+            yield
+        except StreamFailed as failure:
+            raise Interrupted(
+                f"step {self._step}: gradients beside the rollout have failed on the devices of workers "
+                f"{', '.join(map(str, self._freed))} ({failure}): run again, with trainer.stream.enable off or a lower "
+                "actor.ppo_max_token_len_per_gpu if the memory was full"
+            ) from failure
 
     def _reopen(self) -> None:
         for worker in self._freed:
@@ -199,27 +270,35 @@ class StreamSession:
 
     def _feed(self) -> None:
         """Gives the stream what it may have next, if it has room."""
-        if self._stream is None or not self._stream.poll():
+        if self._stream is None:
+            return
+        with self._failures():
+            has_room = self._stream.poll()
+        if not has_room:
             return
         self._draw()
         keys = self._recorded()
         if keys is None and not self._has_ended():
             keys = list(self._offered)
             if keys and self._journal is not None:
-                self._journal.append(self._step, KIND, (self._num_calls,), {"prompts": [list(key) for key in keys]})
+                self._journal.append(self._step, CALLS, (self._num_calls,), {"prompts": [list(key) for key in keys]})
         if keys and all(key in self._offered for key in keys):
             self._call(keys)
 
     def _call(self, keys: Sequence[PromptKey]) -> None:
         assert self._stream is not None
         self._num_calls += 1
+        if not keys:
+            return
         self._given |= set(keys)
         self._began_s = self._clock()
-        self._stream.give([self._offered.pop(key) for key in keys], self._step)
+        with self._failures():
+            self._stream.give([self._offered.pop(key) for key in keys], self._step)
 
     def _finish(self) -> None:
         assert self._stream is not None
-        self._stream.finish()
+        with self._failures():
+            self._stream.finish()
         self._draw()
 
     def _draw(self) -> None:
@@ -234,7 +313,7 @@ class StreamSession:
 
     def _entry(self) -> Mapping[str, Any] | None:
         """What the journal has of the next call."""
-        return None if self._journal is None else self._journal.find(self._step, KIND, (self._num_calls,))
+        return None if self._journal is None else self._journal.find(self._step, CALLS, (self._num_calls,))
 
     def _recorded(self) -> list[PromptKey] | None:
         """The prompts of the next call, if the journal has it."""

@@ -19,12 +19,16 @@ own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`), as many
 microbatch, and what a microbatch of the trainer takes. The other devices hold nothing for it until `close`.
 
 A stream never waits for its devices unless it is told to (`finish`, `close`): `poll` hands over what there is room for.
+
+Where they fail, it says so with `StreamFailed`, at the latest in `close`: nothing of it is in the trainer then. A
+gradient that is not finite is none of its business: it is in the sums, for which the update is skipped.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import jax
@@ -35,7 +39,7 @@ from jaxrl.train import preparation
 from jaxrl.train.passes import Passes
 from jaxrl.train.programs import Accumulator, TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.types import Group, TrainBatch
+from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any
 Which = Literal["actor", "ref"]
@@ -47,7 +51,7 @@ AHEAD = 2
 
 
 class TrainStream:
-    """The stream of one trainer; open for one round at a time.
+    """The stream of one trainer; open for one round at a time. Its methods, but `abandon`, raise `StreamFailed`.
 
     Example::
 
@@ -91,7 +95,8 @@ class TrainStream:
     def open(self) -> None:
         """Copies the trainer's weights, and the reference's, to the half. Nothing is waited for but copies."""
         assert not self.is_open, "the stream is open already"
-        self._weights = _Weights(self.half, self.programs, self._trainer.params, self._trainer.ref_params)
+        with _failures():
+            self._weights = _Weights(self.half, self.programs, self._trainer.params, self._trainer.ref_params)
 
     def give(self, groups: Sequence[Group], step: int) -> None:
         """Begins the gradients of scored groups that will be in the batch of update `step`, in this order; nothing
@@ -105,19 +110,21 @@ class TrainStream:
     def poll(self) -> bool:
         """Goes on as far as the devices have come; returns whether all that was given is done."""
         while True:
-            while self._running and self._running[0].is_ready():
-                self._running.popleft()
-            if self._work is None or len(self._running) >= self._ahead:
-                return self._work is None and not self._running
-            try:
-                self._running.append(next(self._work))
-            except StopIteration:
-                self._work = None
+            with _failures():
+                while self._running and self._running[0].is_ready():
+                    self._running.popleft().block_until_ready()  # raises what has failed
+                if self._work is None or len(self._running) >= self._ahead:
+                    return self._work is None and not self._running
+                try:
+                    self._running.append(next(self._work))
+                except StopIteration:
+                    self._work = None
 
     def finish(self) -> None:
         """Waits until all that was given is done."""
         while not self.poll():
-            self._running[0].block_until_ready()
+            with _failures():
+                self._running[0].block_until_ready()
 
     def close(self) -> list[TrainBatch]:
         """Waits for what was given, hands the sums to the trainer as the beginning of its minibatch, and leaves the
@@ -130,7 +137,9 @@ class TrainStream:
         sums = self._passes.take()
         self._release()
         if sums is not None:
-            self._trainer.take_over(self._returned(sums))
+            with _failures():
+                returned = jax.block_until_ready(self._returned(sums))
+            self._trainer.take_over(returned)
         batches, self._batches, self.given = self._batches, [], []
         return batches
 
@@ -210,6 +219,15 @@ class _Weights:
             jax.block_until_ready(copied)  # before the devices get the other weights
             _delete(tree)
         return copied
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """What jax says of devices that fail, in its first line."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise StreamFailed(str(error).partition("\n")[0]) from error
 
 
 def _delete(tree: Tree) -> None:

@@ -399,6 +399,14 @@ def test_a_named_shape_is_explained():
     assert explain_config(c, 8, 80 << 30).num_params == SMOLLM2.num_params()
 
 
+@pytest.mark.parametrize("num_devices", [1, 6])
+def test_devices_without_halves_have_no_stream(num_devices: int):
+    sections = {"trainer": {"stream": {"enable": True}}, "rollout": {"num_workers": 2}}
+    streaming = from_mapping({"model": {"path": "SmolLM2-135M"}, **sections})
+    with pytest.raises(ValueError, match=f"must be a power of two, found {num_devices}$"):
+        explain_config(streaming, num_devices, None)
+
+
 def test_memory_of_gradients_beside_the_rollout():
     """On a freed device: the trainer's own, and on half of the devices weights, sums and a microbatch's gradients."""
     stream, options = {"stream": {"enable": True}}, {"rollout": {"num_workers": 2}}

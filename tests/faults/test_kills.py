@@ -1,17 +1,35 @@
-"""60 SIGKILLs at random moments under five sets of rules, saves among them: each run ends as an unbroken one.
+"""80 SIGKILLs at random moments under seven sets of rules, saves among them: each run ends as an unbroken one.
+
+With the stream trainer, what is equal to what:
+
+- One step off, the batch that waits is given to the stream as a whole, so no clock decides: a killed run ends as any
+  unbroken one, bit for bit.
+- Otherwise the stream gets what was scored when it had room, and sums add up in that order. The journal says what it
+  was given. A killed run ends, bit for bit, as an unbroken one that finds in its journal what all processes of the
+  killed one wrote there; and, in float64, to 1e-9 as one without streaming, after updates each of which is equal to
+  1e-12 (tests/commands/test_stream_runs.py).
 
 A quick one is in tests/commands/test_train.py.
 """
 
 import json
 import random
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
-from runs import Runs, assert_same_end, end, kill, num_steps, wait_for_steps
+from runs import Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
 
 STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that differ
+STREAM = "trainer.stream.enable=true"
+HALVES = (
+    *(STOPS, "rollout.num_workers=2", "actor.ppo_mini_batch_size=0"),
+    *("rollout.num_blocks=260", "rollout.max_num_seqs=16", "rollout.decode_steps=2", "data.max_response_length=96"),
+)
 RULES = {
     "plain": (),
     "tail-batching": (
@@ -23,9 +41,17 @@ RULES = {
     "one-step-off": (STOPS, "trainer.one_step_off=true"),
     # which end is told first decides what is buffered
     "two-workers": (STOPS, "rollout.partial_rollout={enable: true, at_end: leave}", "rollout.num_workers=2"),
+    "streaming": (*HALVES, STREAM, "trainer.one_step_off=true"),
 }
-DEVICES = {"two-workers": 2}
-KILLS = {"plain": 14, "tail-batching": 12, "partial-rollout": 12, "one-step-off": 12, "two-workers": 10}
+DEVICES = {"two-workers": 2, "streaming": 2}
+KILLS = {
+    "plain": 14,
+    "tail-batching": 12,
+    "partial-rollout": 12,
+    "one-step-off": 12,
+    "two-workers": 10,
+    "streaming": 10,
+}
 STEPS = {"plain": 100}  # its steps are short; 40 of the others are enough for their kills
 PATIENCE_S = 300.0
 
@@ -72,6 +98,10 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
     runs.finish(run_dir, *overrides, devices=devices)
     print(f"{rule}: {len(seen)} kills, {in_saves} with a save under way, after steps {seen}")
     assert_same_end(run_dir, whole)
+    if STREAM in overrides:
+        shares = [line["actor/streamed_share"] for line in metrics_of(run_dir)]
+        assert sum(shares) > 0
+        print(f"{rule}: {np.mean(shares):.2f} of all prompts streamed")
     lines = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (run_dir, whole)
@@ -80,3 +110,84 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
         assert killed["step"] == expected["step"]
         assert killed["critic/rewards/mean"] == expected["critic/rewards/mean"]
     assert not list((run_dir / "checkpoints").glob("*.draft*"))
+
+
+# ---------------------------------------------------------------- streams that a clock feeds
+
+WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
+STREAMED_STEPS = 14
+
+
+class Told:
+    """All entries that a run's journal has while this is open: it drops those of steps that a checkpoint holds."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.entries: dict[Any, bytes] = {}
+        self._file, self._is_over = run_dir / "journal.jsonl", threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    def __enter__(self) -> "Told":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def write(self, file: Path) -> None:
+        file.write_bytes(b'{"journal":1}\n' + b"".join(self.entries.values()))
+
+    def _read(self) -> None:
+        while True:
+            is_last = self._is_over.wait(0.005)
+            lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
+            for line in lines[1:]:
+                if line.endswith(b"\n"):
+                    entry = json.loads(line)
+                    place = entry["step"], entry["kind"], tuple(entry["key"])
+                    assert self.entries.setdefault(place, line) == line, "decided twice"
+            if is_last:
+                return
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_killed_stream_ends_as_the_unbroken_one_with_its_journal(tmp_path: Path, tiny_model: Path):
+    runs, run_dir, moments = Runs(tmp_path, tiny_model), tmp_path / "killed", random.Random(17)
+    overrides = (*WIDE, *HALVES, f"trainer.total_training_steps={STREAMED_STEPS}")
+    plain = tmp_path / "plain"
+    runs.finish(plain, *overrides, devices=2)
+    overrides = (*overrides, STREAM)
+    seen: list[int] = []
+    with Told(run_dir) as told:
+        for i in range(10):
+            with runs.start(run_dir, *overrides, devices=2) as process:
+                wait_for_steps(process, run_dir, num_steps(run_dir) + (i % 3 > 0))
+                time.sleep(moments.uniform(0, 0.8))
+                assert process.poll() is None, end(process)
+                kill(process)
+            seen.append(num_steps(run_dir))
+        runs.finish(run_dir, *overrides, devices=2)
+    shares = [line["actor/streamed_share"] for line in metrics_of(run_dir)]
+    given = [0] * STREAMED_STEPS
+    for (step, kind, _), line in told.entries.items():
+        given[step - 1] += len(json.loads(line).get("prompts", ())) if kind == "stream" else 0
+    assert given == [round(4 * share) for share in shares], "every call has been seen"
+    print(f"10 kills after steps {seen}; {sum(given)} of {4 * STREAMED_STEPS} prompts streamed")
+    assert sum(given) > 0
+    again = tmp_path / "again"
+    with runs.start(again, *overrides, devices=2) as process:
+        while not (again / "journal.jsonl").exists():
+            assert process.poll() is None, end(process)
+            time.sleep(0.01)
+        kill(process)
+    told.write(again / "journal.jsonl")
+    runs.finish(again, *overrides, devices=2)
+    with jax.enable_x64(True):
+        assert_same_end(run_dir, again)
+        (arrays, _), (others, _) = state_of(run_dir), state_of(plain)
+    for name in (name for name in others if "'params'" in name):
+        assert np.linalg.norm(arrays[name] - others[name]) <= 1e-9 * np.linalg.norm(others[name]), name

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from simulated_runs import make_config, make_workload, whole
 
+from jaxrl.config import ConfigError
 from jaxrl.config.options import StreamSection
 from jaxrl.record.journal import Journal
-from jaxrl.runtime.streaming import StreamSession
+from jaxrl.runtime.streaming import FREED, StreamSession, refuse_devices
+from jaxrl.scheduling.layouts.handover import HandedOver
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.scale_down import LeftRequest, WorkerLoad
-from jaxrl.types import Group, Prompt, TrainBatch
+from jaxrl.types import Group, Prompt, StreamFailed, TrainBatch
 
 
 class FakeStream:
@@ -21,21 +25,31 @@ class FakeStream:
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.has_room, self.calls = log, True, 0
+        self.fails_in = ""
+
+    def fail(self, call: str) -> None:
+        if call == self.fails_in:
+            raise StreamFailed("INTERNAL: a device is gone")
 
     def open(self) -> None:
+        self.fail("open")
         self.log.append("open")
 
     def give(self, groups: Sequence[Group], step: int) -> None:
+        self.fail("give")
         self.log.append((step, [group.prompt.index for group in groups]))
         self.calls += 1
 
     def poll(self) -> bool:
+        self.fail("poll")
         return self.has_room
 
     def finish(self) -> None:
+        self.fail("finish")
         self.has_room = True
 
     def close(self) -> list[TrainBatch]:
+        self.fail("close")
         self.log.append("close")
         return [TrainBatch.of([])] * self.calls
 
@@ -50,8 +64,11 @@ class FakeWorkers:
         self.log = log
         self.engines = [WorkerLoad((LeftRequest(4, n, 20),), 1000, 8) for n in (9, 3)]
 
-    def close(self, worker: int) -> None:
+    def close(self, worker: int, by: Any) -> HandedOver:
+        if by == "broken":
+            raise SwitchFailed("tp 1 to 2: no memory for the KV", is_usable=True)
         self.log.append(("close worker", worker))
+        return HandedOver(1, 1, 7 if by == "migrate" else 0)
 
     def open(self, worker: int) -> None:
         self.log.append(("open worker", worker))
@@ -60,7 +77,7 @@ class FakeWorkers:
 class House:
     """A session over fakes; `log` is what happened, in order."""
 
-    def __init__(self, journal: Journal | None = None, **options: Any) -> None:
+    def __init__(self, journal: Journal | None = None, by: Any = "recompute", **options: Any) -> None:
         self.log: list[Any] = []
         self.seconds, self.drawn = 100.0, list[Any]()
         self.stream = FakeStream(self.log)
@@ -73,6 +90,7 @@ class House:
             journal,
             drawing=self,
             clock=lambda: self.seconds,
+            by=by,
         )
 
     def complete(self, *span: Any) -> None:
@@ -101,7 +119,7 @@ def groups(*indices: int) -> list[Group]:
     return [group(index) for index in indices]
 
 
-FREED = [("close worker", 1), ("release", (1,)), "open"]
+FREED_FIRST = [("close worker", 1), ("release", (1,)), "open"]
 
 
 def test_a_round_with_its_stream():
@@ -109,7 +127,7 @@ def test_a_round_with_its_stream():
     session, stream = house.session, house.stream
     session.offer(groups(7), 3)  # no worker has been freed
     house.until_freed()
-    assert house.log == FREED
+    assert house.log == FREED_FIRST
     session.offer(groups(0, 2), 3)
     assert house.log[-1] == (3, [0, 2])
     stream.has_room = False
@@ -140,7 +158,7 @@ def test_a_round_with_its_stream():
     assert session.state_dict()["lengths"]["plain"].tolist() == [5, 6, 7, 8]
     house.log.clear()
     house.until_freed()
-    assert house.log == FREED
+    assert house.log == FREED_FIRST
     session.offer(groups(0), 4)
     assert house.log[-1] == (4, [0])
 
@@ -159,7 +177,7 @@ def test_a_round_with_its_stream():
 def test_in_which_rounds_workers_are_freed(kind: str, options: dict[str, Any], frees: bool):
     house = House(**options)
     house.until_freed(kind)
-    assert (house.log == FREED) == frees
+    assert (house.log == FREED_FIRST) == frees
     assert ("rollout/scale_down/freed" in house.session.end()) == (kind != "eval")
 
 
@@ -188,6 +206,7 @@ def test_a_round_that_is_dropped():
 
 def run(house: House, offers: list[tuple[bool, list[int]]], *, ends: bool = True) -> list[Any]:
     """A round of step 5 with offers while the stream has room or not; the calls that were made."""
+    house.session.expect(5)
     house.until_freed()
     for has_room, indices in offers:
         house.stream.has_room = has_room
@@ -222,6 +241,124 @@ def test_a_round_that_was_killed_goes_on_after_the_last_call(tmp_path: Path):
     again = Journal(file, 4)
     assert run(House(again), [(True, [1, 3]), (True, [1, 3]), (True, [1, 3, 0, 2])]) == [[3], [1], [0, 2]]
     again.close()
+
+
+def test_of_a_call_in_the_journal_what_is_not_in_the_batch_is_left_out(tmp_path: Path):
+    """Options may change at a resume, and the batch with them."""
+    file = tmp_path / "journal.jsonl"
+    journal = Journal(file, 4)
+    assert run(House(journal), [(True, [3]), (True, [3, 1]), (True, [3, 1, 8])], ends=False) == [[3], [1], [8]]
+    journal.close()
+    again = Journal(file, 4)
+    assert run(House(again), [(True, [1, 3]), (True, [1, 3, 2])]) == [[3], [1]]
+    again.close()
+
+
+def test_when_workers_are_freed_is_in_the_journal(tmp_path: Path):
+    """Where layouts switch by a clock, the order of ends may differ: the decision stands."""
+    file = tmp_path / "journal.jsonl"
+    journal = Journal(file, 4)
+    house = House(journal, done_step=0.1)
+    house.session.expect(5)
+    house.session.begin("plain")
+    house.session.ended([5, 5, 5], 3, 10, is_stopping=False)
+    assert house.log == FREED_FIRST
+    decision = journal.find(5, FREED, ())
+    assert decision is not None
+    assert (decision["decision"]["num_done"], decision["decision"]["freed"]) == (3, [1])
+    journal.close()  # killed here
+    again = Journal(file, 4)
+    house = House(again, done_step=0.1)
+    house.session.expect(5)
+    house.session.begin("plain")
+    for num_done in (2, 3, 4):
+        assert house.log == ([] if num_done < 4 else FREED_FIRST), num_done
+        house.session.ended([5], num_done, 10, is_stopping=False)
+    assert house.log == FREED_FIRST
+    assert house.session.end()["rollout/scale_down/freed"] == 1
+    again.close()
+
+
+def test_nothing_is_freed_where_nothing_will_be_offered():
+    house = House()
+    house.session.expect(None)
+    house.until_freed()
+    assert house.log == []
+    house.session.end()
+    assert house.session.close() == []
+    house.session.expect(2)
+    house.until_freed()
+    assert house.log == FREED_FIRST
+
+
+@pytest.mark.parametrize(("by", "copied"), [("recompute", 0), ("migrate", 7)])
+def test_how_requests_move_is_up_to_the_builder(by: str, copied: int):
+    house = House(by=by)
+    house.until_freed()
+    assert house.session.end()["rollout/scale_down/copied_tokens"] == copied
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("call", ["open", "give", "poll", "finish", "close"])
+def test_a_failure_of_the_stream_ends_the_round(call: str):
+    house = House()
+    house.session.expect(7)
+    house.stream.fails_in = call
+
+    def play() -> None:
+        house.until_freed()
+        house.session.offer(groups(1), 7)
+        house.session.end()
+        house.session.close()
+
+    with pytest.raises(Interrupted) as caught:
+        play()
+    assert str(caught.value) == (
+        "step 7: gradients beside the rollout have failed on the devices of workers 1 (INTERNAL: a device is gone): "
+        "run again, with trainer.stream.enable off or a lower actor.ppo_max_token_len_per_gpu if the memory was full"
+    )
+    house.session.cancel()
+    assert house.log[-2:] == ["abandon", ("open worker", 1)]
+    house.stream.fails_in = ""
+    house.log.clear()
+    if call in ("finish", "close"):  # the round had ended
+        house.session.rule.cancel()
+    house.until_freed()
+    house.session.offer(groups(1), 7)
+    assert house.log == [*FREED_FIRST, (7, [1])]
+
+
+def test_kv_that_cannot_be_copied_ends_the_round():
+    house = House(by="broken")
+    house.session.expect(7)
+    with pytest.raises(Interrupted, match=r"^step 7: tp 1 to 2: no memory for the KV$"):
+        house.until_freed()
+    assert house.log == [], "the worker is still open"
+    house.session.cancel()
+    assert house.log == []
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("count", "processes", "sentence"),
+    [
+        (1, 1, r"the number of devices \(trainer\.num_devices\) must be a power of two, found 1$"),
+        (6, 1, r"the number of devices \(trainer\.num_devices\) must be a power of two, found 6$"),
+        (4, 2, "all devices in one process, found those of 2 processes: what goes between the halves of the devices "),
+        (2, 1, None),
+        (8, 1, None),
+    ],
+)
+def test_devices_without_a_stream(count: int, processes: int, sentence: str | None):
+    if sentence is None:
+        refuse_devices(count, processes)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        refuse_devices(count, processes)
 
 
 def test_a_simulated_run_has_no_stream():

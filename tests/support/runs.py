@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,14 @@ class Runs:
         }
 
     def start(
-        self, run_dir: Path, *overrides: str, devices: int = 1, stdout: Any = subprocess.PIPE
+        self,
+        run_dir: Path,
+        *overrides: str,
+        devices: int = 1,
+        stdout: Any = subprocess.PIPE,
+        program: Sequence[str] = ("-m", "jaxrl", "train"),
     ) -> subprocess.Popen[str]:
+        """`program`: what python runs in place of the command."""
         file = self.folder / "config.yaml"
         file.write_text(yaml.safe_dump(self.config))
         environment = os.environ | {
@@ -74,7 +80,7 @@ class Runs:
             "PYTHONPATH": str(ROOT),
         }
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxrl", "train", f"--config={file}", f"trainer.run_dir={run_dir}", *overrides],
+            [sys.executable, *program, f"--config={file}", f"trainer.run_dir={run_dir}", *overrides],
             stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,0 +1,251 @@
+"""Runs with gradients beside the rollout that are killed, fail, and go on: each group is learnt from once, and a step
+that runs again adds up what the journal says, in its order.
+
+The whole loop over replayed devices (tests/support/streamed_runs.py); the same on real ones is in
+tests/commands/test_stream_runs.py and tests/faults/test_kills.py.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streamed_runs import Run, replayed, whole
+
+from jaxrl.types import RunFailed
+
+RACES = ("tail_batching", "partial_rollout", "over_provisioning")
+ON = {"enable": True}
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one step off": {"trainer.one_step_off": True},
+    "dynamic sampling": {"algorithm.filter_groups": ON},
+    "tail batching": {"rollout.tail_batching": ON, "data.train_batch_size": 6},
+    "short rounds too": {
+        "rollout.tail_batching": ON,
+        "data.train_batch_size": 6,
+        "trainer.stream": {"enable": True, "short_rounds": True, "max_done": 0.7},
+    },
+    "partial rollout": {"rollout.partial_rollout": ON, "data.train_batch_size": 6},
+    "four workers, dealt by prompt": {"rollout.num_workers": 4, "rollout.deal": "prompts"},
+}
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    rule = draw(st.sampled_from(["", *RACES]))
+    values: dict[str, Any] = {} if not rule else {f"rollout.{rule}": ON}
+    stream = {
+        "enable": True,
+        "min_done": draw(st.sampled_from([0.05, 0.2])),
+        "max_done": draw(st.sampled_from([0.5, 0.9])),
+        "trigger": draw(st.sampled_from(["adaptive", "fixed"])),
+        "short_rounds": draw(st.booleans()),
+    }
+    return values | {
+        "algorithm.filter_groups": {"enable": draw(st.booleans()), "max_num_gen_batches": 1000},
+        "data.train_batch_size": draw(st.sampled_from([2, 5])),
+        "reward.score_when": draw(st.sampled_from(["sample", "group"])),
+        "rollout.deal": draw(st.sampled_from(["tokens", "prompts"])),
+        "rollout.num_workers": draw(st.sampled_from([2, 4])),
+        "trainer.one_step_off": draw(st.booleans()),
+        "trainer.save_freq": draw(st.sampled_from([0, 1, 2])),
+        "trainer.stream": stream,
+    }
+
+
+MOMENTS = st.one_of(
+    st.tuples(st.just("look"), st.integers(1, 150)),
+    st.tuples(st.sampled_from(["before", "after"]), st.integers(1, 12)),
+)
+
+
+def check_killed(values: dict[str, Any], seed: int, timeouts: float, moments: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), values, seed, timeouts)
+        for chance, moment in enumerate(moments):
+            if run.go(chance, moment):
+                break
+        else:
+            assert run.go(len(moments))
+        run.check()
+        again = replayed(Path(folder) / "again", run, 1000)
+        assert again.parts == run.parts, "the same additions in the same order"
+        assert again.streamed == run.streamed
+        assert again.digest == run.digest
+        assert again.batches() == run.batches()
+
+
+@settings(max_examples=25, deadline=None)
+@given(options(), st.integers(0, 1 << 20), st.sampled_from([0.0, 0.1]), st.lists(MOMENTS, max_size=4))
+def test_a_killed_run_is_the_unbroken_one_with_its_journal(values, seed, timeouts, moments):
+    check_killed(values, seed, timeouts, moments)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(options(), st.integers(0, 1 << 20), st.sampled_from([0.0, 0.1]), st.lists(MOMENTS, max_size=6))
+def test_a_killed_run_is_the_unbroken_one_with_its_journal_many_times(values, seed, timeouts, moments):
+    check_killed(values, seed, timeouts, moments)
+
+
+@pytest.mark.parametrize(
+    "rule", [rule if rule == "plain" else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES]
+)
+def test_every_entry_of_the_journal_may_be_the_last(rule: str, tmp_path: Path):
+    """A process ends at each entry of a run, before or after it is on the disk; the next one has another clock."""
+    straight = whole(tmp_path / "straight", RULES[rule], seed=3, chance=1)
+    assert straight.num_freed()
+    assert sum(map(len, straight.streamed.values()))
+    for number in range(1, len(straight.told) + 1):
+        for when in ("before", "after"):
+            folder = tmp_path / f"{when} {number}"
+            folder.mkdir()
+            run = Run(folder, RULES[rule], 3)
+            assert not run.go(1, (when, number))
+            begun = dict(run.told)
+            assert begun == dict(list(straight.told.items())[: number - (when == "before")])
+            assert run.go(1 + number)
+            run.check()
+            assert run.told.items() >= begun.items()
+            assert replayed(folder / "again", run, 1000).digest == run.digest
+
+
+# ---------------------------------------------------------------- with and without
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_ends_with_the_groups_of_one_without_streaming(rule: str, tmp_path: Path):
+    """Where all are waited for. In a race, and with dynamic sampling, others may end first once fewer workers decode;
+    there each group counts once (`whole` checks it)."""
+    values = RULES[rule]
+    plain = whole(tmp_path / "plain", values | {"trainer.stream": {}}, seed=3, chance=1)
+    assert not plain.told
+    for chance in range(3):
+        run = whole(tmp_path / str(chance), values, seed=3, chance=chance)
+        if rule in ("plain", "one step off", "four workers, dealt by prompt"):
+            assert run.batches() == plain.batches()
+        for measured in run.metrics.values():
+            stream = run.config.trainer.stream
+            assert stream.min_done <= measured.get("rollout/scale_down/done_share", stream.min_done) <= stream.max_done
+
+
+def test_short_rounds_free_no_workers_unless_asked(tmp_path: Path):
+    found = {}
+    for name in ("tail batching", "short rounds too"):
+        run = whole(tmp_path / name, RULES[name], seed=3, chance=1)
+        found[name] = [
+            (measured["rollout/long_round"], measured["rollout/scale_down/freed"]) for measured in run.metrics.values()
+        ]
+    assert {freed for long, freed in found["tail batching"] if not long} == {0}
+    assert 1 in {freed for long, freed in found["tail batching"] if long}
+    assert 1 in {freed for long, freed in found["short rounds too"] if not long}
+
+
+def test_the_round_that_begins_the_pipeline_frees_no_worker(tmp_path: Path):
+    """With one step off nothing is offered in it; and the next round has all workers."""
+    run = whole(tmp_path, RULES["one step off"], seed=3, chance=1)
+    assert run.metrics[1]["rollout/scale_down/freed"] == 0
+    assert sum(m["rollout/scale_down/freed"] for m in run.metrics.values()) > 0
+    assert all(len(calls) <= 1 for calls in run.streamed.values()), "the batch that waits is given as a whole"
+
+
+@pytest.mark.parametrize("chance", range(3))
+def test_with_one_step_off_no_clock_decides(chance: int, tmp_path: Path):
+    values = RULES["one step off"]
+    first, other = (whole(tmp_path / str(i), values, seed=3, chance=i) for i in (10, chance))
+    assert other.parts == first.parts
+    assert other.digest == first.digest
+
+
+# ---------------------------------------------------------------- failures
+
+
+def nth(call: str, number: int) -> Callable[[str], bool]:
+    """True once, at the nth call of that name."""
+    seen = 0
+
+    def fails(name: str) -> bool:
+        nonlocal seen
+        seen += name == call
+        return name == call and seen == number
+
+    return fails
+
+
+FAILURES = [("open", 1), ("open", 2), ("give", 1), ("give", 3), ("poll", 1), ("poll", 5), ("finish", 2), ("close", 1)]
+
+
+@pytest.mark.parametrize("rule", ["plain", "one step off", "partial rollout"])
+@pytest.mark.parametrize(("call", "number"), FAILURES)
+def test_a_failure_on_the_freed_devices_repeats_the_step(rule: str, call: str, number: int, tmp_path: Path):
+    """As any failure of an update: the boundary before it stands, and nothing of the step has been trained on."""
+    run = Run(tmp_path, RULES[rule] | {"trainer.save_freq": 0}, seed=3)
+    run.fails = nth(call, number)
+    with pytest.raises(RunFailed) as caught:
+        run.go(1)
+    step = max(run.saves) + 1
+    assert len(run.saves) == 1
+    assert f"step {step}: gradients beside the rollout have failed on the devices of workers " in str(caught.value)
+    assert f"(RESOURCE_EXHAUSTED: no memory in {call}): run again, with trainer.stream.enable off" in str(caught.value)
+    assert str(caught.value).endswith(f"; saved after step {step - 1}")
+    assert sorted(run.groups) == list(range(1, step)), "nothing after the boundary"
+    assert run.go(2)
+    run.check()
+    assert replayed(tmp_path / "again", run, 1000).digest == run.digest
+    assert run.batches() == whole(tmp_path / "whole", RULES[rule], seed=3, chance=5).batches()
+
+
+def test_a_run_goes_on_without_the_stream_that_failed(tmp_path: Path):
+    """The journal's calls are not looked at where the option is off."""
+    run = Run(tmp_path, RULES["plain"], seed=3)
+    run.fails = nth("give", 3)
+    with pytest.raises(RunFailed):
+        run.go(1)
+    straight = whole(tmp_path / "whole", RULES["plain"] | {"trainer.stream": {}}, seed=3, chance=1)
+    run.config = straight.config
+    assert run.go(2)
+    assert run.batches() == straight.batches()
+
+
+@pytest.mark.parametrize("rule", ["plain", "one step off", "four workers, dealt by prompt"])
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("number", [1, 4, 9, 14])
+def test_a_device_that_is_lost_in_the_rollout(rule: str, worker: int, number: int, tmp_path: Path):
+    """With its worker freed or not: the error is what it is without streaming, and the step runs again."""
+    run, seen = Run(tmp_path, RULES[rule] | {"trainer.save_freq": 1}, seed=3), []
+
+    def breaks(which: int) -> bool:
+        seen.append(which)
+        return seen.count(worker) == number and which == worker
+
+    run.break_collect = breaks
+    with pytest.raises(RuntimeError, match=f"^the device of worker {worker} is lost$"):
+        run.go(1)
+    last = max(run.saves, default=0)
+    assert max(run.groups, default=0) <= last + 1
+    assert run.go(2)
+    run.check()
+    assert replayed(tmp_path / "again", run, 1000).digest == run.digest
+
+
+@pytest.mark.parametrize("rule", ["plain", "one step off"])
+def test_an_update_that_is_skipped_takes_its_streamed_sums_along(rule: str, tmp_path: Path):
+    """The batch has left all the same, as without streaming, and the next step begins with nothing."""
+    run, seen = Run(tmp_path, RULES[rule], seed=3), []
+    run.skips = lambda parts: bool(seen.append(parts) or len(seen) == 3)
+    assert run.go(1)
+    run.check()
+    assert [m["actor/skipped_updates"] for m in run.metrics.values()] == [0, 0, 1, 0, 0]
+    plain, seen = Run(tmp_path / "plain", RULES[rule] | {"trainer.stream": {}}, seed=3), []
+    plain.journal_file.parent.mkdir()
+    plain.skips = lambda parts: bool(seen.append(parts) or len(seen) == 3)
+    assert plain.go(1)
+    assert [m["actor/skipped_updates"] for m in plain.metrics.values()] == [0, 0, 1, 0, 0]
+    assert plain.batches() == run.batches()
+    assert run.streamed[3], "of the update that was skipped something was streamed"

@@ -1,0 +1,53 @@
+"""The command `jaxrl` on a machine on which one thing goes wrong: `failing_jaxrl.py FAULT train ...`.
+
+`stream`: the memory of the freed devices is full, at the third part whose gradients are computed there. `device`: a
+device of the last worker is lost in the rollout. `nan`: gradients that some prompts give are not numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.cli import main
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.train import preparation
+from jaxrl.train.passes import Passes
+
+calls = itertools.count()
+accumulate, collect, set_advantages = Passes.accumulate, MeshExecutor.collect, preparation.set_advantages
+
+
+def without_memory(self: Passes, *arguments: Any) -> Any:
+    if self.programs.mesh.size < len(jax.devices()) and next(calls) == 2:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nthe allocator's table")
+    return accumulate(self, *arguments)
+
+
+def lost(self: MeshExecutor, ticket: Any) -> Any:
+    if jax.devices()[-1] in self.layout.mesh.devices.flat and next(calls) == 90:
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is lost")
+    return collect(self, ticket)
+
+
+def not_numbers(config: Any, groups: Any, batch: Any) -> None:
+    set_advantages(config, groups, batch)
+    batch.advantages = [
+        values * np.float32(np.nan if sample.key.prompt_index == 1 else 1)
+        for values, sample in zip(batch.advantages, batch.samples, strict=True)
+    ]
+
+
+fault = sys.argv.pop(1)
+if fault == "stream":
+    Passes.accumulate = without_memory
+elif fault == "device":
+    MeshExecutor.collect = lost
+else:
+    assert fault == "nan"
+    preparation.set_advantages = not_numbers
+sys.exit(main(sys.argv[1:]))
