@@ -154,6 +154,7 @@ class RolloutBackend:
         self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
+        self._under_way = Counter[tuple[int, int]]()  # samples by (epoch, prompt index), of every prompt of the round
         self._before = [Counters() for _ in self.engine.engines]  # of each worker
         self._recompiles = 0
 
@@ -186,6 +187,7 @@ class RolloutBackend:
         self._step, self._params = step, params
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
+        self._under_way.clear()
         self._before = [replace(engine.counters) for engine in self.engine.engines]
         self._recompiles = self.worker.recompiles
         if self._layouts is not None:
@@ -300,6 +302,7 @@ class RolloutBackend:
                 request = resume(request, begun[key])
             self._requests[key] = request.request_id
             self._num_launched += 1
+            self._under_way[prompt.key] += 1
             self.engine.add(request)
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
@@ -318,6 +321,7 @@ class RolloutBackend:
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
+        self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
         self._events.append(SampleAborted(self._clock(), sample, dispatch))
 
     def _tell_finished(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
@@ -327,11 +331,14 @@ class RolloutBackend:
             self._events.append(SampleFinished(now_s, sample, one.dispatch))
             self._requests.pop(sample.key)
             self._num_finished += 1
+            self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
         if self._stream is not None and finished:
-            lengths, done = [len(one.sample) for one in finished], self._num_finished
-            self._stream.ended(lengths, done, self._num_launched, is_stopping=is_stopping)
+            done, launched = self._num_finished, self._num_launched
+            if self._stream.counts == "prompts":
+                done, launched = list(self._under_way.values()).count(0), len(self._under_way)
+            self._stream.ended([len(one.sample) for one in finished], done, launched, is_stopping=is_stopping)
 
     def _change_layout(self, worker: int) -> None:
         """Lets the layout change; a failure that leaves nothing usable stops the run at the last boundary."""
