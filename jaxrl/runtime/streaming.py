@@ -113,7 +113,6 @@ class StreamSession:
         self._num_calls = 0
         self._given: set[PromptKey] = set()
         self._drawing, self._clock = drawing, clock
-        self._by: By = by
         self._began_s: float | None = None  # of the call that is under way
         self._busy_s = 0.0  # of calls that ended in this round
 
