@@ -25,6 +25,7 @@ class SimulatedWorkers:
         self.executors = tuple(executors)
         self.recompiles = 0
         self._clock = clock
+        self._asleep = set(range(len(self.executors)))  # workers that an update, or a stream, has or had
 
     @property
     def num_tokens(self) -> int:
@@ -36,15 +37,18 @@ class SimulatedWorkers:
         self._clock.at_once(partial(each.sync_weights, train_params, policy_version) for each in self.executors)
 
     def allocate(self) -> None:
-        """The devices wake up, all at the same time."""
-        self._clock.at_once(each.allocate for each in self.executors)
+        """The devices that are not awake wake up, all at the same time."""
+        self._clock.at_once(self.executors[worker].allocate for worker in sorted(self._asleep))
+        self._asleep.clear()
 
     def release(self, *, weights: bool = False) -> None:
-        """Nothing: see `SimulatedExecutor.release`."""
+        """All devices do something else."""
         for each in self.executors:
             each.release(weights=weights)
+        self._asleep = set(range(len(self.executors)))
 
     def release_some(self, workers: Sequence[int]) -> None:
-        """Closed workers: nothing, as in `release`."""
+        """Those of closed workers do."""
         for worker in workers:
             self.executors[worker].release(weights=True)
+        self._asleep.update(workers)

@@ -20,6 +20,7 @@ from jaxrl.loop import Hooks
 from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.report.layouts import layouts_section
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.lanes import PlanLanes
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.rounds.events import Event, SampleFinished
@@ -194,6 +195,11 @@ def test_the_phases_of_all_workers_take_as_long_as_one():
         machine.backend.enter_rollout(4)
         assert machine.clock.now_s == 5.0 + 3.0
         assert [each.policy_version for each in machine.executors.executors] == [4] * num_workers
+        machine.backend.enter_rollout(5)
+        assert machine.clock.now_s == 5.0 + 3.0 + 5.0, "all are awake"
+        machine.executors.release_some([num_workers - 1])
+        machine.backend.enter_rollout(6)
+        assert machine.clock.now_s == 13.0 + 5.0 + 3.0, "but for one"
 
 
 def test_a_tail_on_one_worker_does_not_slow_the_other():
@@ -222,19 +228,13 @@ def test_the_host_is_shared():
 def test_each_worker_has_a_track():
     machine = Machine({key(0): 30, key(1): 21}, 2)
     spans: list[str] = []
-    machine.backend._timeline = SimpleNamespace(
+    timeline: Any = SimpleNamespace(
         span=lambda track, name, **args: spans.append(f"{track}, {name} {args['index']}") or nullcontext(),
         counter=lambda track, **values: None,
     )
+    machine.backend._lanes = PlanLanes(machine.backend.engine.engines, timeline)
     machine.round(2, 1)
-    assert spans[:6] == [
-        "engine 0, plan 0",
-        "engine 1, plan 0",
-        "engine 0, plan 0",
-        "engine 1, plan 0",
-        "engine 0, plan 1",
-        "engine 1, plan 1",
-    ]
+    assert spans[:6] == [f"engine {worker}, plan {index}" for index in range(3) for worker in range(2)]
 
 
 # ---------------------------------------------------------------- runs
