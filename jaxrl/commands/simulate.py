@@ -147,7 +147,7 @@ def _run(
 
         def save(step: int, state: Mapping[str, Any]) -> None:
             with stop.held():
-                write_whole(run_dir.file(STATE_FILE), dump_state({**state, **simulation.state_dict()}))
+                write_whole(run_dir.file(STATE_FILE), dump_state(state))
 
         simulation = build(
             config,
@@ -162,7 +162,7 @@ def _run(
         loop = simulation.loop
         with closing(simulation.phases):
             if state is not None:
-                simulation.load_state_dict(state)
+                loop.load_host_state(state)
             with stop.held():
                 begin()
                 record.begin()

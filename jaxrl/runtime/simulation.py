@@ -64,19 +64,6 @@ class Simulation:
     layouts: LayoutSessions | None = None
     stream: StreamSession | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a state at a step boundary has besides the loop's."""
-        parts = {"layouts": self.layouts, "stream": self.stream}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at a step boundary: the loop, and all that `state_dict` gave."""
-        if self.layouts is not None:
-            self.layouts.load_state_dict(state.get("layouts", {}))
-        if self.stream is not None:
-            self.stream.load_state_dict(state.get("stream", {}))
-        self.loop.load_host_state(state)
-
 
 def build(
     config: Config,
@@ -135,7 +122,7 @@ def build(
         stream=stream,
     )
     together = clock.together if own else None
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream)
+    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, sessions)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
 
 
@@ -219,6 +206,7 @@ def _loop(
     num_devices: int,
     together: Together | None,
     stream: StreamSession | None,
+    layouts: LayoutSessions | None,
 ) -> Loop:
     """The loop over prompts of `workload`, on a machine of so many devices."""
     data, trained = config.data, config.trainer
@@ -241,6 +229,7 @@ def _loop(
         num_devices=num_devices,
         together=together,
         stream=stream,
+        kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
     )
 
 

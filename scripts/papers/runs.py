@@ -102,7 +102,7 @@ def run(case: Case, calibration: Calibration, on_boundary: Callable[[int, str], 
 
     def save(step: int, state: dict[str, Any]) -> None:
         if on_boundary is not None:
-            on_boundary(step, dump_state(state | simulation.state_dict()))
+            on_boundary(step, dump_state(state))
 
     if on_boundary is not None:
         config = replace(config, trainer=replace(config.trainer, save_freq=1))
@@ -134,9 +134,10 @@ def _with_stream(case: Case, base: Steps, states: Mapping[int, str], calibration
         only = replace(config, trainer=replace(config.trainer, total_training_steps=index + 1))
         simulation = _built(only, calibration, found)
         if index:
-            simulation.load_state_dict(load_state(states[index], "what this run has left") | learned)
+            simulation.loop.load_host_state(load_state(states[index], "what this run has left") | learned)
         simulation.loop.run()
-        learned = {"stream": simulation.state_dict()["stream"]}
+        assert simulation.stream is not None
+        learned = {"stream": simulation.stream.state_dict()}
         assert found.trained_tokens[index] == base.trained_tokens[index], "a stream trainer changes no group"
     found.wall_s = time.perf_counter() - began
     return found

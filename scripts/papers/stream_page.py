@@ -45,9 +45,10 @@ of the sandbox and the judge on the actor's devices are not in jaxrl. What the p
 
 {table(where, detail)}
 
-*tp*: the degrees that rounds ended in, the last one of each kind. *Freed at*: the share of a long round's samples that
-were done when half of the devices were freed. *Streamed*: the share of a long round's prompts whose gradients were
-computed beside the rollout. Then a long round's seconds with the stream trainer, less those without it."""
+*tp*: the degrees that rounds ended in, the last one of each kind. *Freed at*: the share of a long round's prompts that
+were complete when half of the devices were freed (0: in a round in which the projected KV did not fit). *Streamed*: the
+share of its prompts whose gradients were computed beside the rollout. Then a long round's seconds with the stream
+trainer, less those without it."""
 
 
 _CHANGED = ("rollout", "training", "step")

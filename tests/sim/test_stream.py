@@ -105,12 +105,12 @@ def simulated(
             assert simulation.workers.num_open == made.rollout.num_workers
 
     def save(step: int, host: dict[str, Any]) -> None:
-        saved[step] = dump_state(host | simulation.state_dict())
+        saved[step] = dump_state(host)
 
     hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
     simulation = build(made, cost, workload, hooks, **more)
     if state is not None:
-        simulation.load_state_dict(load_state(state, "test"))
+        simulation.loop.load_host_state(load_state(state, "test"))
     assert simulation.loop.run()
     return simulation, metrics, trained, saved
 
