@@ -165,7 +165,9 @@ class StreamSession:
         self._is_training = False
         self.rule.end()
         last = self.decisions[-1] if self.decisions else None
-        measured = {"rollout/scale_down/freed": float(sum(bool(each.freed) for each in self.decisions))}
+        refusals = [each.refusal for each in self.decisions]
+        measured = {f"rollout/scale_down/refused_{why}": float(refusals.count(why)) for why in ("rows", "kv")}
+        measured["rollout/scale_down/freed"] = float(sum(bool(each.freed) for each in self.decisions))
         if last is not None and last.freed:
             measured["rollout/scale_down/done_share"] = last.num_done / last.num_all
             measured["rollout/scale_down/moved_samples"] = float(last.moved_requests)

@@ -187,6 +187,17 @@ def test_in_which_rounds_workers_are_freed(kind: str, options: dict[str, Any], f
     assert ("rollout/scale_down/freed" in house.session.end()) == (kind != "eval")
 
 
+def test_looks_at_which_nothing_was_freed_are_counted():
+    house = House()
+    house.session.begin("plain")
+    engines: Any = house.session._workers.engines
+    for num_done, kv_tokens, num_rows in ((2, 10, 8), (4, 1000, 1)):
+        engines[:] = [WorkerLoad((LeftRequest(4, 9, 20),), kv_tokens, num_rows)] * 2
+        house.session.ended([5, 5], num_done, 10, is_stopping=False)
+    measured = house.session.end()
+    assert [measured[f"rollout/scale_down/{name}"] for name in ("freed", "refused_kv", "refused_rows")] == [0, 1, 1]
+
+
 def test_nothing_is_freed_for_a_round_that_stops():
     house = House()
     house.session.begin("partial")
