@@ -163,23 +163,24 @@ def test_a_step_without_a_stream_by_hand():
 @pytest.mark.parametrize("options", [{}, {"trigger": "fixed"}, {"min_done": 0.5}])
 def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     """All short responses end 12 s after the start, so half is done and worker 0 is freed: its plan in flight ends at
-    14 s, where its two rows begin again on worker 1 with their 5 tokens. That takes a prefill of 10 s, before the 26
-    steps that worker 1's own rows have left: the rollout ends at 50 s. Weights take 3 s from 14 s on; the plan that is
-    running ends at 26 s, when the short groups are given: 7 s of log-probabilities and 20 s of gradients, of which 3 s
-    are left when the rollout ends. Then 3 s for the sums, 7 s of log-probabilities, 101 s of an update, 5 s of a sync.
+    14 s, where its two rows leave with their 5 tokens. Worker 1 has two plans in flight, and takes them up at 16 s: a
+    prefill of 10 s, then the 26 steps that they have left, so the rollout ends at 52 s. Weights take 3 s from 14 s on;
+    the plan that is running ends at 28 s, when the short groups are given: 7 s of log-probabilities and 20 s of
+    gradients, of which 3 s are left when the rollout ends. Then 3 s for the sums, 7 s of log-probabilities, 101 s of an
+    update, 5 s of a sync.
     """
     simulation, metrics, trained, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
     step = metrics[1]
     assert simulation.stream is not None
     (decision,) = simulation.stream.decisions
     assert (decision.freed, decision.moved_requests, decision.num_done) == ((0,), 2, 4)
-    assert step["timing_s/gen"] == 10 + 4 + 10 + 26
-    assert step["timing_s/step"] == 50 + 3 + 3 + 7 + 101 + 5
+    assert step["timing_s/gen"] == 10 + 6 + 10 + 26
+    assert step["timing_s/step"] == 52 + 3 + 3 + 7 + 101 + 5
     assert step["rollout/scale_down/freed"] == 1
     assert step["rollout/scale_down/done_share"] == 0.5
     assert step["rollout/scale_down/moved_samples"] == 2
     assert step["rollout/scale_down/moved_tokens"] == 2 * (4 + 3)
-    assert step["rollout/scale_down/hidden_s"] == 50 - 26
+    assert step["rollout/scale_down/hidden_s"] == 52 - 28
     assert step["actor/streamed_share"] == 0.5
     assert trained == simulated(by_hand(), ConstantCost(), BY_HAND)[2]
 
@@ -198,12 +199,19 @@ def test_what_is_counted(counts: str, freed: float):
 
 
 @pytest.mark.parametrize(
-    "options", [{"min_done": 0.2, "max_done": 0.4}, {"kv_margin": 0.5}], ids=["none in time", "pools too full"]
+    ("options", "refused"),
+    [({"min_done": 0.2, "max_done": 0.4}, 0), ({"kv_margin": 0.5}, 1)],
+    ids=["none in time", "pools too full"],
 )
-def test_a_step_in_which_no_worker_is_freed(options: dict[str, Any]):
+def test_a_step_in_which_no_worker_is_freed(options: dict[str, Any], refused: int):
     _, plain, trained, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
     _, metrics, same, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
-    assert metrics[1] == plain[1] | {"rollout/scale_down/freed": 0.0, "actor/streamed_share": 0.0}
+    assert metrics[1] == plain[1] | {
+        "rollout/scale_down/freed": 0.0,
+        "rollout/scale_down/refused_rows": 0.0,
+        "rollout/scale_down/refused_kv": refused,
+        "actor/streamed_share": 0.0,
+    }
     assert same == trained
 
 
