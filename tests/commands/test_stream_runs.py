@@ -144,6 +144,7 @@ def test_a_device_that_is_lost(tmp_path: Path, x64: None, name: str, worker: int
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of infinite rewards
 @pytest.mark.parametrize("name", ["plain", "one step off"])
 def test_a_gradient_that_is_not_finite(tmp_path: Path, x64: None, name: str):
     """The update is skipped and counted, as without streaming; the next one is right again."""
