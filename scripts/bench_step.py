@@ -164,7 +164,7 @@ def _cases(
     """(work, spec) by label; writes the inputs of all of them."""
     path = str(folder / "shape") if model.shape else model.resolved()
     if model.shape:
-        step_case.write_tokenizer(model, Path(path))
+        step_case.write_tokenizer(model.config(), Path(path))
     count = options.prompts * 4
     step_case.write_inputs(folder, path, count, options.prompt_tokens, options.seed)
     weights = str(folder / "weights")

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """The trainer's weights to the rollout, on the same devices: cast, padded and brought into the rollout's layout.
 
-    python scripts/bench_sync.py [--shape Qwen2.5-1.5B] [--tp 1] [--dtypes bfloat16] [--json]
+    python scripts/bench_sync.py [--shape Qwen2.5-1.5B] [--tp 1] [--workers 1] [--dtypes bfloat16] [--json]
 
-- seconds: `MeshExecutor.sync_weights` from float32 master weights, from arrays that are ready to arrays that are ready;
-  the rollout's old weights are dropped first, as in every step of a run.
-- bytes: master weights read and rollout weights written, once each.
+- seconds: `WorkerSet.sync_weights` from float32 master weights, from arrays that are ready to arrays that are ready;
+  the rollout's old weights are dropped first, as in every step of a run. Several `--workers` take turns; each has its
+  part of the devices, and as all weights are made by one program, their number should not show.
+- bytes: master weights read and rollout weights written, once each, however many workers or replicas there are.
 - over copy: seconds over what these bytes take at the measured copy bandwidth. 1 is the best there is.
 """
 
@@ -25,8 +26,9 @@ from bench.measure import Bench, Gauge, Summary, Values, say, summarise, verdict
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.runtime.workers import WorkerSet
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.mesh import make_mesh, submeshes
 
 QUICK = {"repetitions": 2, "dtypes": ["float32"]}
 
@@ -35,13 +37,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     records.common_options(made)
     made.add_argument("--tp", type=int, default=1, help="tensor parallelism of the rollout (1)")
+    made.add_argument("--workers", type=int, nargs="+", default=[1], help="workers that have the devices (1)")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 2 if it was asked for nonsense."""
     try:
-        options = records.parse(parser(), arguments, QUICK, ("tp",))
+        options = records.parse(parser(), arguments, QUICK, ("tp", "workers"))
         record = _run(options, records.command(arguments))
     except ValueError as error:
         print(f"bench_sync: {error}", file=sys.stderr)
@@ -55,22 +58,23 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     model = records.model_of(options)
     config = model.config()
     devices = records.prepare_devices(options.devices)
-    layout = Layout(make_mesh(devices), options.tp)
+    mesh = make_mesh(devices)
+    layouts = {count: [Layout(part, options.tp) for part in submeshes(mesh, count)] for count in options.workers}
     head = records.header("sync", records.describe_devices(devices), records.versions(), called)
     records.print_header(head, say)
     bench = Bench(Gauge() if devices[0].platform == "cpu" else None, say)
     ceilings = measure_ceilings(len(devices), options.quick)
-    params = build_params(model, config, layout.mesh, "float32", options.seed)
+    params = build_params(model, config, mesh, "float32", options.seed)
     moved: dict[str, int] = {}
     for dtype in options.dtypes:
         sizes = ExecutorConfig(num_slots=1, dtype=dtype, max_tp=options.tp)
-        executor = MeshExecutor(config, layout, sizes)
-        case, before = _case(executor, params), _live_bytes()
-        case()  # compiles
-        written = _live_bytes() - before
-        moved[f"weights {dtype}"] = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + written
-        bench.interleave({f"weights {dtype}": case}, options.repetitions)
-        del case, executor  # and its weights, before the next dtype's
+        cases = {}
+        for count, own in layouts.items():
+            workers = WorkerSet(mesh, [MeshExecutor(config, layout, sizes) for layout in own])
+            case = cases[f"weights {dtype} {count}"] = _case(workers, params)
+            written = case()["written_bytes"]  # compiles
+            moved[f"weights {dtype} {count}"] = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + round(written)
+        bench.interleave(cases, options.repetitions)
     ceilings = ceilings.best(measure_ceilings(len(devices), options.quick))
     if bench.gauge:
         bench.gauge.close()
@@ -82,13 +86,17 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     return head | shape | {"ceilings": ceilings.record(), "kept": kept, "dropped": dropped, "results": results}
 
 
-def _case(executor: MeshExecutor, params: Any) -> Callable[[], Values]:
+def _case(workers: WorkerSet, params: Any) -> Callable[[], Values]:
     def sync() -> Values:
         jax.block_until_ready(jax.live_arrays())
-        began = time.perf_counter()
-        executor.sync_weights(params, 1)
-        jax.block_until_ready(jax.live_arrays())  # the executor's are among them
-        return {"seconds": time.perf_counter() - began}
+        before, began = _live_bytes(), time.perf_counter()
+        workers.sync_weights(params, 1)
+        jax.block_until_ready(jax.live_arrays())  # the executors' are among them
+        seconds = time.perf_counter() - began
+        written = (_live_bytes() - before) / len(workers.executors)  # each has all weights
+        for executor in workers.executors:  # before another case's
+            executor.drop_weights()
+        return {"seconds": seconds, "written_bytes": written}
 
     return sync
 
@@ -100,7 +108,7 @@ def _live_bytes() -> int:
 def _results(summaries: dict[str, Summary], moved: dict[str, int], ceilings: Ceilings) -> list[dict[str, Any]]:
     cases = []
     for label, summary in summaries.items():
-        name, dtype = label.split()
+        name, dtype, count = label.split()
         seconds = summary.medians["seconds"]
         figures = {
             "seconds": seconds,
@@ -109,11 +117,11 @@ def _results(summaries: dict[str, Summary], moved: dict[str, int], ceilings: Cei
             "over_copy": seconds * ceilings.copy / moved[label],
         }
         say(
-            f"{name}, {dtype}: {seconds * 1e3:.2f} ms for {moved[label] / 1e9:.3f} GB, "
+            f"{name}, {dtype}, {count} worker(s): {seconds * 1e3:.2f} ms for {moved[label] / 1e9:.3f} GB, "
             f"{figures['over_copy']:.2f} times what a copy takes{'  DISTURBED' if summary.disturbed else ''}"
         )
         judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
-        cases.append({"case": name, "dtype": dtype} | figures | judged)
+        cases.append({"case": name, "dtype": dtype, "workers": int(count)} | figures | judged)
     return cases
 
 

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from papers import calibrate, pat_closed, what_if
-from papers.cases import EXPERIMENTS, cases_of, headline
+from papers.cases import EXPERIMENTS, cases_of, headline, jobs_of
 from papers.pages import page
 from papers.records import header, read
-from papers.runs import Steps, run
+from papers.runs import Steps, run_together
 from papers.setups import Case
 
 MOST_STEPS = 20  # of a run in closed form
@@ -63,8 +63,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _run(case: Case, calibration_file: Path) -> Steps:
-    return run(case, calibrate.read(calibration_file))
+def _run(cases: Sequence[Case], calibration_file: Path) -> list[Steps]:
+    return run_together(cases, calibrate.read(calibration_file))
 
 
 def _in_order(stack: ExitStack, processes: int) -> Callable[..., Iterable[Any]]:
@@ -80,13 +80,14 @@ def simulate(
 ) -> list[Steps]:
     """Runs the cases, in order or several at a time; says of each how long it took, and hands out what is done."""
     done: list[Steps] = []
-    began = time.perf_counter()
+    began, jobs = time.perf_counter(), jobs_of(cases)
     with ExitStack() as stack:
-        for steps in _in_order(stack, processes)(_run, cases, [calibration_file] * len(cases)):
-            done.append(steps)
+        for found in _in_order(stack, processes)(_run, jobs, [calibration_file] * len(jobs)):
+            for steps in found:
+                done.append(steps)
+                took = f"{steps.wall_s:.1f} s, {time.perf_counter() - began:.0f} s so far"
+                print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
             on_run(done)
-            took = f"{steps.wall_s / len(steps.step_s):.2f} s a step, {time.perf_counter() - began:.0f} s so far"
-            print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
     return done
 
 

@@ -146,9 +146,8 @@ def _run(
             ended_s.append(time.perf_counter())
 
         def save(step: int, state: Mapping[str, Any]) -> None:
-            more = {} if simulation.layouts is None else {"layouts": simulation.layouts.state_dict()}
             with stop.held():
-                write_whole(run_dir.file(STATE_FILE), dump_state({**state, **more}))
+                write_whole(run_dir.file(STATE_FILE), dump_state(state))
 
         simulation = build(
             config,
@@ -163,8 +162,6 @@ def _run(
         loop = simulation.loop
         with closing(simulation.phases):
             if state is not None:
-                if simulation.layouts is not None:
-                    simulation.layouts.load_state_dict(state.get("layouts", {}))
                 loop.load_host_state(state)
             with stop.held():
                 begin()

@@ -324,6 +324,17 @@ class StreamSection:
         "When workers are freed; adaptive: at the first look at which the projected peak of KV fits, fixed: at the "
         "first look (to compare).",
     ] = "adaptive"
+    counts: Annotated[
+        Literal["samples", "prompts"],
+        "What min_done, max_done and done_step are shares of: samples that have ended, or prompts that have no sample "
+        "under way any more.",
+    ] = "samples"
+    max_prompts: Annotated[
+        int,
+        Ge(0),
+        "Prompts whose gradients begin together, at most; what has begun when the round ends holds up the update. 0: "
+        "all that there are.",
+    ] = 2
     short_rounds: Annotated[bool, "Free workers in tail batching's short rounds too, not in its long ones alone."] = (
         False
     )

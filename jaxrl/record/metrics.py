@@ -23,6 +23,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, SupportsFloat
@@ -223,6 +224,30 @@ def step_phases(line: Mapping[str, float]) -> dict[str, float]:
     found = {name: line[f"timing_s/{name}"] for name in names if name not in elsewhere}
     if "timing_s/ahead" in line:
         found["ahead"] = seconds_of(["ahead"], line) - seconds_of(["overlap"], line)
+    return found
+
+
+def hidden_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
+    """(step, share of the update's seconds that ran beside a rollout), for steps of which something could.
+
+    With devices of the rollout's own that is what ran at once, over the update's phases. With gradients beside the
+    rollout (`trainer.stream`) it is the seconds of those on the freed devices, until the round ended, over the same and
+    the phases that came after. Their round is the one that made the batch; with one-step-off it is the next step's, and
+    so are its metrics.
+    """
+    found: list[tuple[float, float]] = []
+    for line, following in zip_longest(lines, lines[1:], fillvalue={}):
+        update_s = seconds_of(UPDATE_PHASES, line)
+        if "actor/streamed_share" in line:
+            beside = following if "timing_s/ahead" in line else line
+            hidden_s = beside.get("rollout/scale_down/hidden_s", 0.0)
+            update_s += hidden_s
+        elif "timing_s/overlap" in line:
+            hidden_s = line["timing_s/overlap"]
+        else:
+            continue
+        if update_s > 0:
+            found.append((line["step"], hidden_s / update_s))
     return found
 
 

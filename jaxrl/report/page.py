@@ -28,7 +28,7 @@ from jaxrl.record.files import Removing, read_lines, refuse_file, write_whole
 from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
 from jaxrl.record.layouts import read_layouts
 from jaxrl.record.live import duration
-from jaxrl.record.metrics import FILE_NAME, ROUND_PHASES, read_metrics, seconds_of, step_phases
+from jaxrl.record.metrics import FILE_NAME, ROUND_PHASES, hidden_shares, read_metrics, seconds_of, step_phases
 from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
@@ -176,6 +176,9 @@ def _headlines(run: Run) -> str:
     if seconds := finite(run.series("timing_s/step")):
         whole = sum(value for _, value in seconds)
         cells.append(("seconds per step", number(median(y for _, y in seconds)), f"median; {duration(whole)} in all"))
+    if hidden := finite(hidden_shares(run.metrics)):
+        share = median(y for _, y in hidden)
+        cells.append(("update hidden", f"{share:.0%}", "under the rollout, of its seconds; median"))
     if tokens := finite(run.series("perf/total_num_tokens")):
         cells.append(("tokens", number(sum(value for _, value in tokens)), "in all steps"))
     items = (
@@ -216,6 +219,7 @@ def _charts(run: Run) -> list[Chart]:
         Chart("Response length", "tokens", lengths, "response_length/*"),
         Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
         *_by_round(run),
+        *_hidden(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
@@ -245,6 +249,16 @@ def _by_round(run: Run) -> list[Chart]:
         Chart("Longest response by round", "tokens", dots(run.series("response_length/max")), "response_length/max"),
         Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length"),
     ]
+
+
+def _hidden(run: Run) -> list[Chart]:
+    """How much of the update ran beside a rollout; none where nothing could."""
+    if not (seconds := hidden_shares(run.metrics)):
+        return []
+    curves = [Curve("of its seconds", seconds)]
+    if prompts := run.series("actor/streamed_share"):
+        curves.append(Curve("of its prompts", prompts, "c2"))
+    return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
 
 
 def _phases(run: Run) -> list[Curve]:

@@ -166,8 +166,10 @@ class MeshExecutor:
         self.sync_weights(weights(), self.policy_version)
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
-        """Allocates the KV pool, or takes over one of `cache_shape` in this layout's shardings; row state is blank."""
-        self._pool = kv_cache.allocate(self.layout, self.cache_shape) if pool is None else pool
+        """Allocates the KV pool if there is none, or takes over one of `cache_shape` in this layout's shardings; row
+        state is blank."""
+        if pool is not None or self._pool is None:
+            self._pool = kv_cache.allocate(self.layout, self.cache_shape) if pool is None else pool
         self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:

@@ -22,12 +22,12 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -58,7 +58,8 @@ POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 class Worker(Protocol):
     """What the backend needs of executors besides running plans: of one (`jaxrl.rollout.executor.MeshExecutor` and
-    `jaxrl.sim.executor.SimulatedExecutor` have it), or of all workers' together."""
+    `jaxrl.sim.executor.SimulatedExecutor` have it), or of all workers' together. `allocate` makes pools where there
+    are none, and leaves others as they are."""
 
     @property
     def recompiles(self) -> int: ...
@@ -86,14 +87,6 @@ class Scoring(Protocol):
     def num_pending(self) -> int: ...
 
     def take_metrics(self) -> dict[str, float]: ...
-
-
-class PlanTimeline(Protocol):
-    """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`)."""
-
-    def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
-
-    def counter(self, track: str, /, **values: float) -> None: ...
 
 
 def text_by(tokenizer: TextDecoder) -> Callable[[Sample], str]:
@@ -144,6 +137,7 @@ class RolloutBackend:
         self._clock = clock
         self._journal = journal
         self._timeline = timeline
+        self._lanes = PlanLanes(self.engine.engines, timeline)
         self._on_progress = on_progress
         self._beat = beat
         self._interrupted = interrupted
@@ -160,6 +154,7 @@ class RolloutBackend:
         self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
+        self._under_way = Counter[tuple[int, int]]()  # samples by (epoch, prompt index), of every prompt of the round
         self._before = [Counters() for _ in self.engine.engines]  # of each worker
         self._recompiles = 0
 
@@ -170,9 +165,8 @@ class RolloutBackend:
         if self._layouts is not None and not self._ready:
             self._layouts.enter()
         self.worker.sync_weights(self._weights(), policy_version)
-        if not self._ready:
-            self.worker.allocate()
-            self._ready = True
+        self.worker.allocate()  # also where all but a worker that was freed in the last round have their pools
+        self._ready = True
 
     def leave_rollout(self) -> None:
         """Gives the memory of the KV pool and the rollout weights to the update."""
@@ -193,6 +187,7 @@ class RolloutBackend:
         self._step, self._params = step, params
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
+        self._under_way.clear()
         self._before = [replace(engine.counters) for engine in self.engine.engines]
         self._recompiles = self.worker.recompiles
         if self._layouts is not None:
@@ -254,6 +249,7 @@ class RolloutBackend:
         """Drops the round: no event of it will follow."""
         self.engine.abort(self.engine.unfinished())
         self.engine.drain()
+        self._lanes.follow()
         if self._layouts is not None:
             self._layouts.cancel()
         if self._stream is not None:
@@ -266,6 +262,7 @@ class RolloutBackend:
         """The round is over; its metrics."""
         assert not self.engine.unfinished(), "a round ends while something of it is running"
         self.engine.drain()  # a plan of rows that have all stopped may still be in flight
+        self._lanes.follow()
         assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
         of_workers = [
@@ -305,6 +302,7 @@ class RolloutBackend:
                 request = resume(request, begun[key])
             self._requests[key] = request.request_id
             self._num_launched += 1
+            self._under_way[prompt.key] += 1
             self.engine.add(request)
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
@@ -323,6 +321,7 @@ class RolloutBackend:
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
+        self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
         self._events.append(SampleAborted(self._clock(), sample, dispatch))
 
     def _tell_finished(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
@@ -332,11 +331,14 @@ class RolloutBackend:
             self._events.append(SampleFinished(now_s, sample, one.dispatch))
             self._requests.pop(sample.key)
             self._num_finished += 1
+            self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
         if self._stream is not None and finished:
-            lengths, done = [len(one.sample) for one in finished], self._num_finished
-            self._stream.ended(lengths, done, self._num_launched, is_stopping=is_stopping)
+            done, launched = self._num_finished, self._num_launched
+            if self._stream.counts == "prompts":
+                done, launched = list(self._under_way.values()).count(0), len(self._under_way)
+            self._stream.ended([len(one.sample) for one in finished], done, launched, is_stopping=is_stopping)
 
     def _change_layout(self, worker: int) -> None:
         """Lets the layout change; a failure that leaves nothing usable stops the run at the last boundary."""
@@ -349,24 +351,29 @@ class RolloutBackend:
             raise Interrupted(str(failure)) from failure
 
     def _run_plan(self) -> None:
-        """Serves the worker whose turn it is."""
-        worker, timeline = self.engine.turn, self._timeline
+        """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone."""
+        worker = self.engine.turn
         if worker is None:  # what ended in one is told, now that another's requests have been aborted
             self._tell_finished(self.engine.step())
             return
-        self._change_layout(worker)
-        track = f"engine {worker}" if len(self.engine.engines) > 1 else "engine"
-        index = self.engine.engines[worker].counters.plans
-        with nullcontext() if timeline is None else timeline.span(track, "plan", index=index):
+        if self.engine.makes_plan(worker):
+            self._change_layout(worker)
+        waits = self.engine.waits(worker)
+        with self._lanes.step(worker):
             finished = self.engine.step(worker)
         self._tell_finished(finished)
-        if self._layouts is not None:
-            self._layouts.after_plan(worker)
         if self._stream is not None:
             self._stream.after_plan()
+        if waits:
+            self._show(worker)
+
+    def _show(self, worker: int) -> None:
+        """A plan of a worker has been collected."""
+        if self._layouts is not None:
+            self._layouts.after_plan(worker)
         busy = self.engine.num_running
-        if timeline is not None:
-            timeline.counter("rows", busy=busy)
+        if self._timeline is not None:
+            self._timeline.counter("rows", busy=busy)
         if self.generating:  # else all rows of the plan had stopped before: nothing is new
             counts = zip(self.engine.engines, self._before, strict=True)
             tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)

@@ -5,11 +5,16 @@ log. `LayoutSessions` holds those of all workers and implements `jaxrl.schedulin
 switches by itself, by its own rows, step times and preemptions; all learn from every response that ends. Never imports
 jax.
 
+Decisions in the journal are those of workers that share the requests in one way. A run that goes on with another number
+of workers has other rows at the same places, so nothing of theirs is repeated: the step that was cut off decides anew.
+No token depends on it.
+
 Source: PAT §4 switches the layout of each node by itself: a worker per node, with `rollout.layout.switch`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
@@ -22,6 +27,7 @@ from jaxrl.scheduling.layouts.control import Decision, LayoutControl
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.tokens.engine import Engine
 
+_log = logging.getLogger(__name__)
 KIND = "layout"
 SUMMED = frozenset(
     f"rollout/layout/{name}" for name in ("switches", "failed_switches", "moved_tokens", "cost_s", "predicted_cost_s")
@@ -45,8 +51,8 @@ class LayoutSession:
       clock: seconds from any origin, the same as `drawing` has.
       drawing, log: where switches are shown; None: nowhere.
       journal: where decisions go; None for a simulated clock, which decides the same again.
-      worker: its number, where there are several: named in journal, log and timeline. None: it is the only one, and
-        what it writes is as it was before there were several.
+      worker: its number, and of how many; named in journal, log and timeline, where there are several. The only one
+        writes what was written before there were several.
     """
 
     def __init__(
@@ -56,11 +62,12 @@ class LayoutSession:
         drawing: Drawing,
         log: LayoutLog | None,
         journal: Journal | None,
-        worker: int | None = None,
+        worker: tuple[int, int] = (0, 1),
     ) -> None:
         self.control = control
-        self._worker = worker
-        self._of_worker = "" if worker is None else f" {worker}"  # behind the names of tracks
+        self._worker, self._num_workers = worker
+        self._place = worker if self._num_workers > 1 else ()  # of a key in the journal, behind round and dispatch
+        self._of_worker = f" {self._worker}" if self._place else ""  # behind the names of tracks
         self._clock, self._drawing, self._log, self._journal = clock, drawing, log, journal
         self._at = (0, 0, "")  # step, round, kind
         self._spans: list[tuple[float, float]] = []  # start times of the round's switches, in the timeline's clock
@@ -76,13 +83,26 @@ class LayoutSession:
         if journal is None:
             self.control.begin(kind)
             return
-        own = () if self._worker is None else (self._worker,)  # of a key: (round, dispatch) and the worker
-        entries = [e for e in journal.entries(step, KIND) if e["key"][0] == round_index and tuple(e["key"][2:]) == own]
+        entries = [entry for entry in journal.entries(step, KIND) if entry["key"][0] == round_index]
+        self._say_others(step, {_num_workers(entry) for entry in entries} - {self._num_workers})
+        entries = [entry for entry in entries if tuple(entry["key"][2:]) == self._place]
 
         def write(decision: Decision) -> None:
-            journal.append(step, KIND, (round_index, decision.dispatch, *own), decision.to_json())
+            journal.append(step, KIND, (round_index, decision.dispatch, *self._place), decision.to_json())
 
         self.control.begin(kind, [Decision.from_json(entry) for entry in entries], write)
+
+    def _say_others(self, step: int, others: set[int]) -> None:
+        """The journal has decisions of so many workers: the first worker says it for all."""
+        if others and self._worker == 0:
+            counts = " and ".join(map(str, sorted(others)))
+            _log.warning(
+                "step %d: the journal has layout decisions of a run with %s worker(s), and this one has %d "
+                "(rollout.num_workers): they are not repeated, and the step decides anew",
+                step,
+                counts,
+                self._num_workers,
+            )
 
     def before_plan(self, decides: bool) -> None:
         """Switches if it pays (`LayoutControl.before_plan`). Raises SwitchFailed where nothing can go on."""
@@ -108,7 +128,7 @@ class LayoutSession:
         if self._log is not None:
             predictor = self.control.predictor
             source = "none" if predictor is None else predictor.profile.source
-            named = {} if self._worker is None else {"worker": self._worker}
+            named = {"worker": self._worker} if self._place else {}
             self._log.write(*self._at, source, named | self.control.picture())
         return metrics
 
@@ -209,10 +229,15 @@ def layout_sessions(
         LayoutControl(engine, options, degrees, initial, predictor)
         for engine, predictor in zip(engines, predictors, strict=True)
     ]
-    numbers = range(len(controls)) if len(controls) > 1 else [None]
+    count = len(controls)
     return LayoutSessions(
         [
-            LayoutSession(control, clock, drawing, log, journal, number)
-            for control, number in zip(controls, numbers, strict=True)
+            LayoutSession(control, clock, drawing, log, journal, (worker, count))
+            for worker, control in enumerate(controls)
         ]
     )
+
+
+def _num_workers(entry: Mapping[str, Any]) -> int:
+    """Of the run that made a decision: (round, dispatch), and of several workers (worker, of how many)."""
+    return 1 if len(entry["key"]) == 2 else entry["key"][3]

@@ -4,13 +4,14 @@ Purpose: `build` makes a simulated run of a configuration, a cost model and a wo
 
 Source: docs/architecture.md. Departures from a real run: prompts have lengths but no text, and their order is not
 grain's; losses and gradients do not exist; evaluation draws prompts beside the training ones, `data.val_size` of them;
-weights for devices of the rollout's own are charged as if they lay there already, split.
+weights for devices of the rollout's own are charged as if they lay there already, split. Gradients beside the rollout
+need no journal, because a simulated clock decides the same again.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +25,11 @@ from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.rules import batch_rule, batcher_config
-from jaxrl.scheduling.layouts.pace import PredictedTicks
+from jaxrl.runtime.streaming import GradientStream, StreamSession
+from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
+from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.workers import Workers, step_ticks
+from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.configured import (
     layout_predictor,
@@ -39,9 +42,12 @@ from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.scoring import ScoringWorkers
+from jaxrl.sim.stream import Logprobs, SimulatedStream
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workers import SimulatedWorkers
 from jaxrl.sim.workload import Workload
+from jaxrl.train import preparation
+from jaxrl.types import Group, TrainBatch
 
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
@@ -56,6 +62,7 @@ class Simulation:
     clock: SimulatedClock
     phases: SimulatedPhases
     layouts: LayoutSessions | None = None
+    stream: StreamSession | None = None
 
 
 def build(
@@ -69,6 +76,7 @@ def build(
     timeline: Path | None = None,
     layout_log: LayoutLog | None = None,
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
+    feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
 ) -> Simulation:
     """Puts a simulated run together.
 
@@ -77,12 +85,8 @@ def build(
       sizes: of a worker; by default those of the configuration, with only weights beside the KV pool.
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
-
-    Raises:
-      ValueError: with the stream trainer, which is not modelled.
+      feeding: stands between the stream session and each stream, to compare other ways to feed it.
     """
-    if config.trainer.stream.enable:
-        raise ValueError("trainer.stream.enable must be off in a simulated run: gradients beside it are not modelled")
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     adapts = config.rollout.layout.adapts
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
@@ -99,8 +103,13 @@ def build(
     total = num_devices_of(config) if own else sizes.num_devices * len(engines)
     trainer = SimulatedTrainer(cost, total - own, clock)
     pace = layout_predictor(config, cost, degrees)
+    workers = Workers(engines, config.rollout.deal, step_ticks if pace is None else PredictedTicks(pace, engines))
+    stream = None
+    if config.trainer.stream.enable:
+        by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
+        stream = _stream(config, cost, clock, phases, workers, executors, total, by, feeding)
     backend = RolloutBackend(
-        Workers(engines, config.rollout.deal, step_ticks if pace is None else PredictedTicks(pace, engines)),
+        workers,
         executors,
         _scoring(config, workload, clock, phases),
         lambda sample: f"({len(sample)} simulated tokens)",
@@ -110,10 +119,11 @@ def build(
         on_progress=on_progress,
         interrupted=hooks.stop,
         layouts=sessions,
+        stream=stream,
     )
     together = clock.together if own else None
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together)
-    return Simulation(loop, backend.engine, executors, clock, phases, sessions)
+    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, sessions)
+    return Simulation(loop, workers, executors, clock, phases, sessions, stream)
 
 
 def _executors(
@@ -146,6 +156,37 @@ def _executors(
     )
 
 
+def _stream(
+    config: Config,
+    cost: CostModel,
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    workers: Workers,
+    executors: SimulatedWorkers,
+    num_devices: int,
+    by: By,
+    feeding: Callable[[GradientStream], GradientStream],
+) -> StreamSession:
+    """The stream trainer on either half of so many devices."""
+
+    def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
+        batch = TrainBatch.of(groups)
+        current = logprobs(batch, "actor") if preparation.needs_policy(config, batch, step) else None
+        batch.old_logprobs = preparation.old_logprobs(config, batch, step, current)
+        if config.needs_ref:
+            batch.ref_logprobs = logprobs(batch, "ref")
+        batch.loss_masks = preparation.loss_masks(config, batch, step)
+        preparation.set_advantages(config, groups, batch)
+        return batch
+
+    def one() -> GradientStream:
+        return feeding(SimulatedStream(cost, clock, num_devices, num_devices // 2, prepare))
+
+    streams = {freed: one() for freed in halves(len(workers.engines))}
+    options, release = config.trainer.stream, executors.release_some
+    return StreamSession(options, workers, streams, release, drawing=phases, clock=lambda: clock.now_s, by=by)
+
+
 def _scoring(config: Config, workload: Workload, clock: SimulatedClock, phases: SimulatedPhases) -> ScoringWorkers:
     """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
     chosen, reward = config.simulate, config.reward
@@ -164,6 +205,8 @@ def _loop(
     hooks: Hooks,
     num_devices: int,
     together: Together | None,
+    stream: StreamSession | None,
+    layouts: LayoutSessions | None,
 ) -> Loop:
     """The loop over prompts of `workload`, on a machine of so many devices."""
     data, trained = config.data, config.trainer
@@ -185,6 +228,8 @@ def _loop(
         total_steps=total_steps(config, num_prompts),
         num_devices=num_devices,
         together=together,
+        stream=stream,
+        kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
     )
 
 

@@ -132,7 +132,7 @@ class StreamSession:
 
         Args:
           lengths: of these responses, in tokens.
-          num_done, num_all: responses of the round that have ended, and that were launched.
+          num_done, num_all: of the round's samples, or prompts (`counts`), those that have ended and those launched.
           is_stopping: the round is about to end the others: no worker is freed for that.
         """
         if not self._is_training:
@@ -147,6 +147,11 @@ class StreamSession:
         self.decisions.append(decision)
         if decision.freed:
             self._free(decision.freed)
+
+    @property
+    def counts(self) -> str:
+        """What `ended` is told the numbers of: "samples" or "prompts"."""
+        return self._options.counts
 
     def after_plan(self) -> None:
         """A plan has been handed over: goes on with what the stream has."""
@@ -168,7 +173,8 @@ class StreamSession:
             measured["rollout/scale_down/moved_samples"] = float(last.moved_requests)
             measured["rollout/scale_down/moved_tokens"] = float(last.moved_tokens)
             measured["rollout/scale_down/copied_tokens"] = float(self._num_copied)
-            measured["rollout/scale_down/hidden_s"] = hidden_s
+            # to the nanosecond, which is what a simulated clock counts in: the same whenever the step began
+            measured["rollout/scale_down/hidden_s"] = round(hidden_s, 9)
         return measured
 
     def cancel(self) -> None:
@@ -281,7 +287,7 @@ class StreamSession:
         self._draw()
         keys = self._recorded()
         if keys is None and not self._has_ended():
-            keys = list(self._offered)
+            keys = list(self._offered)[: self._options.max_prompts or None]
             if keys and self._journal is not None:
                 self._journal.append(self._step, CALLS, (self._num_calls,), {"prompts": [list(key) for key in keys]})
         if keys and all(key in self._offered for key in keys):

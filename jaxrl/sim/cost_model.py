@@ -32,7 +32,7 @@ from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.sim.hardware import Hardware
 
 _OPTIMIZER_BYTES = 28  # per parameter and update: master, two moments (read, written: 24) and the gradient (4) in fp32
-_GRADIENT_BYTES = 4  # float32
+_GRADIENT_BYTES = _MASTER_BYTES = 4  # float32
 _LOGIT_BYTES = 4  # float32
 
 
@@ -61,7 +61,7 @@ class Efficiency:
       memory: share of the memory bandwidth, reading weights and activations.
       kv: share of it, reading KV (paged and ragged).
       compute: share of the FLOP/s in inference.
-      link: share of the bandwidth between devices.
+      link: share of the bandwidth between devices, and from host memory.
       mfu: share of the FLOP/s in training, over everything between its first and last kernel.
       launch_s: seconds per layer and pass whatever the amount of work: launches, small kernels.
       step_s: seconds per decode step or prefill, once: host, sampling.
@@ -144,6 +144,20 @@ class CostModel(Protocol):
 
     def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
         """Seconds of one forward pass over a batch for log-probabilities, on all of `num_devices`."""
+        ...
+
+    def gradients_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        """Seconds of a forward and a backward pass over a part of a batch on `num_devices`, without an update."""
+        ...
+
+    def regroup_s(self, num_devices: int, part: int) -> float:
+        """Seconds to bring a float32 number for each parameter, split over `num_devices`, to `part` of them alone,
+        split over those; or back."""
+        ...
+
+    def swap_s(self, num_devices: int) -> float:
+        """Seconds to load the reference's weights from host memory in place of the policy's, and those back again,
+        both split over `num_devices`."""
         ...
 
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
@@ -308,6 +322,22 @@ class RooflineCost:
     def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
         flops = 2.0 * self.params.read * tokens + self._attention_flops(pairs)
         return flops / (num_devices * self.hardware.flops_per_s * self.efficiency.mfu)
+
+    def gradients_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        """Three forward passes, as in `train_step_s`."""
+        return 3 * self.forward_s(tokens, pairs, num_devices)
+
+    def regroup_s(self, num_devices: int, part: int) -> float:
+        """Each of the `part` takes in what the others have of its share."""
+        if not 0 < part <= num_devices:
+            raise ValueError(f"regroup_s: part ({part}) must be in [1, {num_devices}], of the devices")
+        taken = (1 / part - 1 / num_devices) * self.params.total * _GRADIENT_BYTES
+        return taken / (self.hardware.bytes_per_s(num_devices) * self.efficiency.link)
+
+    def swap_s(self, num_devices: int) -> float:
+        """The reference has the rollout's numbers, the policy float32."""
+        loaded = self.params.total * (self.number_bytes + _MASTER_BYTES) / num_devices
+        return loaded / (self.hardware.host_bytes_per_s * self.efficiency.link)
 
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         """Training splits weights over all devices; rollout wants them split over `tp`: the rest is gathered."""

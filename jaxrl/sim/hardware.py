@@ -31,6 +31,7 @@ class Hardware:
       memory_bytes: device memory.
       link_bytes_per_s: bandwidth from one device to the others of its node, in one direction.
       inter_node_bytes_per_s: one device's share of its node's network, in one direction.
+      host_bytes_per_s: bandwidth from host memory to one device, in one direction.
       node_size: devices of a node.
       one_shot: whether reductions inside a node by a single kernel are modelled. Every device must read every other's
         memory over links or a switch (over PCIe engines turn such kernels off), and the latency must be published: it
@@ -43,6 +44,7 @@ class Hardware:
     memory_bytes: int
     link_bytes_per_s: float
     inter_node_bytes_per_s: float
+    host_bytes_per_s: float
     node_size: int = 8
     one_shot: bool = False
 
@@ -66,6 +68,7 @@ A40 = Hardware(
     memory_bytes=48 * GIB,
     link_bytes_per_s=32e9,
     inter_node_bytes_per_s=100 * _GBIT_BYTES / 8,
+    host_bytes_per_s=32e9,
 )
 """NVIDIA A40 data sheet: BF16 tensor core 149.7 TFLOPS dense, 48 GB GDDR6, 696 GB/s, PCIe Gen4 64 GB/s (both
 directions). Its NVLink joins pairs only and is left out. Network: 100 Gb/s for a node (PAT §5.1), an eighth each."""
@@ -77,9 +80,10 @@ A100 = Hardware(
     memory_bytes=80 * GIB,
     link_bytes_per_s=300e9,
     inter_node_bytes_per_s=200 * _GBIT_BYTES,
+    host_bytes_per_s=32e9,
 )
-"""NVIDIA A100 data sheet, 80GB SXM: BF16 tensor core 312 TFLOPS dense, 80 GB HBM2e, 2,039 GB/s, NVLink 600 GB/s (both
-directions). Network: DGX A100 data sheet, eight 200 Gb/s cards for eight devices."""
+"""NVIDIA A100 data sheet, 80GB SXM: BF16 tensor core 312 TFLOPS dense, 80 GB HBM2e, 2,039 GB/s, NVLink 600 GB/s, PCIe
+Gen4 64 GB/s (both directions). Network: DGX A100 data sheet, eight 200 Gb/s cards for eight devices."""
 
 H100 = Hardware(
     name="H100",
@@ -88,10 +92,12 @@ H100 = Hardware(
     memory_bytes=80 * GIB,
     link_bytes_per_s=450e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
+    host_bytes_per_s=64e9,
     one_shot=True,
 )
 """NVIDIA H100 data sheet, SXM: BF16 tensor core 1,979 TFLOPS with sparsity (989.4 dense, Hopper architecture white
-paper), 80 GB HBM3, 3.35 TB/s, NVLink 900 GB/s (both directions). Network: DGX H100 data sheet, eight 400 Gb/s cards."""
+paper), 80 GB HBM3, 3.35 TB/s, NVLink 900 GB/s, PCIe Gen5 128 GB/s (both directions). Network: DGX H100 data sheet,
+eight 400 Gb/s cards."""
 
 H800 = Hardware(
     name="H800",
@@ -100,6 +106,7 @@ H800 = Hardware(
     memory_bytes=80 * GIB,
     link_bytes_per_s=200e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
+    host_bytes_per_s=64e9,
 )
 """NVIDIA H800 SXM: the H100 SXM's data sheet but for NVLink, 400 GB/s (both directions; server makers' H800 product
 briefs: NVIDIA publishes no data sheet of its own). Network: as for the H100."""
@@ -111,10 +118,11 @@ H200 = Hardware(
     memory_bytes=141 * GIB,
     link_bytes_per_s=450e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
+    host_bytes_per_s=64e9,
     one_shot=True,
 )
 """NVIDIA H200 data sheet, SXM: BF16 tensor core 1,979 TFLOPS with sparsity (989.4 dense), 141 GB HBM3e, 4.8 TB/s,
-NVLink 900 GB/s (both directions). Network: DGX H200 data sheet, eight 400 Gb/s cards."""
+NVLink 900 GB/s, PCIe Gen5 128 GB/s (both directions). Network: DGX H200 data sheet, eight 400 Gb/s cards."""
 
 MI300X = Hardware(
     name="MI300X",
@@ -123,8 +131,10 @@ MI300X = Hardware(
     memory_bytes=192 * GIB,
     link_bytes_per_s=448e9,
     inter_node_bytes_per_s=400 * _GBIT_BYTES,
+    host_bytes_per_s=64e9,
 )
-"""AMD Instinct MI300X data sheet: BF16 matrix 1,307.4 TFLOPS dense, 192 GB HBM3, 5.3 TB/s peak. AMD Instinct MI300X
+"""AMD Instinct MI300X data sheet: BF16 matrix 1,307.4 TFLOPS dense, 192 GB HBM3, 5.3 TB/s peak, PCIe
+Gen5 x16 128 GB/s (both directions). AMD Instinct MI300X
 Platform data sheet: 896 GB/s of xGMI links per device (seven of 128 GB/s, both directions). Network: eight 400 Gb/s
 cards, as in AMD's reference server. A transfer between two devices uses one of the seven links; collectives use all."""
 

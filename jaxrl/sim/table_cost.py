@@ -53,6 +53,15 @@ class TableCost:
     def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
         return self.rest.forward_s(tokens, pairs, num_devices)
 
+    def gradients_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        return self.rest.gradients_s(tokens, pairs, num_devices)
+
+    def regroup_s(self, num_devices: int, part: int) -> float:
+        return self.rest.regroup_s(num_devices, part)
+
+    def swap_s(self, num_devices: int) -> float:
+        return self.rest.swap_s(num_devices)
+
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         return self.rest.weight_sync_s(tp, num_devices)
 

@@ -36,7 +36,7 @@ class SimulatedTrainer:
         """Zeros, float32 [T] per sample, after the time of one forward pass."""
         tokens, pairs = load_of(batch)
         self._clock.advance(self._cost.forward_s(tokens, pairs, self._num_devices))
-        return [np.zeros(len(sample), np.float32) for sample in batch.samples]
+        return blank_logprobs(batch)
 
     def accumulate(self, batch: TrainBatch) -> None:
         """Adds to the gradient, and so to the cost of the next update."""
@@ -57,6 +57,11 @@ class SimulatedTrainer:
         """The rollout has taken the weights over: the next update belongs to another step."""
         self._tokens, self._pairs, self._updates = 0, 0.0, 0
         self._charged_s = 0.0
+
+
+def blank_logprobs(batch: TrainBatch) -> list[np.ndarray]:
+    """Zeros, float32 [T] per sample."""
+    return [np.zeros(len(sample), np.float32) for sample in batch.samples]
 
 
 def load_of(batch: TrainBatch) -> tuple[int, float]:

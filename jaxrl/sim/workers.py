@@ -43,3 +43,8 @@ class SimulatedWorkers:
         """Nothing: see `SimulatedExecutor.release`."""
         for each in self.executors:
             each.release(weights=weights)
+
+    def release_some(self, workers: Sequence[int]) -> None:
+        """Closed workers: nothing, as in `release`."""
+        for worker in workers:
+            self.executors[worker].release(weights=True)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.models.config import ModelConfig
 
-from .records import Model, prepare_devices
+from .records import prepare_devices
 from .worker import Ask, peak_bytes, resident_bytes
 
 REWARD = '''"""A reward that costs nothing and differs between responses."""
@@ -58,11 +59,10 @@ class StepSpec:
     seed: int
 
 
-def write_tokenizer(model: Model, folder: Path) -> None:
-    """A model folder without weights for a named shape: config.json, and a tokenizer with one word per token id."""
+def write_tokenizer(config: ModelConfig, folder: Path) -> None:
+    """A model folder without weights: config.json, and a tokenizer with one word per token id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    config = model.config()
     vocab = {f"t{i}": i for i in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from papers.setups import TASKS, Case
@@ -46,13 +46,51 @@ PAT_STEPS = 5  # that the paper's means are over (§5.1)
 APRIL_WARM_UP = 8  # steps until the buffer is what it stays; left out of all means, the baseline's too
 
 
+STREAM_BASE = Case("rollpacker.7b", "plain", tasks=("math",), steps=5, score_when="sample", workers=2, own_trainer=True)
+"""RollPacker §6.6: math prompts, means over five rounds without speculation. Devices are freed by halves."""
+
+STREAM_FREED = {"w/o": STREAM_BASE, "Adpt.": replace(STREAM_BASE, stream="adaptive")} | {
+    f"{share:.0%}": replace(STREAM_BASE, stream="fixed", freed_at=share) for share in (0.2, 0.3, 0.4)
+}
+"""Table 3's columns."""
+
+_SHARES = (0.2, 0.3, 0.4, 0.5)
+STREAM_FETCHES = {
+    "as *Adpt.*": {f"{x:.0%}": replace(STREAM_BASE, stream="adaptive", fetch=x) for x in _SHARES},
+    "at that share": {f"{x:.0%}": replace(STREAM_BASE, stream="fixed", freed_at=x, fetch=x) for x in _SHARES},
+}
+"""Table 4's columns, by when devices are freed, which the text leaves open. The authors' code (fixed_async) has a fixed
+share, and fetches then."""
+
+
+def _of_table3(steps: int) -> list[Case]:
+    found = [*STREAM_FREED.values(), *(case for cases in STREAM_FETCHES.values() for case in cases.values())]
+    return [replace(case, steps=min(steps, case.steps)) for case in found]
+
+
+def below_tail_batching(setup: str) -> dict[str, Case]:
+    """Table 2's rows, each with what the rows above it have."""
+    scored = Case(setup, "tail", *JOINT, steps=10, score_when="sample", workers=2)
+    planned = replace(scored, planner=True)
+    return {
+        "+ reward scheduler": scored,
+        "+ parallelism planner": planned,
+        "+ stream trainer": replace(planned, stream="adaptive"),
+    }
+
+
+def _of_table2(setup: str, steps: int) -> list[Case]:
+    return [replace(case, steps=min(steps, case.steps)) for case in below_tail_batching(setup).values()]
+
+
 def _rollpacker(steps: int) -> list[Case]:
     cases = []
     for setup in ROLLPACKER_SETUPS.values():
         cases.append(Case(setup, "plain", steps=steps))  # Table 2, Fig. 10, 11
         cases.append(Case(setup, "tail", *JOINT, steps=steps))
-    for setup in ROLLPACKER_SETUPS.values():  # Table 2, a part of the reward scheduler
-        cases.append(Case(setup, "tail", *JOINT, steps=min(steps, 10), score_when="sample"))
+    for setup in ROLLPACKER_SETUPS.values():  # Table 2, the rows below
+        cases += _of_table2(setup, steps)
+    cases += _of_table3(steps)
     code = {"tasks": ("code",), "steps": min(steps, 10)}
     cases.append(Case("rollpacker.14b", "plain", **code))  # Fig. 4
     cases.append(Case("rollpacker.14b", "tail", *JOINT, **code))
@@ -104,3 +142,13 @@ def headline(cases: Iterable[Case]) -> list[Case]:
         if not case.setup.startswith("pat")
         and (case.rule == "partial" or (case.rule == "tail" and case.tasks == TASKS and case.score_when == "rollout"))
     ]
+
+
+def jobs_of(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases that are run together: one without a stream trainer, and those that differ from it in the stream alone."""
+    jobs: dict[Case, list[Case]] = {}
+    for case in cases:
+        jobs.setdefault(case.base, []).append(case)
+    for base, found in jobs.items():
+        assert found[0] == base, "a stream trainer is compared with the same without it"
+    return list(jobs.values())

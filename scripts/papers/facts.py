@@ -191,6 +191,16 @@ _ROLLPACKER = (
         "and scored while others decode, by RollPacker's training and not veRL's: nearly but not quite a baseline",
         role="check",
     ),
+    _fact(
+        "rollpacker.7b_own_trainer_step",
+        "RollPacker: Table 3 (column w/o)",
+        "s",
+        124.2,
+        "the same step, as the baseline of the stream trainer: it says how fast RollPacker's own trainer is. The "
+        "authors' configuration for the table has no speculation and no long-prompt queue (max_prompts_ratio 1, "
+        "max_num_return_sequences as in a group): what is called long rounds there are rounds of fresh prompts",
+        tolerance=0.01,
+    ),
 )
 
 _RHYMERL = (

@@ -18,6 +18,8 @@ REPORTED: dict[str, dict[str, float]] = {
     "RollPacker Fig. 12, s of a rollout, P 1.5": {"7B/8k": 60.0, "14B/16k": 143.0, "32B/32k": 279.0},
     "RollPacker Fig. 12, s of a rollout, R 1.25": {"7B/8k": 71.0, "14B/16k": 232.0, "32B/32k": 655.0},
     "RollPacker Fig. 12, s of a rollout, R 1.5": {"7B/8k": 54.0, "14B/16k": 115.0, "32B/32k": 265.0},
+    "RollPacker Table 3, s a step": {"w/o": 124.2, "20%": 122.7, "30%": 118.2, "40%": 119.8, "Adpt.": 115.2},
+    "RollPacker Table 4, s a step": {"20%": 128.6, "30%": 129.5, "40%": 133.8, "50%": 132.0},
     "RollPacker §6.5, asynchronous reward computation": {"7B/8k": 1.48, "14B/16k": 1.35, "32B/32k": 1.18},
     "RollPacker §6.7, one-off pipeline": {"7B/8k": 1.71},
     "APRIL Table 1, GRPO, tokens/s with APRIL, Qwen3-4B": {

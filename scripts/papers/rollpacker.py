@@ -2,7 +2,7 @@
 
 Purpose: as `papers.problems`, which lists them. Lengths come from Fig. 2a's curves; the 14B model's machine and the
 seconds of scoring from Table 1 and the baseline's step; the 7B and 32B models' from their baselines' rollouts and
-steps.
+steps; RollPacker's own training of the 7B model from a step without its stream trainer.
 
 Source: RollPacker (Gao et al., NSDI 2026) §2.2, §4.3, §5, §6; rewards of a mixed batch in turn, task by task, as in the
 authors' code (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
@@ -33,6 +33,8 @@ from papers.machines import cost_of, inference
 from papers.solver import Constant, Problem, Values
 
 TASKS = ("math", "code", "judge")
+OWN_TRAINER = "rollpacker_7b_trainer"  # the problem of RollPacker's training, where its baseline is its own
+OWN_FORWARDS = 1  # the same in RollPacker's trainer, which skips the old log-probabilities
 FORWARDS = 2  # passes beside the update: old log-probabilities and the reference model
 
 _NORMAL = NormalDist()
@@ -107,7 +109,7 @@ def _decoding_s(
     return math.fsum(ends) / len(ends)
 
 
-def _stages_s(name: str, values: Values, tasks: Sequence[str]) -> tuple[float, float]:
+def _stages_s(name: str, values: Values, tasks: Sequence[str], forwards: int = FORWARDS) -> tuple[float, float]:
     """Mean seconds of rollout and training of batches of these tasks."""
     setup, cost = SETUPS[name], cost_of(SETUPS[name], values)
     lengths = tuple(task_lengths(values, task) for task in tasks)
@@ -115,7 +117,7 @@ def _stages_s(name: str, values: Values, tasks: Sequence[str]) -> tuple[float, f
     rollout = _decoding_s(name, decoding, lengths, values["correlation"], _NUM_BATCHES)
     rollout += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
     batches = mixed_batches(setup, lengths, values["correlation"], _NUM_BATCHES)
-    train = [train_s(cost, setup, batch, PROMPT_TOKENS, FORWARDS) for batch in batches]
+    train = [train_s(cost, setup, batch, PROMPT_TOKENS, forwards) for batch in batches]
     return rollout, math.fsum(train) / len(train)
 
 
@@ -162,6 +164,11 @@ def _long_round_s(size: str, values: Values) -> float:
     rollout = rollout_ends(cost, setup, batch, PROMPT_TOKENS)[-1]
     rollout += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
     return rollout + train_s(cost, setup, batch, PROMPT_TOKENS, FORWARDS)
+
+
+def _own_trainer(values: Values) -> dict[str, float]:
+    """Table 3's step without GPU scaling, in the authors' own set-up for that table."""
+    return {"rollpacker.7b_own_trainer_step": sum(_stages_s("rollpacker.7b", values, ("math",), OWN_FORWARDS))}
 
 
 def _model_32b(values: Values) -> dict[str, float]:
@@ -261,6 +268,25 @@ ROLLPACKER: tuple[Problem, ...] = (
         fixed=_workers(16),
         given={**_FROM_14B, **_LENGTHS},
         assumptions=(_SAME,),
+    ),
+    Problem(
+        name=OWN_TRAINER,
+        constants=inference("mfu", "train_fixed_s"),
+        facts=("rollpacker.7b_own_trainer_step",),
+        predict=_own_trainer,
+        fixed=_workers(16) | {"reward.math.workers": 64.0},
+        given={
+            "efficiency.launch_s": "rollpacker_7b",
+            **{name: problem for name, problem in _FROM_14B.items() if name != "efficiency.train_fixed_s"},
+            **_LENGTHS,
+        },
+        assumptions=(
+            "rollout and lengths as of the 7B baseline; of training the share of the peak and the fixed cost are "
+            "RollPacker's own, and one step without its stream trainer says what both come to",
+            "rounds of fresh prompts without speculation, no old log-probabilities, 32 workers for math on a node, "
+            "scored beside the rollout, as the authors' configuration for the table has it "
+            "(examples/stream_trainer_table3)",
+        ),
     ),
     Problem(
         name="rollpacker_32b",

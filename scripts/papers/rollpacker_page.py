@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from papers import stream_page
 from papers.cases import FACTORS, JOINT, ROLLPACKER_SETUPS
 from papers.facts import FACTS
 from papers.reported import REPORTED
@@ -20,6 +21,9 @@ Readings = Mapping[str, Sequence[Sequence[float]]]
 def sections(runs: Runs, readings: Readings) -> list[str]:
     return [
         _table2(runs, readings),
+        stream_page.rows_of_table2(runs),
+        stream_page.table3(runs),
+        stream_page.table4(runs),
         _baselines(runs),
         _figure4(runs),
         _figure10(runs),
@@ -35,38 +39,22 @@ def _pair(runs: Runs, setup: str, tasks: Sequence[str] = TASKS) -> tuple[list[St
 
 def _table2(runs: Runs, readings: Readings) -> str:
     reported = REPORTED["RollPacker Table 2, + tail batching"]
-    rows, scored, order = [], [], []
+    rows, order = [], []
     for i, (name, setup) in enumerate(ROLLPACKER_SETUPS.items()):
         plain, tail = (by_seed(each, "step_s") for each in _pair(runs, setup))
-        beside = by_seed(runs.of(setup, "tail", JOINT, score_when="sample"), "step_s")
         ours = ratios(plain, tail)
         order.append(sum(ours) / len(ours))
         published = f"{FACTS[f'{setup}.step_s'].low:.0f}"
         closed = readings[AS_CALIBRATED.name][i]
         rows.append([name, seconds(plain), published, seconds(tail), *over_seeds(ours, closed, reported[name])])
-        scheduler = REPORTED["RollPacker Table 2, + reward scheduler"][name]
-        alone = REPORTED["RollPacker §6.5, asynchronous reward computation"][name]
-        gain = ratios(tail, beside)
-        row = [name, seconds(beside), shown(gain), f"{alone:.2f}", shown(ratios(plain, beside)), f"{scheduler:.2f}"]
-        scored.append(row)
     same = "the same as" if order == sorted(order) else "**not** that of"
     head = ["model", "plain, s a step", "veRL's (fitted to)", "tail batching, s a step", *OVER_SEEDS]
-    head2 = ["model", "s a step", "over rewards after it", "§6.5", "over plain", "Table 2, + reward scheduler"]
     return f"""## RollPacker Table 2, the row of tail batching
 
 {table(head, rows)}
 
 The order over models is {same} the paper's. Rewards are scored after the rollout in both columns, task by task, as in
-the paper's rows above *reward scheduler*.
-
-The next row, as far as it is there: the same with every response scored while others decode, over its first ten steps
-(the other columns' steps are 40).
-
-{table(head2, scored)}
-
-Table 2's row holds an adaptive time-out of the sandbox and a judge on the actor's devices besides, which jaxrl does not
-have yet. Of the other rows, the parallelism planner is there, but no run here preempts a request, so it has nothing to
-decide; the stream trainer is not there yet."""
+the paper's rows above *reward scheduler*."""
 
 
 def _baselines(runs: Runs) -> str:

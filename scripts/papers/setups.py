@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
@@ -29,7 +29,7 @@ from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS, Setup
 from papers.lengths import lengths_of
 from papers.pat import GROUP, OneOutlier
-from papers.rollpacker import TASKS, task_lengths
+from papers.rollpacker import OWN_TRAINER, TASKS, task_lengths
 
 ROWS = 512  # per dp group
 NODE = 8  # devices, which TP does not leave
@@ -38,6 +38,7 @@ DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
 _OWN_PROBLEM = ("rollpacker.7b", "rollpacker.32b")  # set-ups with machines of their own; the others share their paper's
 
 Rule = Literal["plain", "tail", "partial", "adaptive"]
+Stream = Literal["off", "adaptive", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,13 @@ class Case:
       score_when: rewards wait for the rollout's end, or begin as each response ends.
       tp, tokens, devices: in place of the set-up's TP degree, longest response and number of devices; 0: the set-up's.
       degrees: that an adaptive layout may use; empty: all of a host.
+      workers: that roll out.
+      planner: whether the degree follows preemptions.
+      own_trainer: training costs what RollPacker's own trainer does, not its baseline's.
+      stream: the stream trainer in long rounds, and what frees devices.
+      freed_at: with `fixed`, the share of a round's samples after which they are freed.
+      fetch: the stream gets groups once, those that are there, and no more than this share of the batch; 0: as they
+        end.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -71,6 +79,17 @@ class Case:
     devices: int = 0
     score_when: Literal["rollout", "sample"] = "rollout"
     degrees: tuple[int, ...] = ()
+    workers: int = 1
+    planner: bool = False
+    own_trainer: bool = False
+    stream: Stream = "off"
+    freed_at: float = 0.0
+    fetch: float = 0.0
+
+    @property
+    def base(self) -> Case:
+        """The same without a stream trainer, with the same rounds."""
+        return replace(self, stream="off", freed_at=0.0, fetch=0.0)
 
     @property
     def of(self) -> Setup:
@@ -81,6 +100,8 @@ class Case:
     def problem(self) -> str:
         """The calibration problem that its constants are from."""
         paper, name = self.setup.split(".")[:2]
+        if self.own_trainer:
+            return OWN_TRAINER
         return f"{paper}_{name}" if paper == "pat" or self.setup in _OWN_PROBLEM else paper
 
     @property
@@ -95,6 +116,12 @@ class Case:
         layout += f", of tp {', '.join(map(str, self.degrees))}" if self.degrees else ""
         longest = f", {self.max_tokens} tokens" if self.tokens else ""
         longest += ", scored beside the rollout" if self.score_when == "sample" else ""
+        longest += f", {self.workers} workers" if self.workers > 1 else ""
+        longest += ", planner" if self.planner else ""
+        if self.stream != "off":
+            longest += f", stream {self.stream}" + (f" {self.freed_at:.0%}" if self.freed_at else "")
+        if self.fetch:
+            longest += f", one fetch of {self.fetch:.0%}"
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
 
     @property
@@ -117,7 +144,7 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        return max((self.devices or self.of.num_devices) // self.scale, self.degree)
+        return max((self.devices or self.of.num_devices) // self.scale, self.degree * self.workers)
 
     @property
     def max_tokens(self) -> int:
@@ -137,6 +164,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         "max_num_batched_tokens": 1 << 20 if april else 8192,
         "decode_steps": case.decode_steps,
         "sample_placement": "spread" if april else "together",
+        "num_workers": case.workers,
     }
     if case.rule == "tail":
         rollout["tail_batching"] = {
@@ -154,6 +182,10 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             "devices_per_host": NODE,
             "degrees": [degree for degree in case.degrees if degree <= case.num_devices],
         }
+    if case.own_trainer:
+        rollout["memory_fraction"] = 0.8
+    if case.planner:
+        rollout["layout"] = {"planner": True, "devices_per_host": NODE, "degrees": _planned_degrees(case)}
     return from_mapping(
         {
             "model": {"path": setup.model},
@@ -171,6 +203,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "dtype": "bfloat16",
                 "offload_optimizer": True,
                 "use_kl_loss": rollpacker,
+                "old_logprobs": "rollout" if case.own_trainer else "recompute",
                 "ppo_max_token_len_per_gpu": 1 << 16,
             },
             # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
@@ -179,7 +212,12 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
                 "score_when": case.score_when if rollpacker else "sample",
             },
-            "trainer": {"total_training_steps": case.steps, "save_freq": 0, "seed": case.seed},
+            "trainer": {
+                "total_training_steps": case.steps,
+                "save_freq": 0,
+                "seed": case.seed,
+                "stream": _stream(case),
+            },
             "simulate": {
                 "hardware": setup.hardware,
                 "num_devices": case.num_devices,
@@ -189,6 +227,23 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             },
         }
     )
+
+
+def _stream(case: Case) -> dict[str, Any]:
+    """`trainer.stream`."""
+    if case.stream == "off":
+        return {}
+    found: dict[str, Any] = {"enable": True, "counts": "prompts"}
+    if case.stream == "fixed":
+        found |= {"trigger": "fixed", "min_done": case.freed_at, "max_done": 1.0}
+    return found | ({"max_prompts": 0} if case.fetch else {})
+
+
+def _planned_degrees(case: Case) -> list[int]:
+    """All of a host, where a worker's devices allow it; of the 32B model from 2 on, since its weights alone take three
+    quarters of a device."""
+    smallest = 2 if case.setup == "rollpacker.32b" else 1
+    return [tp for tp in (1, 2, 4, 8) if smallest <= tp <= case.num_devices // case.workers]
 
 
 def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, ModelledWorkload]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from papers.runs import Steps
-from papers.setups import TASKS
+from papers.setups import TASKS, Case
 
 BAR = 0.25  # of (speed-up - 1)
 NONE = (1.0, 1.0)  # factors of a run that speculates on nothing
@@ -32,9 +33,13 @@ class Runs:
         tasks: Sequence[str] = TASKS,
         score_when: str = "rollout",
     ) -> list[Steps]:
-        """Every seed of a case; none where it was not run."""
-        wanted = (setup, rule, *factors, tuple(tasks), score_when)
+        """Every seed of a case with one worker; none where it was not run."""
+        wanted = (setup, rule, *factors, tuple(tasks), score_when, 1)
         return [r for r in self._runs if _identity(r) == wanted]
+
+    def like(self, case: Case) -> list[Steps]:
+        """Every seed of a case, over however many steps."""
+        return [r for r in self._runs if _alike(r.case) == _alike(case)]
 
     def pat(self, setup: str, devices: int, tokens: int, rule: str, tp: int, degrees: tuple[int, ...]) -> list[Steps]:
         """Every seed of a case of PAT."""
@@ -47,7 +52,12 @@ class Runs:
 
 def _identity(steps: Steps) -> tuple[Any, ...]:
     case = steps.case
-    return (case.setup, case.rule, case.prompt_factor, case.response_factor, case.tasks, case.score_when)
+    return (case.setup, case.rule, case.prompt_factor, case.response_factor, case.tasks, case.score_when, case.workers)
+
+
+def _alike(case: Case) -> Case:
+    """Without what all cases of a result have in common, and without the number of steps."""
+    return replace(case, seed=0, steps=0, decode_steps=0, scale=1)
 
 
 def _pat_identity(steps: Steps) -> tuple[Any, ...]:

@@ -125,6 +125,28 @@ def test_the_timeline_shows_simulated_seconds(training: Path, tmp_path: Path):
     assert any(event["ph"] == "C" and event["name"] == "rows" for event in events)
 
 
+STREAMED = ("trainer.stream.enable=true", "rollout.num_workers=2", "rollout.tensor_model_parallel_size=1")
+
+
+def test_a_run_with_the_stream_trainer(training: Path, tmp_path: Path):
+    """The same samples as without it, a lane of gradients, and a resumed run goes on the same."""
+    assert run(training, tmp_path / "a", *STREAMED[1:]) == 0
+    assert run(training, tmp_path / "b", *STREAMED) == 0
+    assert run(training, tmp_path / "c", *STREAMED, "trainer.total_training_steps=2") == 0
+    assert run(training, tmp_path / "c", *STREAMED) == 0
+    a, b, c = (tmp_path / f"{name}-simulated" for name in ("a", "b", "c"))
+    assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
+    rows = read_metrics(b)[1:]
+    freed = [row["rollout/scale_down/freed"] for row in rows]
+    assert sum(freed) >= 2
+    assert all(0 <= row["actor/streamed_share"] <= 1 for row in rows)
+    assert any(row["actor/streamed_share"] > 0 for row in rows)
+    assert "gradients" in (b / "timeline.json").read_text()
+    assert "gradients" not in (a / "timeline.json").read_text()
+    assert without_clock(c) == without_clock(b)
+    assert (c / "state.json").read_bytes() == (b / "state.json").read_bytes()
+
+
 def test_two_runs_write_the_same(training: Path, tmp_path: Path):
     for name in ("a", "b"):
         assert run(training, tmp_path / name) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import from_mapping, to_mapping
-from jaxrl.record.metrics import MetricsWriter, length_metrics, spread, step_phases
+from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
 from jaxrl.report.charts import number, step_labels, thin, ticks_of
 from jaxrl.report.page import write_report
 
@@ -179,6 +179,38 @@ def test_a_step_that_rolls_out_for_the_next_one_is_drawn_once(tmp_path):
     assert "next rollout" in figure
     assert "in turns" in figure
     assert "other" not in figure
+
+
+@pytest.mark.parametrize("one_step_off", [False, True])
+def test_what_of_the_update_was_hidden_under_the_rollout(tmp_path, one_step_off):
+    """6 of 6 + 2 seconds in step 2, nothing in step 3. With one-step-off the round beside an update is the next step's,
+    so its seconds are in the next line."""
+    hidden_s = {2: 6.0, 3: 0.0}
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            line = {"timing_s/update_actor": 1.5, "timing_s/ref": 0.5, "timing_s/gen": 9.0, "timing_s/step": 11.0}
+            line |= {"actor/streamed_share": 0.25} if step > 1 else {}
+            line |= {"timing_s/ahead": 1.0} if one_step_off else {}
+            own = step - int(one_step_off)
+            line |= {"rollout/scale_down/hidden_s": hidden_s[own]} if own in hidden_s else {}
+            writer.write(step, line)
+    lines = read_metrics(tmp_path)
+    assert hidden_shares(lines) == [(2, 0.75), (3, 0.0)]
+    page = check(write_report(tmp_path))
+    figure = page[page.index("Update hidden under the rollout") :]
+    figure = figure[: figure.index("</figure>")]
+    assert figure.count("<li class") == 2, "seconds and prompts"
+    assert "of its prompts" in figure
+    assert "<dt>update hidden</dt><dd>38%</dd>" in page, "the median of 75 and 0"
+
+
+def test_an_update_on_devices_of_its_own_is_hidden_too(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"timing_s/update_actor": 20.0, "timing_s/step": 43.0, "timing_s/overlap": 15.0})
+        writer.write(2, {"timing_s/update_actor": 20.0, "timing_s/step": 43.0})
+    assert hidden_shares(read_metrics(tmp_path)) == [(1, 0.75)]
+    assert "Update hidden under the rollout" in write_report(tmp_path).read_text()
+    assert "Update hidden" not in write_report(fake_run(tmp_path / "plain", 2)).read_text()
 
 
 def test_out_names_the_file(tmp_path):

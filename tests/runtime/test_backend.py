@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -428,7 +430,8 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     ended = next_finished(backend)
     assert (ended.key, len(ended)) == (keys[1], 7), "it ended in the plan in flight, which was waited for"
     begun = next_aborted(backend)
-    assert (begun.key, len(begun), begun.versions.tolist()) == (keys[2], 9, [0] * 9)
+    kept = 13 if isinstance(house.engine, Workers) else 9  # of several, each has two plans in flight
+    assert (begun.key, len(begun), begun.versions.tolist()) == (keys[2], kept, [0] * kept)
     backend.end()
 
     backend.leave_rollout()
@@ -438,8 +441,8 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     backend.apply(Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,)))
     whole = next_finished(backend)
     assert (whole.key, len(whole)) == (keys[2], 30), "the finished one is not run again"
-    assert whole.versions.tolist() == [0] * 9 + [1] * 21
-    assert whole.token_ids.tolist()[:9] == begun.token_ids.tolist()
+    assert whole.versions.tolist() == [0] * kept + [1] * (30 - kept)
+    assert whole.token_ids.tolist()[:kept] == begun.token_ids.tolist()
     assert whole.text == Bytes().decode(whole.token_ids.tolist())
     backend.end()
 
@@ -495,6 +498,50 @@ def test_a_pool_that_loses_a_sample_is_found_out(houses: Any):
         house.run_round(PROMPTS, 2)
 
 
+def spans_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The spans of each track of a timeline."""
+    events = json.loads((folder / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in events:
+        if event["ph"] == "X":
+            spans[names[event["tid"]]].append(event)
+    return spans
+
+
+def test_plans_of_two_workers_are_drawn_side_by_side(tmp_path: Path):
+    """Each plan on its worker's track, in order and one after another; the two tracks at the same time. A plan takes
+    two seconds, and each look at the clock a hundredth."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    house = House(tmp_path, {key(p): 30 for p in range(4)}, Pool(), num_workers=2)
+    house.timeline.close()
+    (tmp_path / "timeline.json").unlink()
+    for executor in house.worker.workers:
+        own = executor.collect
+        executor.collect = lambda ticket, own=own: (now.__setitem__(0, now[0] + 2), own(ticket))[1]
+    with Timeline(tmp_path / "timeline.json", clock=clock) as timeline:
+        house.backend = RolloutBackend(
+            house.engine, house.worker, house.pool, text_by(Bytes()), lambda: "weights", timeline=timeline
+        )
+        house.backend.enter_rollout(0)
+        house.run_round(PROMPTS[:4], 1)
+        house.backend.end()
+        assert timeline.open_spans() == []
+    spans = spans_of(tmp_path)
+    assert set(spans) == {"engine 0", "engine 1"}
+    for worker, track in enumerate(("engine 0", "engine 1")):
+        drawn, plans = spans[track], house.engine.engines[worker].counters.plans
+        assert [span["args"]["index"] for span in drawn] == list(range(plans))
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(drawn))
+    assert sum(span["dur"] for own in spans.values() for span in own) > 1.7e6 * now[0], "both at nearly every moment"
+    house.close()
+
+
 def test_memory_phases(houses: Any):
     house = houses(LENGTHS, Pool())
     house.run_round(PROMPTS, 2)
@@ -510,6 +557,7 @@ def test_memory_phases(houses: Any):
         ("sync", "weights", 1),
         "allocate",
         ("sync", "weights", 2),
+        "allocate",  # of what has no pool
     ]
     round, _ = house.run_round(PROMPTS, 2, step=3)
     assert {v for g in round.groups() for s in g.samples for v in s.versions.tolist()} == {2}

@@ -54,12 +54,34 @@ def test_a_round_that_runs_again_switches_as_the_journal_says(num_workers: int, 
         first = switches(num_workers, journal)
     assert all(first), "every worker switches"
     expected = [
-        [0, own[0], *([worker] if num_workers > 1 else [])] for worker, each in enumerate(first) for own in each
+        [0, own[0], *([worker, num_workers] if num_workers > 1 else [])]
+        for worker, each in enumerate(first)
+        for own in each
     ]
     assert sorted(keys(path)) == sorted(expected)
     for name, expected in (("empty.jsonl", [[] for _ in first]), (path.name, first)):
         with closing(Journal(tmp_path / name, 0)) as found:
             assert switches(num_workers, found, min_gain=0.9) == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_decisions_of_another_number_of_workers_are_not_repeated(
+    before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Their rows are not those of this run. It decides anew, and says so once."""
+    path = tmp_path / "journal.jsonl"
+    with closing(Journal(path, 0)) as journal:
+        assert any(switches(before, journal))
+    with closing(Journal(path, 0)) as journal:
+        assert switches(after, journal, min_gain=0.9) == [[] for _ in range(after)], "nothing of them"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step 1: the journal has layout decisions of a run with {before} worker(s), and this one has {after} "
+        "(rollout.num_workers): they are not repeated, and the step decides anew"
+    ]
+    with closing(Journal(tmp_path / "other.jsonl", 0)) as journal:
+        expected = switches(after, journal)
+    with closing(Journal(path, 0)) as journal:
+        assert switches(after, journal) == expected, "as if the journal were empty"
 
 
 def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
@@ -104,7 +126,9 @@ class Control:
 def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
     drawing: Any = None
     found: list[Any] = list(controls)
-    return LayoutSessions([LayoutSession(each, lambda: 0.0, drawing, None, None, i) for i, each in enumerate(found)])
+    return LayoutSessions(
+        [LayoutSession(each, lambda: 0.0, drawing, None, None, (i, len(found))) for i, each in enumerate(found)]
+    )
 
 
 def test_metrics_add_up_or_are_means():

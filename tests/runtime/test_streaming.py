@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import make_config, make_workload, whole
 
 from jaxrl.config import ConfigError
 from jaxrl.config.options import StreamSection
@@ -161,6 +160,13 @@ def test_a_round_with_its_stream():
     assert house.log == FREED_FIRST
     session.offer(groups(0), 4)
     assert house.log[-1] == (4, [0])
+
+
+def test_no_more_prompts_begin_together_than_may():
+    """What has begun when the round ends holds up the update."""
+    house = House(max_prompts=2)
+    assert run(house, [(False, [0, 1, 2]), (True, [0, 1, 2, 3, 4]), (True, [5])]) == [[0, 1], [2, 3]]
+    assert run(House(max_prompts=0), [(False, [0, 1, 2]), (True, [0, 1, 2, 3, 4])]) == [[0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -370,9 +376,3 @@ def test_devices_without_a_stream(count: int, processes: int, sentence: str | No
         return
     with pytest.raises(ConfigError, match=sentence):
         refuse_devices(count, processes)
-
-
-def test_a_simulated_run_has_no_stream():
-    config = make_config({"trainer.stream": {"enable": True}, "rollout.num_workers": 2})
-    with pytest.raises(ValueError, match=r"trainer\.stream\.enable must be off in a simulated run"):
-        whole(config, make_workload(1))

@@ -23,6 +23,7 @@ from small_models import model_of, requests, weights_of
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.runtime import workers as module
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.switch_rule import How
@@ -139,6 +140,27 @@ def test_pools_are_allocated_where_there_is_none_and_all_are_freed(x64: None):
     workers.release(weights=True)
     assert not any(executor.has_weights for executor in workers.executors)
     assert workers.recompiles == 0
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["in turns with training", "a trainer on other devices"])
+def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None, own: bool):
+    """Also where nothing was released in between; the other worker's pool stays as it is."""
+    workers, params = worker_set("llama", (1, 1), slice(2), slice(2, 4) if own else slice(2))
+    engines = Workers([Engine(executor, BatcherConfig(decode_steps=2)) for executor in workers.executors])
+    pool: Any = None
+    backend = RolloutBackend(engines, workers, pool, str, lambda: params)
+    backend.enter_rollout(3)
+    stays, freed = workers.executors
+    kept = stays._pool
+    engines.close(1)
+    workers.release_some([1])
+    assert (freed.has_pool, freed.has_weights) == (False, False)
+    engines.open(1)
+    backend.enter_rollout(3)
+    assert stays._pool is kept
+    assert len(run(engines, requests(4, 2, 20))) == 8
+    assert freed.has_pool
+    assert all(engine.counters.plans for engine in engines.engines), "both draw"
 
 
 def test_layouts_in_use_are_compiled_before_the_others(x64: None, monkeypatch: pytest.MonkeyPatch):

@@ -183,7 +183,7 @@ def test_bare_loops_draw_what_the_engine_draws(shape):
 
 def test_prompts_of_a_step_have_the_length_asked_for(tmp_path):
     folder = tmp_path / "shape"
-    step_case.write_tokenizer(records.Model(shape="tiny"), folder)
+    step_case.write_tokenizer(records.Model(shape="tiny").config(), folder)
     step_case.write_inputs(tmp_path, str(folder), 5, 12, seed=1)
     tokenizer = Tokenizer.from_path(folder)
     questions = [line["question"] for line in records.read_records(tmp_path / "train.jsonl")]

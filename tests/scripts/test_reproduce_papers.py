@@ -7,7 +7,9 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import reproduce_papers  # noqa: E402
 from papers import calibrate, tables  # noqa: E402
 from papers.calibrate import constant  # noqa: E402
+from papers.cases import STREAM_BASE, STREAM_FREED, below_tail_batching, cases_of, jobs_of  # noqa: E402
 from papers.facts import FACTS  # noqa: E402
+from papers.fetch import SingleFetch  # noqa: E402
 from papers.problems import PROBLEMS  # noqa: E402
 from papers.records import read  # noqa: E402
 from papers.setups import Case  # noqa: E402
@@ -123,6 +127,16 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"speed-up \| in closed form .*\n.*\n\| 7B/8k .* \d\.\d\d ± \d\.\d\d \|", page)
     assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
     assert "seed 0" in capsys.readouterr().out
+    for section in ("Table 2, row by row", "Table 3: when devices are freed", "Table 4: groups fetched once"):
+        assert f"## RollPacker {section}" in page
+    for r in runs:
+        if r.case.stream != "off":
+            (base,) = (other for other in runs if other.case == r.case.base)
+            assert r.trained_tokens == base.trained_tokens
+            for i, freed in enumerate(r.freed_at):
+                assert freed or r.step_s[i] == base.step_s[i]
+                assert not freed or r.case.rule == "plain" or r.long[i], "a short round"
+    assert any(sum(r.streamed) for r in runs)
     for file in files[1:]:  # with other readings, and without
         page = file.with_suffix(".md").read_text(encoding="utf-8")
         assert reproduce_papers.main(["--page", str(file)]) == 0
@@ -142,6 +156,59 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "old.json").write_text('{"schema": 0}')
     assert reproduce_papers.main(["--page", str(tmp_path / "old.json")]) == 1
     assert "schema 0 must be 1" in capsys.readouterr().err
+
+
+class Recorded:
+    """A `GradientStream` that says what it is told."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.is_done = True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.log.append(name)
+
+    def give(self, groups: Sequence[Any], step: int) -> None:
+        self.log.append((list(groups), step))
+
+    def poll(self) -> bool:
+        return self.is_done
+
+
+def test_a_single_fetch():
+    stream: Any = Recorded()
+    single = SingleFetch(stream, 3)
+    for _ in range(2):  # rounds
+        stream.log.clear()
+        single.open()
+        stream.is_done = False
+        assert not single.poll(), "the weights are on their way"
+        stream.is_done = True
+        assert single.poll()
+        single.give(["a", "b", "c", "d"], 7)  # type: ignore[arg-type]
+        assert not single.poll(), "once"
+        single.finish()
+        single.close()
+        assert stream.log == ["open", (["a", "b", "c"], 7), "finish", "close"]
+
+
+def test_what_differs_in_the_stream_alone_is_run_together():
+    cases = cases_of("rollpacker", 10, range(2), 64, 1)
+    jobs = jobs_of(cases)
+    assert sorted(case.title for job in jobs for case in job) == sorted(case.title for case in cases)
+    of_table3 = [job for job in jobs if job[0].own_trainer]
+    assert [(len(job), job[0].seed, job[0].steps) for job in of_table3] == [(13, 0, 5), (13, 1, 5)]
+    for job in jobs:
+        assert all(case.base == job[0] for case in job)
+        assert [case.stream for case in job].count("off") == 1
+    assert len({case.title for case in cases}) == len(cases)
+    assert STREAM_FREED["w/o"] == STREAM_BASE
+    rows = list(below_tail_batching("rollpacker.32b").values())
+    assert [(row.score_when, row.planner, row.stream) for row in rows] == [
+        ("sample", False, "off"),
+        ("sample", True, "off"),
+        ("sample", True, "adaptive"),
+    ]
 
 
 @pytest.mark.parametrize(("factors", "period"), [((1.25, 1.25), 5), ((1.5, 1.0), 3), ((1.0, 1.5), 1), ((2.0, 1.0), 2)])

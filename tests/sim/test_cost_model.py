@@ -27,7 +27,14 @@ from jaxrl.sim.table_cost import TableCost
 
 SMALL = ModelConfig("llama", 1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 SLOW = Hardware(
-    "slow", 1e12, 1e9, memory_bytes=1_000_000, link_bytes_per_s=1e8, inter_node_bytes_per_s=1e7, node_size=4
+    "slow",
+    1e12,
+    1e9,
+    memory_bytes=1_000_000,
+    link_bytes_per_s=1e8,
+    inter_node_bytes_per_s=1e7,
+    host_bytes_per_s=2e7,
+    node_size=4,
 )
 WHOLE = Efficiency(
     memory=1,
@@ -198,6 +205,22 @@ def test_blocks_that_fit():
         COST.num_kv_blocks(1, 16, 0.4)
 
 
+def test_gradients_beside_the_rollout():
+    """A forward and a backward pass on some of the devices; weights and sums cross the link; a swap crosses to the
+    host."""
+    assert COST.gradients_s(100, 5000, 2) == pytest.approx(3 * COST.forward_s(100, 5000, 2))
+    whole, part = TrainLoad(100, 5000), TrainLoad(60, 3000)
+    streamed = COST.gradients_s(40, 2000, 8)
+    assert COST.train_step_s(whole, 8) == pytest.approx(COST.train_step_s(part, 8) + streamed), "nothing is lost"
+    total = COST.params.total
+    assert COST.regroup_s(4, 2) == pytest.approx(4 * total * (1 / 2 - 1 / 4) / 1e8)
+    assert COST.regroup_s(8, 4) == pytest.approx(4 * total * (1 / 4 - 1 / 8) / 1e7), "between nodes"
+    assert COST.regroup_s(8, 8) == 0
+    assert COST.swap_s(4) == pytest.approx(total * (2 + 4) / 4 / 2e7)
+    with pytest.raises(ValueError, match=r"part \(9\) must be in \[1, 8\]"):
+        COST.regroup_s(8, 9)
+
+
 # ---------------------------------------------------------------- shape
 
 
@@ -266,6 +289,9 @@ def test_a_table_answers_for_inference_and_leaves_the_rest():
     assert cost.train_step_s(load, 4) == COST.train_step_s(load, 4)
     assert cost.forward_s(100, 100, 4) == COST.forward_s(100, 100, 4)
     assert cost.weight_sync_s(1, 4) == COST.weight_sync_s(1, 4)
+    assert cost.gradients_s(100, 100, 4) == COST.gradients_s(100, 100, 4)
+    assert cost.regroup_s(4, 2) == COST.regroup_s(4, 2)
+    assert cost.swap_s(4) == COST.swap_s(4)
     assert cost.num_kv_blocks(1, 16, 0.9) == COST.num_kv_blocks(1, 16, 0.9)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from jaxrl.loop import Hooks
 from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.report.layouts import layouts_section
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.lanes import PlanLanes
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.rounds.events import Event, SampleFinished
@@ -220,21 +221,29 @@ def test_the_host_is_shared():
 
 
 def test_each_worker_has_a_track():
-    machine = Machine({key(0): 30, key(1): 21}, 2)
-    spans: list[str] = []
-    machine.backend._timeline = SimpleNamespace(
-        span=lambda track, name, **args: spans.append(f"{track}, {name} {args['index']}") or nullcontext(),
-        counter=lambda track, **values: None,
-    )
+    """Both have a plan that is drawn at any time, though the host waits for one of them."""
+    machine, drawn = Machine({key(0): 30, key(1): 21}, 2), list[str]()
+
+    @contextmanager
+    def span(track: str, name: str, **args: Any) -> Iterator[None]:
+        drawn.append(f"{track}, {name} {args['index']} begins")
+        yield
+        drawn.append(f"{track}, {name} {args['index']} ends")
+
+    machine.backend._lanes = PlanLanes(machine.backend.engine.engines, SimpleNamespace(span=span, counter=None))
     machine.round(2, 1)
-    assert spans[:6] == [
-        "engine 0, plan 0",
-        "engine 1, plan 0",
-        "engine 0, plan 0",
-        "engine 1, plan 0",
-        "engine 0, plan 1",
-        "engine 1, plan 1",
+    assert drawn[:8] == [
+        "engine 0, plan 0 begins",
+        "engine 1, plan 0 begins",
+        "engine 0, plan 0 ends",
+        "engine 0, plan 1 begins",
+        "engine 1, plan 0 ends",
+        "engine 1, plan 1 begins",
+        "engine 0, plan 1 ends",
+        "engine 0, plan 2 begins",
     ]
+    begun = [line.removesuffix(" begins") for line in drawn if line.endswith("begins")]
+    assert sorted(begun) == sorted(line.removesuffix(" ends") for line in drawn if line.endswith("ends"))
 
 
 # ---------------------------------------------------------------- runs

@@ -55,17 +55,12 @@ def run(
         samples.extend(sample for group in groups for sample in group.samples)
 
     def save(step: int, host: Any) -> None:
-        saved[step] = dump_state(
-            host if simulation.layouts is None else host | {"layouts": simulation.layouts.state_dict()}
-        )
+        saved[step] = dump_state(host)
 
     hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, lambda: False)
     simulation = build(made, RooflineCost(LARGE, H100), WORKLOAD, hooks)
     if state is not None:
-        found = load_state(state, "test")
-        assert simulation.layouts is not None
-        simulation.layouts.load_state_dict(found["layouts"])
-        simulation.loop.load_host_state(found)
+        simulation.loop.load_host_state(load_state(state, "test"))
     assert simulation.loop.run()
     return simulation, metrics, samples, saved
 

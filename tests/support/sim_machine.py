@@ -37,7 +37,8 @@ SMALL = ModelConfig("llama", 1000, 64, 128, 4, 4, 2, 16)
 @dataclass(frozen=True)
 class ConstantCost:
     """Round numbers: 10 s a prefill, 1 s a decode step whatever its rows, 7 s a forward pass, 5 s a sync, and 100 s a
-    training step with 1 s for each update."""
+    training step with 1 s for each update; beside the rollout 20 s for gradients, 3 s to bring weights or sums across,
+    and 2 s for a swap of weights."""
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         return 1.0 if batch else 0.0
@@ -53,6 +54,15 @@ class ConstantCost:
 
     def forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
         return 7.0
+
+    def gradients_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        return 20.0
+
+    def regroup_s(self, num_devices: int, part: int) -> float:
+        return 3.0
+
+    def swap_s(self, num_devices: int) -> float:
+        return 2.0
 
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         return 5.0

@@ -3,9 +3,15 @@
 Purpose: `PredictedTicks` is a `jaxrl.scheduling.tokens.workers.Ticks` for workers that are not alike: of other layouts,
 or with other rows. A tick is a predicted nanosecond. `cheaper_move` chooses between moving KV and computing it again.
 
-Source: PAT §4.2 (its offline profile predicts steps), equations 1, 3 and 4 (moving and recomputing). Departures: ticks
-are not corrected by what the engine measures, because logical time may not depend on a clock. The profile knows moves
-inside a worker alone; between two, a token is taken to cost as much as in the dearest of those.
+Source: PAT §4.2 (its offline profile predicts steps), equations 1 to 4 (moving and recomputing). Departures: ticks are
+not corrected by what the engine measures, because logical time may not depend on a clock.
+
+The profile has the costs of moves inside a worker alone, so those between two are worked out from them (`across_s`). A
+device that changes from degree a to b sends 1 - min(a, b) / max(a, b) of what it holds of a token, which is 1/a of the
+token's KV (equation 1). So each measured cost per token is a time for the whole KV of a token over one link, and the
+largest counts. Between workers a device of degree a sends all that it holds of a token, 1/a; where the degrees differ,
+the change to the other one follows where it lands. Measured costs hold the reading and writing of blocks as well, so a
+move is rather overestimated. Links between workers are taken to be those inside one: the devices of one machine.
 """
 
 from __future__ import annotations
@@ -49,17 +55,27 @@ def cheaper_move(predictor: LatencyPredictor, source: Engine, target: Engine, re
     Only rows have KV. The fullest dp group of the source sets the time to send it; the target's groups prefill equal
     shares of the rows side by side.
 
-    Raises ValueError if the profile lacks prefill times of the target's degree, or switch costs.
+    Raises ValueError if the profile lacks prefill times of the target's degree, or costs as `across_s` needs them.
     """
-    if not predictor.profile.switches:
-        raise ValueError("the latency profile has no costs of a switch, from which those of a move are taken")
     leaving = set(request_ids)
     groups = [[row.length for row in rows if row.request_id in leaving] for rows in rows_of(source.batcher)]
     lengths = sorted((length for group in groups for length in group), reverse=True)
-    token_s = max(cost.kv_s_per_token for cost in predictor.profile.switches)
-    move_s = token_s * max(map(sum, groups), default=0)
+    move_s = across_s(predictor, _degree(source), _degree(target), max(map(sum, groups), default=0))
     again_s = predictor.recompute_s(_degree(target), lengths[:: target.batcher.capacity.num_groups])
     return "migrate" if move_s < again_s else "recompute"
+
+
+def across_s(predictor: LatencyPredictor, from_tp: int, to_tp: int, tokens: int) -> float:
+    """Seconds to bring KV to another worker, when the fullest dp group sends `tokens` tokens; see the module.
+
+    Raises ValueError if the profile has no costs of a switch, or none of the one between these degrees.
+    """
+    costs = predictor.profile.switches
+    if not costs:
+        raise ValueError("the latency profile has no costs of a switch, from which those of a move are taken")
+    whole_s = max(c.kv_s_per_token * c.from_tp / (1 - min(c.from_tp, c.to_tp) / max(c.from_tp, c.to_tp)) for c in costs)
+    lands_s = predictor.move_s(from_tp, to_tp, tokens) if from_tp != to_tp else 0.0
+    return tokens * whole_s / from_tp + lands_s
 
 
 def _degree(engine: Engine) -> int:

@@ -26,6 +26,9 @@ Departures:
   and there are programs for two sets of devices to compile, not for all.
 - What stays must also have a row for each request that is left. Else some would wait for others to end, which is the
   very slowdown that the criterion is there to prevent.
+- The paper writes of requests (Algorithm 1) and of prompts (§6.6), and its authors' code counts prompts
+  (Farrrrland/RollPacker, multi_async_generate_scheduler.py): `counts` chooses. Where a fifth of the samples has ended,
+  few prompts may be complete, and the freed devices wait for them.
 - With `trigger` fixed the projection is not asked: the paper's baseline of Table 3.
 
 Everything here is logical, so a round that runs again decides the same; the decision is journalled all the same,
@@ -115,7 +118,7 @@ class ScaleDownDecision:
     """What was decided at a milestone, and from which numbers.
 
     Attributes:
-      num_done, num_all: requests of the round that have ended, and all of them.
+      num_done, num_all: of the round's requests, or prompts (`counts`), those that have ended, and all of them.
       freed: workers to free, ascending; none where `refusal` says why.
       refusal: `workers`: no half of them is whole; `rows`: what stays has too few rows; `kv`: the projection does not
         fit; empty: none.
@@ -124,6 +127,7 @@ class ScaleDownDecision:
       moved_requests, moved_tokens: of the workers that are, or would be, freed: requests, and tokens of their contexts.
       projected_tokens: the largest KV expected, in tokens; 0 where it was not asked for.
       kv_tokens: tokens of KV that may be used on the workers that would stay: their pools, less `kv_margin`.
+      counts: `trainer.stream.counts`.
     """
 
     num_done: int
@@ -136,10 +140,11 @@ class ScaleDownDecision:
     moved_tokens: int = 0
     projected_tokens: int = 0
     kv_tokens: int = 0
+    counts: str = "samples"
 
     def sentence(self) -> str:
         """The decision in words, for logs and the report."""
-        done = f"{self.num_done} of {self.num_all} samples done"
+        done = f"{self.num_done} of {self.num_all} {self.counts} done"
         match self.refusal:
             case "workers":
                 return f"{done}, no worker freed: no half of the rollout's devices is whole workers"
@@ -246,8 +251,8 @@ class ScaleDown:
         """What to do when a request has ended: None unless this is a milestone.
 
         Args:
-          num_done: requests of the round that have ended.
-          num_all: all requests of the round.
+          num_done: requests of the round that have ended, or prompts (`trainer.stream.counts`).
+          num_all: all of them.
           workers: gives the state of each worker, in their order; asked at milestones only.
         """
         assert self._kind is not None, "no round has begun"
@@ -292,7 +297,7 @@ class ScaleDown:
         requests = [request for worker in workers for request in worker.requests]
         candidates = [freed for freed in self.candidates if 0 < len(freed) == len(workers) - len(freed)]
         if not candidates:
-            return ScaleDownDecision(num_done, num_all, (), "workers", len(requests))
+            return ScaleDownDecision(num_done, num_all, (), "workers", len(requests), counts=self.options.counts)
         freed = min(candidates, key=lambda each: (sum(workers[i].num_tokens for i in each), each))
         stays = [worker for i, worker in enumerate(workers) if i not in freed]
         num_rows, pools = sum(worker.num_rows for worker in stays), sum(worker.kv_tokens for worker in stays)
@@ -313,4 +318,5 @@ class ScaleDown:
             sum(workers[i].num_tokens for i in freed),
             projected,
             kv_tokens,
+            self.options.counts,
         )

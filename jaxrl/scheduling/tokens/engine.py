@@ -32,6 +32,9 @@ from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, Request, Tick
 from jaxrl.scheduling.tokens.progress import Counters, Ended, PlanTimes, StopCheck, TraceEvent
 from jaxrl.types import Sample
 
+MAX_IN_FLIGHT = 2
+"""Plans of an engine that its devices may have at once: one that they run, and the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -102,6 +105,11 @@ class Engine:
         """Plans that were submitted and not yet collected."""
         return len(self._tickets)
 
+    @property
+    def oldest_plan(self) -> int | None:
+        """The index of the oldest plan in flight; None where there is none."""
+        return self._tickets[0].index if self._tickets else None
+
     def next_times(self) -> PlanTimes | None:
         """The load of the oldest plan in flight, should it take all of its steps; in no time. None where no plan is in
         flight, or nothing watches."""
@@ -131,18 +139,36 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """Submits the next plan, collects the one before, and returns the requests that finished in that one."""
-        plan = self.batcher.schedule()
-        if plan is not None:
-            if self.watchers:
-                self._loads.append(self._load(plan))
-            self._tickets.append(self.executor.submit(plan))
-        num_ahead = 0 if plan is None else 1
-        finished = self._take_untold()
+        num_ahead = int(self.submit())
+        finished = self.take_ended()
         return finished + (self._collect() if len(self._tickets) > num_ahead else [])
+
+    def submit(self) -> bool:
+        """Submits the next plan and waits for nothing; returns whether there was one to make. At most one plan may be
+        in flight: more are not planned for (`jaxrl.scheduling.tokens.batcher`)."""
+        assert len(self._tickets) < MAX_IN_FLIGHT, "a third plan at once"
+        plan = self.batcher.schedule()
+        if plan is None:
+            return False
+        if self.watchers:
+            self._loads.append(self._load(plan))
+        self._tickets.append(self.executor.submit(plan))
+        return True
+
+    def collect(self) -> list[Finished]:
+        """Waits for the oldest plan in flight, if there is one; returns the requests that finished in it, and those of
+        `take_ended`."""
+        finished = self.take_ended()
+        return finished + (self._collect() if self._tickets else [])
+
+    def take_ended(self) -> list[Finished]:
+        """The requests that ended while plans were collected and not returned (`settle`)."""
+        untold, self._untold = self._untold, []
+        return untold
 
     def drain(self) -> list[Finished]:
         """Collects everything in flight without a new plan; afterwards the host knows the state of the device."""
-        finished = self._take_untold()
+        finished = self.take_ended()
         while self._tickets:
             finished.extend(self._collect())
         return finished
@@ -196,10 +222,6 @@ class Engine:
         except ValueError:
             self.batcher.abort(added)
             raise
-
-    def _take_untold(self) -> list[Finished]:
-        untold, self._untold = self._untold, []
-        return untold
 
     def _collect(self) -> list[Finished]:
         result = self.executor.collect(self._tickets.popleft())

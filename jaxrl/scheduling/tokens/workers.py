@@ -5,17 +5,21 @@ own, with its own pool, layout and pace (docs/architecture.md). Requests are dea
 later; a worker may be closed, so that its devices do something else, and opened again.
 
 Logical time: each worker has a tick, which grows with every plan that was collected by what the plan costs in whole
-ticks, as predicted from the plan and its load alone. `step` serves the worker whose oldest plan in flight should end
-first: it submits that worker's next plan and waits for the oldest. While the host waits, every other worker has a plan
-in flight. A worker without a plan in flight comes first, because nothing is waited for there. What has ended is held
-back until no worker can still bring something earlier, and is told in the order (tick, worker, dispatch, dp group,
-slot). No clock is looked at, so that the order of everything follows from the plans; with good predictions it is also
-the order in which the devices are done.
+ticks, as predicted from the plan and its load alone. A `step` does one of two things. As long as a worker has fewer
+plans in flight than it may have (`jaxrl.scheduling.tokens.engine.MAX_IN_FLIGHT`), it submits the next plan of the one
+that runs dry first. Only when all have what they can get does it wait: for the oldest plan of the worker whose plan
+should end first. So while the host waits for one worker, each of the others has a plan to run and one behind it, and
+stands idle only if the wait is longer than a whole plan. What has ended is held back until no worker can still bring
+something earlier, and is told in the order (tick, worker, dispatch, dp group, slot). No clock is looked at, so that the
+order of everything follows from the plans; with good predictions it is also the order in which the devices are done.
+
+The price: what is decided between two steps (a request that is added, an abort) reaches the devices of the other
+workers a plan later than it would with one plan in flight.
 
 Source: RollPacker §4.4 (devices that leave the rollout in its middle) and PAT §4 (nodes that change their layouts one
 by one) are what stands on it; docs/architecture.md (logical time). Departures: the papers' systems order by arrival.
 
-With one engine, plans and their order are those of that engine alone.
+With one engine, a step is that of the engine alone, and so are plans and their order.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Literal
 
 from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
 from jaxrl.scheduling.layouts.switch_rule import How
-from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
 from jaxrl.types import Sample
@@ -103,6 +107,7 @@ class Workers:
         self._told = 0  # the latest tick that was told
         self._passed: list[dict[int, int]] = [{} for _ in engines]  # by dispatch, the tick after that plan
         self._expected = [0] * len(engines)  # what the oldest plan in flight should cost
+        self._planned: set[int] = set()  # workers with no more to plan, until one is collected or requests come or go
         self._held: list[_Held] = []
         self._homes: dict[int, _Home] = {}  # of every live request, in the order in which they were added
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
@@ -170,15 +175,26 @@ class Workers:
         busy = [worker for worker, engine in enumerate(self.engines) if not engine.is_idle]
         return min(busy, key=self._due, default=None)
 
+    def makes_plan(self, worker: int) -> bool:
+        """Whether the next `step` of a worker makes a plan; one of several then waits for none."""
+        if len(self.engines) == 1:
+            return True
+        return worker not in self._planned and self.engines[worker].num_in_flight < MAX_IN_FLIGHT
+
+    def waits(self, worker: int) -> bool:
+        """Whether the next `step` of a worker waits for a plan, should one be in flight."""
+        return len(self.engines) == 1 or not self.makes_plan(worker)
+
     def step(self, worker: int | None = None) -> list[Finished]:
-        """Submits the next plan of one worker, collects its plan before, and returns what can be told now.
+        """Submits the next plan of a worker, or waits for its oldest; returns what can be told now. One alone submits
+        its next plan and then waits for the one before.
 
         Args:
           worker: the one to serve; by default the one whose `turn` it is.
         """
         worker = self.turn if worker is None else worker
         if worker is not None:
-            self._hold(worker, self.engines[worker].step())
+            self._hold(worker, self._serve(worker))
         return self._tell(self._floor())
 
     def drain(self) -> list[Finished]:
@@ -308,12 +324,14 @@ class Workers:
         """Notes where a live request is."""
         self._homes[request_id] = home
         self._limits[home.worker] += home.limit
+        self._planned.discard(home.worker)
 
     def _leave(self, request_ids: Collection[int]) -> None:
         """Forgets requests that ended."""
         for request_id in request_ids:
             home = self._homes.pop(request_id)
             self._limits[home.worker] -= home.limit
+            self._planned.discard(home.worker)
             self._done[home.worker] = None
 
     def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> HandedOver:
@@ -334,6 +352,7 @@ class Workers:
             self._limits[source] -= home.limit
             self._limits[target] += home.limit
             self._homes[request_id] = replace(home, worker=target)
+        self._planned -= {source, target}
         self._done[source] = self._done[target] = None
         return moved
 
@@ -342,6 +361,17 @@ class Workers:
             raise ValueError(f"worker {worker} must be an open one, and {sorted(self._open)} are open")
 
     # -- logical time ------------------------------------------------------------------------------------------------
+
+    def _serve(self, worker: int) -> list[Finished]:
+        engine = self.engines[worker]
+        if len(self.engines) == 1:
+            return engine.step()
+        if not self.makes_plan(worker):
+            self._planned.discard(worker)
+            return engine.collect()
+        if not engine.submit():
+            self._planned.add(worker)
+        return engine.take_ended()
 
     def _begin_anew(self) -> None:
         """All workers are idle: what was before decides nothing of what comes, so that a run that begins here again
@@ -355,9 +385,11 @@ class Workers:
         busy = [self._ticks[worker] for worker, engine in enumerate(self.engines) if not engine.is_idle]
         return min(busy, default=self._told)
 
-    def _due(self, worker: int) -> tuple[bool, int, int]:
-        """The order in which busy workers are served."""
-        return self.engines[worker].num_in_flight > 0, self._ticks[worker] + self._expected[worker], worker
+    def _due(self, worker: int) -> tuple[int, int, int]:
+        """The order in which busy workers are served: before any is waited for, those without a plan, then those with
+        one behind which none stands."""
+        ahead = self.engines[worker].num_in_flight if self.makes_plan(worker) else MAX_IN_FLIGHT
+        return ahead, self._ticks[worker] + self._expected[worker], worker
 
     def _floor(self) -> int | None:
         """No end of this tick or an earlier one is still to come; None: none at all is."""
@@ -375,6 +407,7 @@ class Workers:
 
     def _collect(self, worker: int) -> None:
         """Collects what a worker has in flight."""
+        self._planned.discard(worker)
         self._hold(worker, self.engines[worker].drain())
 
     def _hold(self, worker: int, ended: Sequence[Finished]) -> None:

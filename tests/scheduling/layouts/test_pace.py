@@ -7,7 +7,7 @@ from checking import make_engine, make_request
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
+from jaxrl.scheduling.layouts.pace import PredictedTicks, across_s, cheaper_move
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import PlanTimes
@@ -81,7 +81,7 @@ def test_unequal_workers_keep_their_own_pace():
 @pytest.mark.parametrize(
     ("kv_s_per_token", "expected"),
     [
-        # a row of 50 or so tokens in each of two target groups takes 0.02 s to prefill; so many tokens are sent in
+        # a row of 50 or so tokens in each of two target groups takes 0.02 s to prefill; a token is sent in three times
         (0.0001, "migrate"),
         (0.001, "recompute"),
     ],
@@ -98,6 +98,22 @@ def test_what_is_predicted_to_be_cheaper_is_done(kv_s_per_token: float, expected
     assert cheaper_move(predictor, source, target, [0, 1]) == expected
     with pytest.raises(ValueError, match="no costs of a switch"):
         cheaper_move(LatencyPredictor(profile(switches=False)), source, target, [0])
+
+
+@pytest.mark.parametrize(
+    ("from_tp", "to_tp", "seconds"),
+    [
+        # a token costs 1 ms where each device sends half of all its KV, and 0.5 ms where it sends half of a half: 2 ms
+        # for a whole one over a link
+        (1, 1, 100 * 0.002),
+        (2, 2, 100 * 0.001),
+        (1, 2, 100 * (0.002 + 0.001)),  # and the change of degree where it lands
+        (2, 1, 100 * (0.001 + 0.0005)),
+    ],
+)
+def test_what_kv_takes_between_workers(from_tp: int, to_tp: int, seconds: float):
+    assert across_s(LatencyPredictor(profile()), from_tp, to_tp, 100) == pytest.approx(seconds)
+    assert across_s(LatencyPredictor(profile()), from_tp, to_tp, 0) == 0
 
 
 def test_requests_without_kv_take_their_tokens_alone():

@@ -92,30 +92,82 @@ def test_ticks_are_steps_and_prefill_tokens():
     assert step_ticks(0, PlanTimes(0, 0, 9.5, 77, 4, 99.0, True)) == 77
 
 
-def test_every_worker_gets_a_plan_before_the_host_waits():
+def test_every_worker_gets_two_plans_before_the_host_waits():
+    """The others are topped up before one is waited for: while the host waits, each has one to run and one behind."""
     requests = [make_request(i, prompt=i) for i in range(3)]
     workers, executors = build(requests, [20] * 3, num_workers=3)
     for request in requests:
         workers.add(request)
-    for submitted in ([1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2], [3, 2, 2]):
+    for submitted in ([1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]):
+        assert (workers.turn is None, workers.makes_plan(workers.turn or 0)) == (False, True)
+        assert not workers.waits(workers.turn or 0)
         assert workers.step() == []
         assert [len(executor.plans) for executor in executors] == submitted
-        assert max(engine.num_in_flight for engine in workers.engines) <= 1
+        assert [engine.num_in_flight for engine in workers.engines] == submitted
+    for served, submitted in ((0, [3, 2, 2]), (1, [3, 3, 2]), (2, [3, 3, 3]), (0, [4, 3, 3])):
+        assert workers.turn == served
+        assert workers.waits(served)
+        collected = workers.engines[served].counters.plans
+        workers.step()
+        assert workers.engines[served].counters.plans == collected + 1
+        assert workers.turn == served, "it gets its next plan before any other is waited for"
+        assert workers.makes_plan(served)
+        workers.step()
+        assert [len(executor.plans) for executor in executors] == submitted
+        assert [engine.num_in_flight for engine in workers.engines] == [2, 2, 2]
+
+
+def test_a_worker_that_has_nothing_more_to_plan_is_not_asked_again_until_something_changes():
+    """Both rows of worker 0 get all that they may have in one plan; with it in flight, there is nothing to plan."""
+    requests = [make_request(i, max_tokens=3, prompt=i) for i in range(3)]
+    workers, executors = build(requests, [3] * 3)
+    for request in requests[:2]:
+        workers.add(request)
+    asked = count_schedules(workers)
+    while workers.makes_plan(workers.turn or 0):
+        workers.step()
+    assert [len(executor.plans) for executor in executors] == [1, 1]
+    assert asked == [2, 2], "once for the plan, and once in vain"
+    assert not workers.makes_plan(0)
+    workers.add(requests[2])
+    assert homes(workers) == [(0, 2), (1,)]
+    assert workers.makes_plan(0)
+    assert workers.turn == 0
+    run(workers)
+    assert [len(executor.plans) for executor in executors] == [2, 1]
+
+
+def count_schedules(workers: Workers) -> list[int]:
+    """How often each worker's batcher has been asked for a plan."""
+    asked = [0] * len(workers.engines)
+    for worker, engine in enumerate(workers.engines):
+
+        def schedule(worker: int = worker, own: Callable[[], Any] = engine.batcher.schedule) -> Any:
+            asked[worker] += 1
+            return own()
+
+        engine.batcher.schedule = schedule
+    return asked
 
 
 def test_the_worker_whose_plan_should_end_first_is_served():
-    """Plans of worker 0 cost 3, those of worker 1 cost 1: three of the one for each of the other."""
+    """Plans of worker 0 cost 3, those of worker 1 cost 1: three of the one for each of the other. Each gets its next
+    plan right after one of its own has been waited for."""
     requests = [make_request(i, max_tokens=90, prompt=i) for i in range(2)]
     of = {request.key: 90 for request in requests}
     engines = [make_engine(of)[0] for _ in range(2)]
     workers = Workers(engines, ticks=lambda worker, times: (3, 1)[worker] * times.num_steps)
     for request in requests:
         workers.add(request)
-    served: list[int | None] = []
-    for _ in range(14):
-        served.append(workers.turn)
+    waited, planned = list[int | None](), list[int | None]()
+    while len(waited) < 12:
+        turn = workers.turn
+        assert turn is not None
+        (waited if workers.waits(turn) else planned).append(turn)
         workers.step()
-    assert served == [0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
+    assert planned[:4] == [0, 1, 1, 0], "its devices run dry first"
+    assert waited == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
+    assert planned[4:] == waited[:-1]
 
 
 def test_an_end_is_held_until_no_worker_can_bring_an_earlier_one():

@@ -1,0 +1,66 @@
+"""The plans of each worker on the timeline.
+
+Purpose: `PlanLanes` draws plans beside each other where several workers have some in flight at the same time. A plan of
+one of several is drawn from when its devices can begin with it (it has been submitted, and the host has the one before)
+until the host has its outcome, on a track of the worker. So the picture shows what each worker's devices have to do,
+whichever worker the host waits for; that one waits for another is seen as a plan that takes too long. One worker's plan
+is drawn from before it is submitted until the one before it has been collected, which is what the host does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from jaxrl.scheduling.tokens.engine import Engine
+
+
+class PlanTimeline(Protocol):
+    """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`)."""
+
+    def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
+
+    def counter(self, track: str, /, **values: float) -> None: ...
+
+
+class PlanLanes:
+    """A track for each engine.
+
+    Args:
+      engines: of the workers, by their numbers.
+      timeline: where plans are drawn; None: nowhere.
+    """
+
+    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline | None) -> None:
+        self._engines, self._timeline = tuple(engines), timeline
+        self._open: dict[int, tuple[int, AbstractContextManager[None]]] = {}  # by worker: the plan that is drawn
+
+    @contextmanager
+    def step(self, worker: int) -> Iterator[None]:
+        """Around a step of a worker."""
+        if self._timeline is None:
+            yield
+        elif len(self._engines) == 1:
+            with self._timeline.span("engine", "plan", index=self._engines[worker].counters.plans):
+                yield
+        else:
+            self.follow()  # a change of layout may have collected plans
+            yield
+            self.follow()
+
+    def follow(self) -> None:
+        """Plans may have been collected, or submitted: ends what is drawn of the former, and begins with the next."""
+        if self._timeline is None or len(self._engines) == 1:
+            return
+        for worker, engine in enumerate(self._engines):
+            index, span = self._open.get(worker, (None, None))
+            if index == engine.oldest_plan:
+                continue
+            if span is not None:
+                span.__exit__(None, None, None)
+                del self._open[worker]
+            if engine.oldest_plan is not None:
+                span = self._timeline.span(f"engine {worker}", "plan", index=engine.oldest_plan)
+                span.__enter__()
+                self._open[worker] = engine.oldest_plan, span
