@@ -135,7 +135,7 @@ def test_a_failure_on_the_freed_devices(tmp_path: Path, x64: None, name: str, ca
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_device_that_is_lost(tmp_path: Path, x64: None, name: str, worker: int):
     run, plans = RealRun(tmp_path, COMPOSITIONS[name] | {"trainer.save_freq": 1}), count()
-    run.break_collect = lambda which: which == worker and next(plans) == 25
+    run.break_collect = lambda which: which == worker and 2 in run.groups and next(plans) == 2
     with pytest.raises(RuntimeError, match=f"the device of worker {worker} is lost"):
         run.go(1)
     assert max(run.saves)
@@ -144,6 +144,7 @@ def test_a_device_that_is_lost(tmp_path: Path, x64: None, name: str, worker: int
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of infinite rewards
 @pytest.mark.parametrize("name", ["plain", "one step off"])
 def test_a_gradient_that_is_not_finite(tmp_path: Path, x64: None, name: str):
     """The update is skipped and counted, as without streaming; the next one is right again."""

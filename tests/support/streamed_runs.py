@@ -390,8 +390,10 @@ class Run:
         self.parts[step], self.streamed[step] = self.sums.last, self.sums.last_streamed
 
     def check(self) -> None:
-        """What holds for every run: each sample of a batch is in one part, and the parts are those of the journal, but
-        for prompts whose scorers have timed out only since a process wrote them there."""
+        """What holds for every run: each sample of a batch is in one part, and the parts are those of the journal.
+
+        A scorer that answered one process may time out in the next: then the batch may lack prompts that the journal
+        names, and its round may end before workers are freed."""
         assert sorted(self.groups) == list(range(1, self.config.trainer.total_training_steps + 1))
         prompts: set[PromptKey] = set()
         for step, groups in self.groups.items():
@@ -401,8 +403,10 @@ class Run:
             assert len(set(added)) == len(added)
             known = {group.prompt.key for group in groups}
             calls = [[key for key in call if key in known] for call in self.calls(step)]
-            assert self.streamed[step] == [call for call in calls if call]
-            assert self.timeouts or calls == self.calls(step)
+            if self.timeouts:
+                assert self.streamed[step] in ([], [call for call in calls if call])
+            else:
+                assert self.streamed[step] == calls == self.calls(step)
             given = [key for call in self.streamed[step] for key in call]
             assert len(set(given)) == len(given)
             assert self.metrics[step].get("actor/streamed_share", 0.0) == 1 - (len(groups) - len(given)) / len(groups)

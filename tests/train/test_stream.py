@@ -16,7 +16,7 @@ from jaxrl.sharding.halves import Half
 from jaxrl.train import preparation
 from jaxrl.train.step import Trainer
 from jaxrl.train.stream import TrainStream
-from jaxrl.types import Group, TrainBatch
+from jaxrl.types import Group, StreamFailed, TrainBatch
 
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
 WITH_REF = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.5, "actor__entropy_coeff": 0.1}
@@ -196,6 +196,33 @@ def test_what_is_abandoned_leaves_nothing(make_config, make_batch, make_trainer)
     trainer.discard()
     streamed(trainer, stream, [groups[1:2]], [groups[0], groups[2]])
     np.testing.assert_array_equal(flat(trainer.gradients()), first)
+
+
+def test_devices_that_fail_leave_the_trainer_as_it_was(
+    make_config, make_batch, make_trainer, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = make_trainer(make_config(), 2)
+    groups, stream = groups_of(make_batch(12, same=True)), stream_of(trainer)
+
+    def full(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for 4 GiB\nthe allocator's table")
+
+    def give() -> None:
+        stream.open()
+        stream.give(groups[:2], STEP)
+        stream.close()
+
+    for owner, name in ((stream._passes, "on_device"), (type(stream.half), "give_back"), (type(stream.half), "lend")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, full)
+            with pytest.raises(StreamFailed, match=r"^RESOURCE_EXHAUSTED: no room for 4 GiB$"):
+                give()
+        stream.abandon()
+        assert not stream.is_open
+        with pytest.raises(ValueError, match=r"apply\(\) without accumulate"):
+            trainer.apply()
+    streamed(trainer, stream, [groups[:2]], groups[2:])
+    assert trainer.apply()["actor/skipped_updates"] == 0
 
 
 def bytes_on(devices: Any, kind: str) -> int:
