@@ -20,6 +20,7 @@ from jaxrl.loop import Hooks
 from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.report.layouts import layouts_section
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.lanes import PlanLanes
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.rounds.events import Event, SampleFinished
@@ -222,19 +223,12 @@ def test_the_host_is_shared():
 def test_each_worker_has_a_track():
     machine = Machine({key(0): 30, key(1): 21}, 2)
     spans: list[str] = []
-    machine.backend._timeline = SimpleNamespace(
-        span=lambda track, name, **args: spans.append(f"{track}, {name} {args['index']}") or nullcontext(),
-        counter=lambda track, **values: None,
+    timeline: Any = SimpleNamespace(
+        span=lambda track, name, **args: spans.append(f"{track}, {name} {args['index']}") or nullcontext()
     )
+    machine.backend._lanes = PlanLanes(machine.backend.engine.engines, timeline)
     machine.round(2, 1)
-    assert spans[:6] == [
-        "engine 0, plan 0",
-        "engine 1, plan 0",
-        "engine 0, plan 0",
-        "engine 1, plan 0",
-        "engine 0, plan 1",
-        "engine 1, plan 1",
-    ]
+    assert spans[:6] == [f"engine {worker}, plan {index}" for index in range(3) for worker in range(2)]
 
 
 # ---------------------------------------------------------------- runs
