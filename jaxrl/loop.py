@@ -95,14 +95,15 @@ class Trainer(Protocol):
 class Stream(Protocol):
     """Gradients beside a round.
 
-    `expect`: groups of update `step` will be offered in the round that comes; None: none will. `offer`: scored groups
-    that will be in the batch of update `step`, seen before or not. `close`: from here on the trainer's minibatch has
-    the gradients of what it returns. `abandon`: drops what was taken, with the round. `offer` and `close`, and the
-    backend's `wait`, raise `Interrupted` where gradients could not be computed."""
+    `expect`: groups of update `step` will be offered in the round that comes; None: none will. `offer`: gives scored
+    groups that will be in the batch of update `step`, seen before or not; asked only where there is use for them.
+    `close`: from here on the trainer's minibatch has the gradients of what it returns. `abandon`: drops what was taken,
+    with the round. `offer` and `close`, and the backend's `wait`, raise `Interrupted` where gradients could not be
+    computed."""
 
     def expect(self, step: int | None, /) -> None: ...
 
-    def offer(self, groups: Sequence[Group], step: int, /) -> None: ...
+    def offer(self, groups: Callable[[], Sequence[Group]], step: int, /) -> None: ...
 
     def close(self) -> list[TrainBatch]: ...
 
@@ -364,6 +365,7 @@ class Loop:
             current = self.rule.plan(self._prompts, RoundTime(step, self.step, self.total_steps - step + 1))
         if self._stream is not None:
             self._stream.expect(None if waiting is not None and not waiting else self.step + 1)
+        certain = current.certain if waiting is None else lambda: waiting
         self._backend.begin(step, params, current.kind)
         try:
             while not current.done:
@@ -372,7 +374,7 @@ class Loop:
                     while not current.done and self._backend.generating == generating:
                         self._handle(current, self._overlong)
                         if self._stream is not None:
-                            self._stream.offer(current.certain() if waiting is None else waiting, self.step + 1)
+                            self._stream.offer(certain, self.step + 1)
         except Interrupted:
             self._backend.cancel()
             raise

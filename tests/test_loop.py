@@ -171,12 +171,12 @@ class FakeStream:
         if call == self.fails_in:
             raise Interrupted(f"no memory in {call}")
 
-    def offer(self, groups: Sequence[Group], step: int) -> None:
+    def offer(self, groups: Callable[[], Sequence[Group]], step: int) -> None:
         self.num_offers += 1
         if self.taken:
             self.fail("offer")
         known = {prompt.key for part in self.taken for prompt in part.prompts}
-        new = [group for group in groups if group.prompt.key not in known]
+        new = [group for group in groups() if group.prompt.key not in known]
         if self.num_offers % 2 or not new:
             return
         batch = TrainBatch.of(new[:1])

@@ -190,11 +190,12 @@ class StreamSession:
         """Groups of update `step` will be offered in the round that comes; None: none will."""
         self._expects, self._step = step is not None, step or 0
 
-    def offer(self, groups: Sequence[Group], step: int) -> None:
-        """Scored groups that will be in the batch of update `step`. Raises Interrupted if the stream fails."""
+    def offer(self, groups: Callable[[], Sequence[Group]], step: int) -> None:
+        """Gives scored groups that will be in the batch of update `step`; asked while workers are free. Raises
+        Interrupted if the stream fails."""
         self._step = step
         if self._stream is not None:
-            self._offered |= {g.prompt.key: g for g in groups if g.prompt.key not in self._given}
+            self._offered |= {g.prompt.key: g for g in groups() if g.prompt.key not in self._given}
             self._feed()
 
     def close(self) -> list[TrainBatch]:
