@@ -401,7 +401,10 @@ class Loop:
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
-        parts = [] if self._stream is None else self._stream.close()
+        parts: list[TrainBatch] = []
+        if self._stream is not None:
+            with self._phase("update_actor", track):  # what it has begun ends first
+                parts = self._stream.close()
         taken = {prompt.key for part in parts for prompt in part.prompts}
         others = [group for group in groups if group.prompt.key not in taken]
         rest = self._prepared(others, step, track)

@@ -317,7 +317,8 @@ class StreamSession:
         ended_s = self._clock()
         self._busy_s += ended_s - self._began_s
         if self._drawing is not None:
-            self._drawing.complete("gradients", f"part {self._num_calls}", self._began_s, ended_s)
+            lane = f"gradients {', '.join(map(str, self._freed))}"
+            self._drawing.complete(lane, f"part {self._num_calls}", self._began_s, ended_s)
         self._began_s = None
 
     def _entry(self) -> Mapping[str, Any] | None:

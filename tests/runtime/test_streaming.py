@@ -119,7 +119,7 @@ def groups(*indices: int) -> list[Group]:
     return [group(index) for index in indices]
 
 
-FREED_FIRST = [("close worker", 1), ("release", (1,), "open"]
+FREED_FIRST = [("close worker", 1), ("release", (1,)), "open"]
 
 
 def test_a_round_with_its_stream():
@@ -139,7 +139,7 @@ def test_a_round_with_its_stream():
     stream.has_room = True
     session.after_plan()  # gradients go on between plans
     assert house.log[-1] == (3, [4, 5])
-    assert house.drawn == [("gradients", "part 1", 100.0, 104.0)]
+    assert house.drawn == [("gradients 1", "part 1", 100.0, 104.0)]
     stream.has_room = False
     house.seconds += 2
     session.ended([7], 3, 10, is_stopping=False)
@@ -152,7 +152,7 @@ def test_a_round_with_its_stream():
     house.seconds += 3  # what is left of the second call holds the update up
     assert len(session.close()) == 2
     assert house.log[-2:] == ["close", ("open worker", 1)]
-    assert house.drawn[1:] == [("gradients", "part 2", 104.0, 109.0)]
+    assert house.drawn[1:] == [("gradients 1", "part 2", 104.0, 109.0)]
     assert session.close() == [], "nothing is open"
     # the next round begins anew, with the lengths of this one
     assert session.state_dict()["lengths"]["plain"].tolist() == [5, 6, 7, 8]

@@ -296,7 +296,7 @@ def test_gradients_have_a_lane(tmp_path: Path):
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [(tracks[e["tid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
-    parts = [span for span in spans if span[0] == "gradients"]
+    parts = [span for span in spans if span[0].startswith("gradients ")]
     plans = [span for span in spans if span[0].startswith("engine") and span[1] == "plan"]
     assert parts
     assert all(part[1].startswith("part ") for part in parts)
