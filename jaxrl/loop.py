@@ -24,10 +24,11 @@ it fails, the trainer has not moved yet: the run ends at the boundary before the
 
 **What a step's metrics count.** A batch and the round that made it: `rollout/*`, `reward/*` and the round's seconds,
 `timing_s/{data,gen,reward}`, are in the line of the step that trains on them, whenever the round ran. So are the
-update's. `timing_s/step` is the time from one boundary to the next. With one-step-off three figures connect the two:
-`timing_s/earlier` (of this batch's round, seconds that ran before this step), `timing_s/ahead` (seconds of the next
-step's round, in this step) and `timing_s/overlap` (seconds in which rollout and update ran at once). A step is the sum
-of its phases and `ahead`, less `earlier` and `overlap`.
+update's, `timing_s/stream` (the end of gradients that began beside a rollout) among them. `timing_s/step` is the time
+from one boundary to the next. With one-step-off three figures connect the two: `timing_s/earlier` (of this batch's
+round, seconds that ran before this step), `timing_s/ahead` (seconds of the next step's round, in this step) and
+`timing_s/overlap` (seconds in which rollout and update ran at once). A step is the sum of its phases and `ahead`, less
+`earlier` and `overlap`.
 """
 
 from __future__ import annotations
@@ -403,7 +404,7 @@ class Loop:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
         parts: list[TrainBatch] = []
         if self._stream is not None:
-            with self._phase("update_actor", track):  # what it has begun ends first
+            with self._phase("stream", track):  # what it has begun ends first
                 parts = self._stream.close()
         taken = {prompt.key for part in parts for prompt in part.prompts}
         others = [group for group in groups if group.prompt.key not in taken]

@@ -31,7 +31,7 @@ from jaxrl.record.metrics import step_phases
 _RECENT_STEPS = 10  # steps from which the time to go is estimated
 # whole terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_PHASES = ("gen", "reward", "ahead", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
+_PHASES = ("gen", "reward", "ahead", "stream", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
 
 
 class LiveView:

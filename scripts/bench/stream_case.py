@@ -19,12 +19,12 @@ from typing import Any
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.models.config import ModelConfig
+from jaxrl.record.metrics import UPDATE_PHASES
 
 from .records import prepare_devices
 from .step_case import PROMPT_SLACK
 from .worker import Ask
 
-UPDATE = ("old_log_prob", "ref", "adv", "update_actor")
 BLOCK = 16
 STOP_IDS = tuple(range(1, 9))
 
@@ -193,7 +193,7 @@ class _Steps:
         phases = {name: value for name, value in measured.items() if name.startswith("timing_s/")}
         whole = phases.pop("timing_s/step")
         hidden = measured.get("rollout/scale_down/hidden_s", 0.0)
-        update = sum(phases.get(f"timing_s/{name}", 0.0) for name in UPDATE)
+        update = sum(phases.get(f"timing_s/{name}", 0.0) for name in UPDATE_PHASES)
         self._values = {
             "seconds": whole,
             **phases,

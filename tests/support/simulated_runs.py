@@ -217,7 +217,7 @@ def check(house: House) -> None:
         ahead = max(config.data.gen_batch_size - 1, 0)
         ahead += (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
         # a batch in the order of launch leaves groups waiting that were judged out of turn, and that has no bound
-        is_bounded = loop.rule.num_spare > 0 or not config.algorithm.filter_groups.enable
+        is_bounded = not config.algorithm.filter_groups.enable or getattr(loop.rule, "num_spare", 0) > 0
         if config.rollout.tail_batching.enable:
             if is_bounded:
                 assert values["rollout/queue_length"] <= (batch + ahead - 1) + (loop.rule.num_spare + ahead)
