@@ -175,6 +175,7 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     (decision,) = simulation.stream.decisions
     assert (decision.freed, decision.moved_requests, decision.num_done) == ((0,), 2, 4)
     assert step["timing_s/gen"] == 16 + 10 + 26
+    assert step["timing_s/stream"] == 3 + 3
     assert step["timing_s/step"] == 52 + 3 + 3 + 7 + 101 + 5
     assert step["rollout/scale_down/freed"] == 1
     assert step["rollout/scale_down/done_share"] == 0.5
@@ -204,7 +205,7 @@ def test_a_step_in_which_no_worker_is_freed(options: dict[str, Any], refused: fl
     _, metrics, same, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
     looks = {f"rollout/scale_down/{name}": 0.0 for name in ("freed", "refused_rows")}
     looks["rollout/scale_down/refused_kv"] = refused
-    assert metrics[1] == plain[1] | looks | {"actor/streamed_share": 0.0}
+    assert metrics[1] == plain[1] | looks | {"actor/streamed_share": 0.0, "timing_s/stream": 0.0}
     assert same == trained
 
 
