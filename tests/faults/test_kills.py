@@ -41,7 +41,8 @@ RULES = {
     "one-step-off": (STOPS, "trainer.one_step_off=true"),
     # which end is told first decides what is buffered
     "two-workers": (STOPS, "rollout.partial_rollout={enable: true, at_end: leave}", "rollout.num_workers=2"),
-    "streaming": (*HALVES, STREAM, "trainer.one_step_off=true"),
+    # all of the batch that waits at once: how far a stream has come is a matter of the clock
+    "streaming": (*HALVES, STREAM, "trainer.stream.max_prompts=0", "trainer.one_step_off=true"),
 }
 DEVICES = {"two-workers": 2, "streaming": 2}
 KILLS = {
