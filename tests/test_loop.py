@@ -642,6 +642,17 @@ def test_with_one_step_off_the_batch_that_waits_is_streamed(build: Build):
     assert began[first][:2] == ("streamed", 1)
 
 
+def goes_on_as(whole: Any, cut: Any, build: Build, values: dict[str, Any]) -> Any:
+    """The run that goes on from where `cut` was left, which must have the batches of `whole`."""
+    again = build(values, total_steps=3, streams=True)
+    again.resume(cut)
+    assert again.loop.run()
+    steps = {step: groups for house in (cut, again) for step, _, groups in house.steps}
+    for step, _, groups in whole.steps:
+        assert [group.prompt.key for group in steps[step]] == [group.prompt.key for group in groups]
+    return again
+
+
 @pytest.mark.parametrize("stop_after", [3, 9, 20, 33])
 @pytest.mark.parametrize("values", STREAMING[:2])
 def test_a_round_that_is_dropped_takes_its_stream_along(build: Build, stop_after: int, values: dict[str, Any]):
@@ -651,13 +662,7 @@ def test_a_round_that_is_dropped_takes_its_stream_along(build: Build, stop_after
     assert not cut.loop.run()
     assert "abandon" in cut.log
     assert not cut.stream.taken
-    again = build(values, total_steps=3, streams=True)
-    again.resume(cut)
-    assert again.loop.run()
-    steps = {step: groups for house in (cut, again) for step, _, groups in house.steps}
-    for step, _, groups in whole.steps:
-        assert [group.prompt.key for group in steps[step]] == [group.prompt.key for group in groups]
-    for keys in learnt(again):
+    for keys in learnt(goes_on_as(whole, cut, build, values)):
         assert len(keys) == len(set(keys)) == 8
 
 
@@ -685,12 +690,7 @@ def test_gradients_that_fail_end_the_run_at_the_boundary(build: Build, call: str
     assert [(step, state["step"]) for step, state, _ in cut.saves] == [(1, 1)]
     assert "abandon" in cut.log
     assert ("cancel" in cut.log) == (call == "offer"), "a round that is over is not dropped"
-    again = build(values, total_steps=3, streams=True)
-    again.resume(cut)
-    assert again.loop.run()
-    steps = {step: groups for house in (cut, again) for step, _, groups in house.steps}
-    for step, _, groups in whole.steps:
-        assert [group.prompt.key for group in steps[step]] == [group.prompt.key for group in groups]
+    goes_on_as(whole, cut, build, values)
 
 
 def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):

@@ -55,11 +55,13 @@ def score(pool: RewardPool, *codes: str) -> list[Verdict]:
 
 
 def test_workers_start_while_the_trainer_goes_on(tmp_path: Path):
-    gate = tmp_path / "gate"
+    gate, started = tmp_path / "gate", tmp_path / "started"
     waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n"
-    pool = make(tmp_path, source=waits + SCORER)
-    gate.touch()  # the trainer got here, and no worker has started
+    pool = make(tmp_path, source=f"{waits}open({str(started)!r}, 'w').close()\n{SCORER}")
+    assert not started.exists(), "the trainer got here, and no worker has started"
+    gate.touch()
     pool.warm()
+    assert started.exists()
     pool.close()
 
 
