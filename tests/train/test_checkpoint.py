@@ -133,7 +133,7 @@ def test_killed_half_way_is_never_chosen(tmp_path):
 def test_only_one_error_of_a_save_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of the other arrays, asyncio reports lost tasks and TensorStore a closed event loop. A user's own stay."""
+    """Of the other arrays, asyncio reports lost tasks and futures, TensorStore a closed loop. A user's own stay."""
 
     async def forget(failing: Awaitable[None]) -> None:
         task = asyncio.ensure_future(failing)
@@ -141,6 +141,9 @@ def test_only_one_error_of_a_save_is_told(
 
     namespace: dict[str, Any] = {"__name__": "orbax.checkpoint.some_writer"}
     exec("async def write():\n    raise ValueError('no space')", namespace)
+
+    async def write_in_tensorstore() -> None:  # which sets the error from outside of Python
+        asyncio.get_running_loop().create_future().set_exception(ValueError("no space there either"))
 
     async def read() -> None:
         raise ValueError("of the user")
@@ -150,7 +153,7 @@ def test_only_one_error_of_a_save_is_told(
     monkeypatch.setattr(checkpoint, "_tell_one_error", cache(checkpoint._tell_one_error.__wrapped__))
     with Checkpointer(tmp_path):
         pass
-    for failing in (namespace["write"], read):
+    for failing in (namespace["write"], write_in_tensorstore, read):
         asyncio.run(forget(failing()))
     gc.collect()
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["of the user"]
