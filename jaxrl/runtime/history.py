@@ -236,6 +236,9 @@ class HistorySession:
             return {}
         self._is_training = False
         self._forget_group()
+        if self._builder is not None:  # those of the round before: there since an update ago
+            for index in self.store.unsettled():
+                self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
         changed = self.store.add(groups)
         if self._builder is None:
             return {}

@@ -178,12 +178,15 @@ def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
 def test_what_is_evicted_has_no_index(sessions: Any):
     lengths = DraftLengths()
     room = index_bytes(lengths, 2, 12) + 12 * 4 + 2 * 12
-    session = sessions(SpeculationSection(enable=True, max_bytes=2 * room))
+    options = SpeculationSection(enable=True, max_bytes=2 * room)
+    session = sessions(options)
     measured = play(session, group(0), group(1), group(2))
     assert measured["rollout/spec/evicted_prompts"] == 1
     assert measured["rollout/spec/index_bytes"] == 2 * room
     session.begin("plain")
     assert [session.index_of(prompt(i)) is None for i in range(3)] == [True, False, False]
+    after = session.end([], Counters())["rollout/spec/index_bytes"]
+    assert after == 2 * (12 * 4 + 2 * 12 + build_index(session.store.history(1), options).num_bytes) < 2 * room
 
 
 @pytest.mark.parametrize("num_responses", [1, 3])

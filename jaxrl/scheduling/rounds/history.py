@@ -12,7 +12,8 @@ Departures:
   and left out. What a round discards, or carries on without samples, never enters: which of its responses had been
   scored by then is decided by a clock. So the store is a function of logical time.
 - Samples are kept in the order of their keys, whatever the order in which they ended.
-- Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay.
+- Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay. An index counts with
+  the most that it can take until `settle` tells what it does take.
 - Prompts of one data set only are told apart: a run that goes on with other data finds the history of other prompts
   under their numbers. Tokens never depend on it, so that costs speed alone.
 """
@@ -29,7 +30,7 @@ import numpy as np
 from jaxrl.types import Group
 
 SCHEMA = 1
-_LEVEL = 1  # of zlib: higher ones take several times as long, and leave a tenth less (docs/performance.md)
+_UNKNOWN = -1  # bytes of an index, in a checkpoint
 _DAMAGED = "history: the state of the checkpoint is damaged"
 
 
@@ -130,26 +131,25 @@ class HistoryStore:
     Args:
       epochs: rollouts that are kept of a prompt; 0: lengths alone.
       max_bytes: of responses and their indexes together; 0: no bound.
-      index_bytes: the most that the index over so many responses with so many tokens takes.
+      index_bytes: the most that the index over so many responses with so many tokens takes; None: there are none.
 
     Attributes:
       num_evicted: prompts whose responses were dropped for the bound, so far.
     """
 
-    def __init__(
-        self, epochs: int, max_bytes: int = 0, index_bytes: Callable[[int, int], int] = lambda responses, tokens: 0
-    ) -> None:
+    def __init__(self, epochs: int, max_bytes: int = 0, index_bytes: Callable[[int, int], int] | None = None) -> None:
         self.num_evicted = 0
         self._epochs, self._max_bytes, self._index_bytes = epochs, max_bytes, index_bytes
         self._kept: dict[int, PromptHistory] = {}  # those whose last rollout is longest ago first
         self._lengths: dict[int, PastLengths] = {}
+        self._settled: dict[int, int] = {}  # bytes of the indexes that are known, by prompt
         self._num_bytes = 0
 
     # -- what is asked of it -----------------------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
-        """Of the responses that are kept, and the most of their indexes."""
+        """Of the responses that are kept, and of their indexes."""
         return self._num_bytes
 
     def prompts(self) -> list[int]:
@@ -159,6 +159,10 @@ class HistoryStore:
     def history(self, index: int) -> PromptHistory | None:
         """A prompt's last rollouts; None where none is kept."""
         return self._kept.get(index)
+
+    def unsettled(self) -> list[int]:
+        """The prompts of which it is not known yet how much their index takes."""
+        return [] if self._index_bytes is None else [index for index in self._kept if index not in self._settled]
 
     def lengths(self, index: int) -> PastLengths | None:
         """The lengths of a prompt's last rollout; None where there was none. They stay when responses are dropped."""
@@ -204,16 +208,28 @@ class HistoryStore:
         self._keep(index, PromptHistory(rollouts))
         return True
 
+    def settle(self, index: int, num_bytes: int) -> None:
+        """The index over a prompt's responses takes so many bytes. To be told in logical time."""
+        self._num_bytes -= self._bytes_of(index)
+        self._settled[index] = num_bytes
+        self._num_bytes += self._bytes_of(index)
+
     def _keep(self, index: int, history: PromptHistory) -> None:
         self._kept[index] = history
-        self._num_bytes += self._bytes_of(history)
+        self._num_bytes += self._bytes_of(index)
 
     def _forget(self, index: int) -> None:
-        if (history := self._kept.pop(index, None)) is not None:
-            self._num_bytes -= self._bytes_of(history)
+        if index in self._kept:
+            self._num_bytes -= self._bytes_of(index)
+            self._settled.pop(index, None)
+            del self._kept[index]
 
-    def _bytes_of(self, history: PromptHistory) -> int:
-        return history.num_bytes + self._index_bytes(history.num_responses, history.num_tokens)
+    def _bytes_of(self, index: int) -> int:
+        history, built = self._kept[index], self._settled.get(index)
+        if built is None:
+            most = self._index_bytes
+            built = 0 if most is None else most(history.num_responses, history.num_tokens)
+        return history.num_bytes + built
 
     def _evict(self) -> None:
         while self._max_bytes and self._num_bytes > self._max_bytes:
@@ -223,16 +239,16 @@ class HistoryStore:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Flat arrays: `prompts` int64 [P, 2] (index, bytes of its part of `packed`), the oldest first; `packed` uint8,
-        each prompt's part as of `PromptHistory.pack`; `lengths` float64 [L, 6] (index, epoch, median, mean, longest,
-        the median before); and how many prompts were evicted."""
+        """Flat arrays: `prompts` int64 [P, 3] (index, bytes of its part of `packed`, bytes of its index or -1), the
+        oldest first; `packed` uint8, each prompt's part as of `PromptHistory.pack`; `lengths` float64 [L, 6] (index,
+        epoch, median, mean, longest, the median before); and how many prompts were evicted."""
         parts = [history.pack() for history in self._kept.values()]
-        sizes = [(index, len(part)) for index, part in zip(self._kept, parts, strict=True)]
+        sizes = [(i, len(part), self._settled.get(i, _UNKNOWN)) for i, part in zip(self._kept, parts, strict=True)]
         rows = [(i, of.epoch, of.median, of.mean, of.longest, of.before) for i, of in sorted(self._lengths.items())]
         return {
             "schema": SCHEMA,
             "num_evicted": self.num_evicted,
-            "prompts": np.asarray(sizes, np.int64).reshape(-1, 2),
+            "prompts": np.asarray(sizes, np.int64).reshape(-1, 3),
             "packed": np.frombuffer(b"".join(parts), np.uint8),
             "lengths": np.asarray(rows, np.float64).reshape(-1, 6),
         }
@@ -247,30 +263,34 @@ class HistoryStore:
         if state.get("schema") != SCHEMA:
             raise ValueError(f"history: state of schema {state.get('schema')}; this version reads schema {SCHEMA}")
         prompts, packed, lengths = (np.asarray(state[name]) for name in ("prompts", "packed", "lengths"))
-        shaped = prompts.ndim == lengths.ndim == 2 and prompts.shape[1] == 2 and lengths.shape[1] == 6
-        if not shaped or (prompts < 0).any() or prompts[:, 1].sum() != packed.size:
+        shaped = prompts.ndim == lengths.ndim == 2 and prompts.shape[1] == 3 and lengths.shape[1] == 6
+        if not shaped or (prompts < (0, 0, _UNKNOWN)).any() or prompts[:, 1].sum() != packed.size:
             raise ValueError(
                 f"{_DAMAGED}: prompts of shape {prompts.shape}, lengths of shape {lengths.shape} and {packed.size} "
                 "packed bytes must fit together"
             )
-        self._kept, self._lengths, self._num_bytes = {}, {}, 0
+        self._kept, self._lengths, self._settled, self._num_bytes = {}, {}, {}, 0
         self.num_evicted = int(state["num_evicted"])
         for index, epoch, median, mean, longest, before in lengths.tolist():
             self._lengths[int(index)] = PastLengths(int(epoch), median, mean, int(longest), before)
         ends = np.cumsum(prompts[:, 1])
-        for index, size, end in zip(*prompts.T.tolist(), ends.tolist(), strict=True):
+        for index, size, built, end in zip(*prompts.T.tolist(), ends.tolist(), strict=True):
             history = self._restored(index, packed[end - size : end].tobytes())
-            if self._epochs:
-                self._keep(index, history)
+            if not self._epochs:
+                continue
+            if len(history.rollouts) > self._epochs:
+                history, built = PromptHistory(history.rollouts[-self._epochs :]), _UNKNOWN
+            self._keep(index, history)
+            if built != _UNKNOWN:
+                self.settle(index, built)
         self._evict()
 
-    def _restored(self, index: int, packed: bytes) -> PromptHistory:
+    @staticmethod
+    def _restored(index: int, packed: bytes) -> PromptHistory:
         try:
-            history = PromptHistory.unpack(packed)
+            return PromptHistory.unpack(packed)
         except ValueError as error:
             raise ValueError(f"{_DAMAGED}: prompt {index}: {error}") from None
-        several = len(history.rollouts) > self._epochs > 0
-        return PromptHistory(history.rollouts[-self._epochs :]) if several else history
 
 
 def _packed(rollouts: tuple[PastRollout, ...]) -> bytes:
@@ -281,7 +301,7 @@ def _packed(rollouts: tuple[PastRollout, ...]) -> bytes:
     parts = [np.asarray([len(rollouts), *np.ravel(heads)], "<i8").tobytes()]
     parts += [each.rewards.astype("<f8").tobytes() for each in rollouts]
     parts += [_planes(np.concatenate([each.lengths, each.tokens])) for each in rollouts]
-    return zlib.compress(b"".join(parts), _LEVEL)
+    return zlib.compress(b"".join(parts))
 
 
 def _unpacked(packed: bytes) -> tuple[PastRollout, ...]:
