@@ -25,7 +25,7 @@ from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Seat
 from jaxrl.scheduling.tokens.progress import Completed, Ended, Named, Progress, StopCheck, TraceEvent, finish_reason
-from jaxrl.sim.executor import Gains, LanePlan, LaneRows
+from jaxrl.sim.rows import Gains, LanePlan, LaneRows
 
 _NONE = np.zeros(0, np.int64)
 
