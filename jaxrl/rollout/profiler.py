@@ -80,7 +80,7 @@ class Profiler:
                 width = -(-(start + 1 + steps) // size)
                 rows.append(ResidentRow(request, group, slot, token=1, position=start))
                 table = tuple(1 + (used + i) % (executor.num_blocks - 1) for i in range(width))
-                named.append(DecodeRow(request.request_id, group, slot, table))
+                named.append(DecodeRow(request.request_id, group, slot, table, steps))
                 used += width
         executor.put_rows(rows)
         plan = Plan(self._plans, decode=tuple(named), num_steps=steps)

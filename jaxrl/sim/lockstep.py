@@ -185,7 +185,7 @@ class LockstepBatcher(Batcher):
     # Plans
 
     def schedule(self) -> Plan | None:
-        if self._lane is None and self._is_steady():
+        if self._lane is None and self.draft_rule is None and self._is_steady():
             self._lane = self._form()
             self.num_lanes += 1
         if self._lane is not None:
@@ -281,7 +281,7 @@ class LockstepBatcher(Batcher):
         ids, seats = lane.ids[named], lane.seats[named]
         plan = LanePlan(
             index=self.next_index,
-            decode=LaneRows(ids, seats, self.capacity.num_slots, self.blocks),
+            decode=LaneRows(ids, seats, self.capacity.num_slots, self.blocks, self.config.decode_steps),
             num_steps=self.config.decode_steps,
             leave_after=UNLIMITED,
             ids=ids,

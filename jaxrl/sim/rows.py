@@ -29,11 +29,11 @@ class LaneRows(Sequence[DecodeRow]):
     tables are those of that moment.
 
     Args:
-      ids, seats: see `LanePlan`. num_slots: of a dp group. blocks: has the tables.
+      ids, seats: see `LanePlan`. num_slots: of a dp group. blocks: has the tables. max_new: of every row.
     """
 
-    def __init__(self, ids: np.ndarray, seats: np.ndarray, num_slots: int, blocks: BlockManager) -> None:
-        self._ids, self._seats, self._num_slots, self._blocks = ids, seats, num_slots, blocks
+    def __init__(self, ids: np.ndarray, seats: np.ndarray, num_slots: int, blocks: BlockManager, max_new: int) -> None:
+        self._ids, self._seats, self._num_slots, self._blocks, self._max_new = ids, seats, num_slots, blocks, max_new
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -48,7 +48,7 @@ class LaneRows(Sequence[DecodeRow]):
         if isinstance(place, slice):
             return tuple(self[i] for i in range(len(self))[place])
         request_id, (group, slot) = int(self._ids[place]), divmod(int(self._seats[place]), self._num_slots)
-        return DecodeRow(request_id, group, slot, self._blocks.table(request_id))
+        return DecodeRow(request_id, group, slot, self._blocks.table(request_id), self._max_new)
 
 
 @dataclass(frozen=True, slots=True)
