@@ -27,10 +27,12 @@ import numpy as np
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
-from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, Ticket
+from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Ticket
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
-from jaxrl.sim.rows import LanePlan, Rows, fillers
+from jaxrl.sim.foretold import Foretold
+from jaxrl.sim.rows import Gains, LanePlan, Rows, fillers
+from jaxrl.sim.verification import Drafting, verify
 from jaxrl.types import SampleKey
 
 
@@ -97,6 +99,7 @@ class SimulatedExecutor:
       layouts: sizes by TP degree, of the layouts that it can change to.
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
+      drafting: of plans that speculate; None: there are none.
 
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
@@ -115,7 +118,9 @@ class SimulatedExecutor:
         layouts: Mapping[int, MachineSizes] | None = None,
         sync_s: float = 0.0,
         wake_s: float = 0.0,
+        drafting: Drafting | None = None,
     ) -> None:
+        self._drafting = drafting
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
@@ -139,13 +144,12 @@ class SimulatedExecutor:
         rows = self._rows
         prefill, filled = self._prefill(plan)
         rows.advance(filled, 1)
-        seats = self._active(plan)
-        left = rows.left[seats]
-        num_steps = _num_steps(plan, int((rows.left[filled] == 0).sum()), left)
-        seconds = self._seconds(prefill, seats, left, num_steps)
-        steps = np.minimum(left, num_steps)
-        rows.advance(seats, steps)
-        gains = rows.gains(filled, seats, steps)
+        stopped = int((rows.left[filled] == 0).sum())
+        run = self._verify if plan.speculates else self._decode
+        gains, num_steps, seconds_G = run(plan, filled, stopped)
+        for group, work in prefill.items():
+            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
+        seconds = float(seconds_G.max())  # the slowest dp group's
         self.num_tokens += gains.num_tokens
         start_ns = max(self._clock.now_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
@@ -234,7 +238,8 @@ class SimulatedExecutor:
         self.sizes = sizes
         self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
-        self._rows = Rows(sizes.num_groups * sizes.num_slots)
+        least_window = 0 if self._drafting is None else self._drafting.window.least
+        self._rows = Rows(sizes.num_groups * sizes.num_slots, least_window)
 
     # Inside
 
@@ -261,6 +266,8 @@ class SimulatedExecutor:
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
         rows.ids[rows.ids == request.request_id] = -1  # its old row, if it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
+        rows.keys[seat], rows.foretold[seat] = request.key, None
+        rows.windows[seat] = rows.least_window
         rows.context[seat] = len(request.prompt_ids) + kept
         rows.generated[seat], rows.left[seat] = kept, length - kept
         return seat
@@ -277,12 +284,65 @@ class SimulatedExecutor:
         assert (self._rows.ids[seats] == ids).all(), plan
         return seats[self._rows.left[seats] > 0]
 
-    def _seconds(self, prefill: dict[int, _Prefill], seats: np.ndarray, left: np.ndarray, num_steps: int) -> float:
-        """Seconds of a plan, set by its slowest dp group."""
+    def _decode(self, plan: Plan, filled: np.ndarray, stopped: int) -> tuple[Gains, int, np.ndarray]:
+        """Runs the decode steps, a token each; what all rows gained, the steps, and their seconds, [dp groups].
+
+        Args:
+          filled: seats with a prefill that ended in the plan; `stopped` of these rows stopped with it.
+        """
+        rows, seats = self._rows, self._active(plan)
+        left = rows.left[seats]
+        num_steps = _num_steps(plan, stopped, left)
         seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
-        for group, work in prefill.items():
-            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
-        return float(seconds_G.max())
+        steps = np.minimum(left, num_steps)
+        rows.advance(seats, steps)
+        return rows.gains(filled, seats, steps), num_steps, seconds_G
+
+    def _verify(self, plan: Plan, filled: np.ndarray, stopped: int) -> tuple[Gains, int, np.ndarray]:
+        """`_decode` in a plan that speculates."""
+        assert self._drafting is not None, "a plan speculates, and nothing says how"
+        drafting, rows, group_size = self._drafting, self._rows, self.num_slots
+        named = sorted((row.dp_group * group_size + row.slot, row) for row in plan.decode if self._is_live(row))
+        seats = np.array([seat for seat, _ in named], np.int64)
+        foretold = [self._foretold(seat) if row.history is not None else None for seat, row in named]
+        fullest = max(Counter(row.dp_group for row in plan.decode).values())
+        before_R, width = rows.context[seats], drafting.width(fullest)
+        found = verify(
+            foretold,
+            rows.generated[seats],
+            rows.left[seats],
+            np.array([row.max_new for _, row in named], np.int64),
+            rows.windows[seats],
+            window=drafting.window,
+            width=width,
+            num_steps=plan.num_steps,
+            num_stops=plan.leave_after - stopped,
+        )
+        rows.windows[seats] = found.windows
+        rows.advance(seats, found.gained)
+        seconds_G = np.zeros(self.num_groups)
+        for group in np.unique(seats // group_size).tolist():
+            own = seats // group_size == group
+            active_SR = found.active[:, own]
+            context_S = ((found.before[:, own] + before_R[own]) * active_SR).sum(1)
+            batch_S = active_SR.sum(1)
+            busy = batch_S > 0
+            seconds_G[group] = self._cost.verify_steps_s(self.sizes.tp, batch_S[busy], width, context_S[busy]).sum()
+        return rows.gains(filled, seats, found.gained, found.counts), found.num_steps, seconds_G
+
+    def _is_live(self, row: DecodeRow) -> bool:
+        seat = row.dp_group * self.num_slots + row.slot
+        assert self._rows.ids[seat] == row.request_id, row
+        return bool(self._rows.left[seat] > 0)
+
+    def _foretold(self, seat: int) -> Foretold:
+        """What is foretold of the response at a seat, made when it is first asked for."""
+        assert self._drafting is not None
+        rows = self._rows
+        found = rows.foretold[seat]
+        if found is None:
+            found = rows.foretold[seat] = self._drafting.foretold(rows.keys[seat], len(rows.responses[seat]))
+        return found
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""

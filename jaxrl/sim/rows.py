@@ -15,8 +15,9 @@ import numpy as np
 
 from jaxrl.scheduling.layouts.relayout import ResidentRow
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, Request, RowResult
+from jaxrl.scheduling.tokens.plan import DecodeRow, DraftCounts, Plan, Request, RowResult
 from jaxrl.sim.replay import VOCABULARY
+from jaxrl.sim.verification import counts_of
 
 _SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
 _PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t stands at t * _PLACE_OF_ONE, modulo VOCABULARY
@@ -33,7 +34,8 @@ class LaneRows(Sequence[DecodeRow]):
     """
 
     def __init__(self, ids: np.ndarray, seats: np.ndarray, num_slots: int, blocks: BlockManager, max_new: int) -> None:
-        self._ids, self._seats, self._num_slots, self._blocks, self._max_new = ids, seats, num_slots, blocks, max_new
+        self._ids, self._seats, self._num_slots, self._blocks = ids, seats, num_slots, blocks
+        self._max_new = max_new
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -72,12 +74,20 @@ class Gains(Mapping[int, RowResult]):
       responses: each row's whole response, int32 [tokens].
       first, last: the positions that the plan brought, `last` excluded.
       stopped: bool, whether the row stopped.
+      drafts: in a plan that speculates, `Verified.counts` of these rows, int64 [5, rows].
     """
 
     def __init__(
-        self, ids: np.ndarray, responses: np.ndarray, first: np.ndarray, last: np.ndarray, stopped: np.ndarray
+        self,
+        ids: np.ndarray,
+        responses: np.ndarray,
+        first: np.ndarray,
+        last: np.ndarray,
+        stopped: np.ndarray,
+        drafts: np.ndarray | None = None,
     ) -> None:
         self._ids, self._responses, self._first, self._last, self._stopped = ids, responses, first, last, stopped
+        self._drafts = drafts
         self._places: dict[int, int] | None = None  # made when all rows are asked for
 
     def __getitem__(self, request_id: int) -> RowResult:
@@ -110,18 +120,24 @@ class Gains(Mapping[int, RowResult]):
 
     def _row(self, place: int) -> RowResult:
         tokens = self._responses[place][self._first[place] : self._last[place]]
-        return _row_result(tokens, bool(self._stopped[place]))
+        drafts = None if self._drafts is None else counts_of(self._drafts[:, place])
+        return _row_result(tokens, bool(self._stopped[place]), drafts)
 
 
 class Rows:
-    """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot."""
+    """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot. A row
+    that comes to a seat may draft `least_window` tokens."""
 
-    def __init__(self, num_seats: int) -> None:
+    def __init__(self, num_seats: int, least_window: int = 0) -> None:
+        self.least_window = least_window
         self.ids = np.full(num_seats, -1, np.int64)
         self.responses = np.empty(num_seats, object)  # int32 [tokens] each, from the first token to the last
         self.context = np.zeros(num_seats, np.int64)  # prompt and response tokens so far
         self.generated = np.zeros(num_seats, np.int64)
         self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
+        self.keys = np.empty(num_seats, object)  # `SampleKey` of each
+        self.foretold = np.empty(num_seats, object)  # `Foretold` of the response; None: no draft was looked for yet
+        self.windows = np.full(num_seats, least_window)  # tokens that it may draft
 
     def take(self, seat: int, other: Rows, other_seat: int) -> None:
         """Copies a row from a seat of `other`."""
@@ -134,7 +150,7 @@ class Rows:
         return int(seats[0]) if len(seats) else -1
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.ids, self.responses, self.context, self.generated, self.left
+        return self.ids, self.responses, self.context, self.generated, self.left, self.keys, self.foretold
 
     def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
         if len(seats):
@@ -142,21 +158,28 @@ class Rows:
             self.generated[seats] += count
             self.left[seats] -= count
 
-    def gains(self, filled: np.ndarray, seats: np.ndarray, steps: np.ndarray) -> Gains:
-        """The gains of the plan just run: one token for each of `filled`, and `steps` tokens for `seats`."""
+    def gains(
+        self, filled: np.ndarray, seats: np.ndarray, tokens: np.ndarray, drafts: np.ndarray | None = None
+    ) -> Gains:
+        """The gains of the plan just run: one token for each of `filled`, and `tokens` for `seats`, of which `drafts`
+        are `Verified.counts`."""
         if len(filled):
             gained = np.zeros(len(self.ids), np.int64)
             gained[filled] = 1
-            gained[seats] += steps
+            gained[seats] += tokens
+            if drafts is not None:
+                of_all = np.zeros((len(drafts), len(self.ids)), np.int64)
+                of_all[:, seats] = drafts
+                drafts = of_all[:, gained > 0]
             seats = np.flatnonzero(gained)
-            steps = gained[seats]
+            tokens = gained[seats]
         last = self.generated[seats]
-        return Gains(self.ids[seats], self.responses[seats], last - steps, last, self.left[seats] == 0)
+        return Gains(self.ids[seats], self.responses[seats], last - tokens, last, self.left[seats] == 0, drafts)
 
 
-def _row_result(tokens: np.ndarray, stopped: bool) -> RowResult:
+def _row_result(tokens: np.ndarray, stopped: bool, drafts: DraftCounts | None = None) -> RowResult:
     zeros = _ZEROS[: len(tokens)] if len(tokens) <= len(_ZEROS) else np.zeros(len(tokens), np.float32)
-    return RowResult(tokens, zeros, zeros, stopped)
+    return RowResult(tokens, zeros, zeros, stopped, drafts)
 
 
 def fillers(request: Request, length: int) -> np.ndarray:
