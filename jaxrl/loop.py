@@ -43,7 +43,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
 from jaxrl.scheduling.rounds.overlong import OverlongPenalty
@@ -80,7 +80,7 @@ class Backend(Protocol):
 
     def cancel(self) -> None: ...
 
-    def end(self) -> dict[str, float]: ...
+    def end(self, result: RoundResult | None = None, /) -> dict[str, float]: ...
 
 
 class Trainer(Protocol):
@@ -387,7 +387,7 @@ class Loop:
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._overlong is not None:
             measured |= self._overlong.metrics([sample for group in result.groups for sample in group.samples])
-        return Collected(result.groups, measured | result.metrics | self._backend.end() | seconds)
+        return Collected(result.groups, measured | result.metrics | self._backend.end(result) | seconds)
 
     def _handle(self, current: Round, overlong: OverlongPenalty | None = None) -> None:
         event = self._backend.wait()

@@ -27,10 +27,12 @@ from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
@@ -110,6 +112,7 @@ class RolloutBackend:
       interrupted: whether a stop was asked for; asked after every plan, because a response may be long.
       layouts: changes the layout between rounds and inside them; None: it stays.
       stream: frees workers in the middle of a round, for gradients; None: none is freed.
+      history: what responses of earlier rounds are kept for; None: they are not kept.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class RolloutBackend:
         interrupted: Callable[[], bool] = lambda: False,
         layouts: Layouts | None = None,
         stream: StreamSession | None = None,
+        history: HistorySession | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
@@ -143,6 +147,7 @@ class RolloutBackend:
         self._interrupted = interrupted
         self._layouts = layouts
         self._stream = stream
+        self._history = history
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
@@ -194,6 +199,8 @@ class RolloutBackend:
             self._layouts.begin(step, self._round, kind)
         if self._stream is not None:
             self._stream.begin(kind)
+        if self._history is not None:
+            self._history.begin(kind)
 
     @property
     def generating(self) -> bool:
@@ -254,12 +261,15 @@ class RolloutBackend:
             self._layouts.cancel()
         if self._stream is not None:
             self._stream.cancel()
+        if self._history is not None:
+            self._history.cancel()
         self._rewards.cancel(set(self._due))
         for kept in (self._events, self._due, self._awaited, self._arrived, self._requests, self._replayed):
             kept.clear()
 
-    def end(self) -> dict[str, float]:
-        """The round is over; its metrics."""
+    def end(self, result: RoundResult | None = None) -> dict[str, float]:
+        """The round is over; its metrics. `result`: what its rule has made of it; None: an evaluation's, or none has
+        any use for it."""
         assert not self.engine.unfinished(), "a round ends while something of it is running"
         self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._lanes.follow()
@@ -269,6 +279,7 @@ class RolloutBackend:
             engine.counters.since(before) for engine, before in zip(self.engine.engines, self._before, strict=True)
         ]
         done = sum(of_workers, Counters())
+        learned = () if result is None else (*result.groups, *result.judged)
         return {
             "rollout/preemptions": done.preemptions,
             "rollout/bubble_ratio": done.bubble_ratio,
@@ -279,6 +290,7 @@ class RolloutBackend:
             **self._scoring_metrics(),
             **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
             **(self._stream.end() if self._stream is not None else {}),
+            **(self._history.end(learned, done) if self._history is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -296,8 +308,11 @@ class RolloutBackend:
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
         prompt, begun = command.prompt, {sample.key: sample for sample in command.resumed}
+        history = self._history.index_of(prompt) if self._history is not None and command.keys else None
         for key in command.keys:
-            request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
+            request = Request(
+                next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key, history=history
+            )
             if key in begun:
                 request = resume(request, begun[key])
             self._requests[key] = request.request_id
@@ -334,6 +349,8 @@ class RolloutBackend:
             self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
+        if self._history is not None:
+            self._history.ended([one.sample for one in finished])
         if self._stream is not None and finished:
             done, launched = self._num_finished, self._num_launched
             if self._stream.counts == "prompts":
@@ -358,6 +375,7 @@ class RolloutBackend:
             return
         if self.engine.makes_plan(worker):
             self._change_layout(worker)
+            self._draft_from_group()
         waits = self.engine.waits(worker)
         with self._lanes.step(worker):
             finished = self.engine.step(worker)
@@ -366,6 +384,15 @@ class RolloutBackend:
             self._stream.after_plan()
         if waits:
             self._show(worker)
+
+    def _draft_from_group(self) -> None:
+        """Gives requests of prompts without history what others of their group have brought."""
+        if self._history is None:
+            return
+        for prompt_key, index in self._history.before_plan():
+            for key, request_id in self._requests.items():
+                if (key.epoch, key.prompt_index) == prompt_key:
+                    self.engine.set_history(request_id, index)
 
     def _show(self, worker: int) -> None:
         """A plan of a worker has been collected."""

@@ -31,6 +31,7 @@ from typing import Literal
 
 from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
 from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
@@ -168,6 +169,11 @@ class Workers:
             samples.update(zip(own, engine.abort(own), strict=True))
             self._leave(own)
         return [samples[i] for i in ids]
+
+    def set_history(self, request_id: int, history: DraftIndex) -> None:
+        """What a request drafts from, from its next plan on. Nothing changes for one that has ended and is not told."""
+        if (home := self._homes.get(request_id)) is not None:
+            self.engines[home.worker].batcher.set_history(request_id, history)
 
     @property
     def turn(self) -> int | None:
