@@ -132,7 +132,8 @@ def workload_of(config: Config) -> tuple[Workload, str]:
             )
         scoring = chosen.task.scoring
         _option("simulate.task", check_scoring, scoring, timeout_s)
-        recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, scoring, timeout_s)
+        of_task = scoring, timeout_s, chosen.task.history
+        recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, *of_task)
         drawn = sum(len(prompt.responses) for prompt in recorded.prompts)
         return recorded, (
             f"recorded: {drawn} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, drawn "

@@ -362,11 +362,11 @@ class Batcher:
         self.counters.steps += result.num_steps
         self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
         ended: list[Ended] = []
-        drafts = [row.drafts for row in result.rows.values() if row.drafts is not None]
-        if drafts and self.draft_rule is not None:
-            counts = sum(drafts, DraftCounts())
-            self.counters.add_drafts(counts)
-            self.draft_rule.saw(counts)
+        if self.draft_rule is not None:
+            counts = sum((row.drafts for row in result.rows.values() if row.drafts is not None), DraftCounts())
+            if counts.steps:  # else its rows had stopped before
+                self.counters.add_drafts(counts)
+                self.draft_rule.saw(counts)
         for named in flight:
             progress, request_id = named.progress, named.progress.request.request_id
             progress.pending -= named.max_new
