@@ -26,6 +26,7 @@ from jaxrl.models.loading import checked_path, config_of, load_model, resolve_pa
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.runtime.drafting import drafting_of
 from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,
@@ -36,7 +37,7 @@ from jaxrl.runtime.memory import (
     plan_chunk,
     plan_remat,
 )
-from jaxrl.runtime.rules import batcher_config
+from jaxrl.runtime.rules import batcher_config, draft_config
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -267,6 +268,7 @@ def _executor_config(config: Config, model: ModelConfig, mesh: Mesh, tp: int) ->
         dtype=rollout.dtype,
         seed=config.trainer.seed,
         truncate=any(truncates),
+        drafting=drafting_of(config, platform_of(mesh.devices.flat[0])),
         max_tp=max(sizes),
         layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )
@@ -274,7 +276,8 @@ def _executor_config(config: Config, model: ModelConfig, mesh: Mesh, tp: int) ->
 
 def build_engine(config: Config, executor: MeshExecutor, tokenizer: Tokenizer) -> Engine:
     """The engine of `config.rollout` over an executor."""
-    return Engine(executor, batcher_config(config), stop_check=stop_string_check(tokenizer))
+    drafts = draft_config(config, platform_of(executor.layout.mesh.devices.flat[0]))
+    return Engine(executor, batcher_config(config, drafts), stop_check=stop_string_check(tokenizer))
 
 
 def build_engines(config: Config, workers: WorkerSet, tokenizer: Tokenizer, profile: Profile | None) -> Workers:
