@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jaxrl.scheduling.tokens.draft_index import END, DraftIndex, DraftLengths, num_buckets
 from jaxrl.scheduling.tokens.draft_rule import Window
 
-VERIFY_TOKENS = {"cpu": 32, "gpu": 256, "tpu": 256}
+VERIFY_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
 """Drafted tokens that a step verifies per dp group, by platform, where `rollout.speculation.verify_tokens` is 0. A rule
 of thumb: about as many as a product of matrices takes without becoming slower than the reading of its weights."""
 
