@@ -232,8 +232,7 @@ class Programs:
         drawn = sample(logits, position, rows.sampling, truncate=truncate)
         real = slots < state.token.shape[1]
         stopped = real & stops(drawn.token, position, rows)
-        if rows.recent is not None:
-            rows = followed_by(rows, drawn.token[..., None], 1)
+        rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], 1)
         rows = rows._replace(token=drawn.token, position=position, active=real & ~stopped)
         generated = Generated(
             drawn.token[..., None],
@@ -292,8 +291,7 @@ class Programs:
             write = partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=2)
             out = tuple(write(x, y.astype(x.dtype)) for x, y in zip(out, new, strict=True))
             going = rows.active
-            if rows.recent is not None:
-                rows = followed_by(rows, drawn.token[..., None], going)
+            rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], going)
             rows = rows._replace(
                 token=jnp.where(going, drawn.token, rows.token),
                 position=jnp.where(going, position, rows.position),

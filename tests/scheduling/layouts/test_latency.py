@@ -338,7 +338,7 @@ def broken(**changes: object) -> dict:
         ({**VERIFY_PROFILE.to_json(), "verify": [VERIFY_PROFILE.to_json()["verify"][0]] * 2}, r"more than once"),
         (
             {**VERIFY_PROFILE.to_json(), "verify": [asdict(VERIFY[0]), asdict(replace(VERIFY[1], width=4))]},
-            r"verify entries must differ, .* tp 2, 4 rows",
+            r"verify entries must differ, .*tp 2, 4 rows",
         ),
         ({**VERIFY_PROFILE.to_json(), "verify": [asdict(replace(VERIFY[0], width=0))]}, r"width must be >= 1"),
         (broken(source="guessed"), r"source 'guessed' must be one of measured, synthetic"),
