@@ -27,7 +27,9 @@ from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
+from jaxrl.runtime.ranking import RankingSession
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -45,10 +47,11 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.workers import By, Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -143,6 +146,8 @@ class RolloutBackend:
         self._interrupted = interrupted
         self._layouts = layouts
         self._stream = stream
+        self._ranking: RankingSession | None = None
+        self._head_starts: HeadStarts | None = None
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
@@ -158,10 +163,22 @@ class RolloutBackend:
         self._before = [Counters() for _ in self.engine.engines]  # of each worker
         self._recompiles = 0
 
+    def rank(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
+        """From here on, rounds in ranking groups are looked after, and the next one may begin in the present one.
+
+        Args:
+          ranking: ranks them. buffer: the executors. by: how outliers move.
+        """
+        self._head_starts = HeadStarts(self.engine, buffer, self._weights, self._start_ahead, self._clock)
+        self._ranking = RankingSession(ranking, self.engine, self._head_starts, by, self._clock)
+
     # -- memory phases -----------------------------------------------------------------------------------------------
 
     def enter_rollout(self, policy_version: int) -> None:
         """Brings the trainer's weights into the rollout layout, on the devices; then allocates the KV pool."""
+        if self._head_starts is not None and self._head_starts.is_on:
+            self._head_starts.enter(policy_version)
+            return
         if self._layouts is not None and not self._ready:
             self._layouts.enter()
         self.worker.sync_weights(self._weights(), policy_version)
@@ -169,8 +186,8 @@ class RolloutBackend:
         self._ready = True
 
     def leave_rollout(self) -> None:
-        """Gives the memory of the KV pool and the rollout weights to the update."""
-        if self._ready:
+        """Gives the memory of the KV pool and the rollout weights to the update; not while the next round has begun."""
+        if self._ready and not (self._head_starts is not None and self._head_starts.is_on):
             self.worker.release(weights=True)
             self._ready = False
 
@@ -179,7 +196,8 @@ class RolloutBackend:
     def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
         """A round of training step `step` starts; its responses are drawn with `params`. `kind`: "eval" for held-out
         prompts, else the batch rule's kind of round, for the layout."""
-        assert self.engine.is_idle, "a round begins while requests of another are running"
+        ahead = self._head_starts is not None and self._head_starts.num_begun
+        assert self.engine.is_idle or ahead, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
         # A step may have two rounds with prompts of the same key, training and evaluation. Their order says nothing:
         # with one-step-off the training round of the next step comes between.
@@ -194,6 +212,13 @@ class RolloutBackend:
             self._layouts.begin(step, self._round, kind)
         if self._stream is not None:
             self._stream.begin(kind)
+        if self._ranking is not None:
+            self._ranking.begin()
+
+    def expect(self, offer: Offer | None) -> None:
+        """Of the round that has begun: what the next one will launch is offered between plans; None: nothing is."""
+        assert self._head_starts is not None, "nothing ranks rounds here"
+        self._head_starts.expect(offer)
 
     @property
     def generating(self) -> bool:
@@ -223,8 +248,7 @@ class RolloutBackend:
                     raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
                 self._take(self._rewards.wait(POLL_S))
                 self._beat()
-                if self._stream is not None:
-                    self._stream.after_plan()
+                self._look()
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         event = self._events.popleft()
@@ -254,14 +278,18 @@ class RolloutBackend:
             self._layouts.cancel()
         if self._stream is not None:
             self._stream.cancel()
+        if self._head_starts is not None:
+            self._head_starts.cancel()
         self._rewards.cancel(set(self._due))
         for kept in (self._events, self._due, self._awaited, self._arrived, self._requests, self._replayed):
             kept.clear()
 
     def end(self) -> dict[str, float]:
         """The round is over; its metrics."""
-        assert not self.engine.unfinished(), "a round ends while something of it is running"
-        self.engine.drain()  # a plan of rows that have all stopped may still be in flight
+        assert not self._requests, "a round ends while something of it is running"
+        if self._head_starts is None or not self._head_starts.num_begun:
+            assert not self.engine.unfinished(), "requests of no round are running"
+            self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._lanes.follow()
         assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
@@ -279,6 +307,7 @@ class RolloutBackend:
             **self._scoring_metrics(),
             **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
             **(self._stream.end() if self._stream is not None else {}),
+            **self._ranking_metrics(),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -293,17 +322,36 @@ class RolloutBackend:
         self._replayed.clear()
         return measured
 
+    def _ranking_metrics(self) -> dict[str, float]:
+        if self._ranking is None or self._head_starts is None or self._round:
+            return {}
+        return self._ranking.end() | {"rollout/ranking/head_start_s": self._head_starts.end()}
+
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
         prompt, begun = command.prompt, {sample.key: sample for sample in command.resumed}
-        for key in command.keys:
-            request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
-            if key in begun:
-                request = resume(request, begun[key])
-            self._requests[key] = request.request_id
+        if self._ranking is not None:
+            self._ranking.launched(command)
+        for key, worker in zip(command.keys, command.workers or itertools.repeat(None)):  # noqa: B905
             self._num_launched += 1
             self._under_way[prompt.key] += 1
-            self.engine.add(request)
+            ahead = None if self._head_starts is None else self._head_starts.adopt(key)
+            if ahead is None:
+                self._requests[key] = self._start(prompt, key, begun.get(key), worker)
+            elif isinstance(ahead, Finished):
+                self._requests[key] = ahead.request_id
+                self._tell_finished([ahead])
+            else:
+                self._requests[key] = ahead
+
+    def _start(self, prompt: Prompt, key: SampleKey, begun: Sample | None, worker: int | None) -> int:
+        """Gives a response to the engine, from the tokens that it has; returns the id of its request."""
+        request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
+        self.engine.add(request if begun is None else resume(request, begun), worker)
+        return request.request_id
+
+    def _start_ahead(self, prompt: Prompt, key: SampleKey, worker: int) -> int:
+        return self._start(prompt, key, None, worker)
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
@@ -321,12 +369,18 @@ class RolloutBackend:
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
+        if self._ranking is not None:
+            self._ranking.ended(sample.key)
         self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
         self._events.append(SampleAborted(self._clock(), sample, dispatch))
 
     def _tell_finished(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
         now_s = self._clock()
         for one in finished:
+            if self._head_starts is not None and self._head_starts.took(one):
+                continue
+            if self._ranking is not None:
+                self._ranking.ended(one.sample.key)
             sample = replace(one.sample, text=self._text_of(one.sample))
             self._events.append(SampleFinished(now_s, sample, one.dispatch))
             self._requests.pop(sample.key)
@@ -362,10 +416,17 @@ class RolloutBackend:
         with self._lanes.step(worker):
             finished = self.engine.step(worker)
         self._tell_finished(finished)
-        if self._stream is not None:
-            self._stream.after_plan()
+        self._look()
         if waits:
             self._show(worker)
+
+    def _look(self) -> None:
+        """What is done between plans."""
+        if self._stream is not None:
+            self._stream.after_plan()
+        if self._ranking is not None and self._head_starts is not None:
+            self._ranking.look(self._requests)
+            self._head_starts.look()
 
     def _show(self, worker: int) -> None:
         """A plan of a worker has been collected."""

@@ -30,7 +30,7 @@ from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
-from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
 from jaxrl.sim.configured import (
     layout_predictor,
     layout_sizes,
@@ -121,7 +121,7 @@ def build(
         layouts=sessions,
         stream=stream,
     )
-    together = clock.together if own else None
+    together = SimulatedTogether(clock) if own else None
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, sessions)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
 
@@ -170,14 +170,7 @@ def _stream(
     """The stream trainer on either half of so many devices."""
 
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-        batch = TrainBatch.of(groups)
-        current = logprobs(batch, "actor") if preparation.needs_policy(config, batch, step) else None
-        batch.old_logprobs = preparation.old_logprobs(config, batch, step, current)
-        if config.needs_ref:
-            batch.ref_logprobs = logprobs(batch, "ref")
-        batch.loss_masks = preparation.loss_masks(config, batch, step)
-        preparation.set_advantages(config, groups, batch)
-        return batch
+        return preparation.prepared(config, groups, step, logprobs)
 
     def one() -> GradientStream:
         return feeding(SimulatedStream(cost, clock, num_devices, num_devices // 2, prepare))
