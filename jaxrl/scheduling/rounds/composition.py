@@ -77,8 +77,8 @@ def _ranking_problem(config: Config) -> str | None:
         )
     if rollout.layout.adapts:
         return (
-            f"{option} excludes rollout.layout.planner and rollout.layout.switch: groups are shared out by what workers "
-            "of one layout take for them"
+            f"{option} excludes rollout.layout.planner and rollout.layout.switch: groups are shared out by what "
+            "workers of one layout take for them"
         )
     if rollout.max_active_requests:
         return (
