@@ -18,8 +18,7 @@ checkpoint. Rollout and update take turns on the same devices, or run at the sam
 one-step-off on or off.
 
 **A head start** (`rollout.ranking_groups`; RhymeRL §6.2). When update s has ended and round s + 1 still runs beside it,
-workers that are done may begin with round s + 2 (`jaxrl.runtime.head_start`). Its prompts are drawn by then; all else of
-it begins at the boundary, as ever.
+workers that are done may begin with round s + 2 (`jaxrl.runtime.head_start`), whose prompts are drawn then.
 
 **Gradients beside the rollout** (`trainer.stream`; RollPacker §4.4). A `Stream` is offered groups that are certain to
 be in the batch of the next update: those of the round under way, or with one-step-off those of the batch that waits,
@@ -48,7 +47,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Command, Event, HeadStart, Interrupted, Launch, RoundStarted, Verdict
 from jaxrl.scheduling.rounds.overlong import OverlongPenalty
@@ -87,7 +86,7 @@ class Backend(Protocol):
 
     def cancel(self) -> None: ...
 
-    def end(self) -> dict[str, float]: ...
+    def end(self, result: RoundResult | None = None, /) -> dict[str, float]: ...
 
 
 class Kept(Protocol):
@@ -381,7 +380,7 @@ class Loop:
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._overlong is not None:
             measured |= self._overlong.metrics([sample for group in result.groups for sample in group.samples])
-        measured |= result.metrics | self._backend.end()
+        measured |= result.metrics | self._backend.end(result)
         if self._ranking is not None:
             self._ranking.end()
         return Collected(result.groups, measured | seconds)

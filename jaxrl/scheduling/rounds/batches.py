@@ -70,12 +70,14 @@ class RoundResult:
       groups: to train on, sorted by prompt key.
       left: prompts that leave the system now without being trained on, and why.
       metrics: of the round; counts are of prompts or samples as their names say.
+      judged: scored groups of those that dynamic sampling has left out, in the order in which they were judged.
     """
 
     kind: RoundKind
     groups: list[Group]
     left: dict[PromptKey, Outcome]
     metrics: dict[str, float]
+    judged: list[Group]
 
 
 class BatchRule(Protocol):
@@ -211,7 +213,7 @@ class FreshBatches:
         metrics["rollout/discarded_prompts"] = float(len(discarded))
         if self.limits.batch.filter_groups.enable:
             metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
-        return RoundResult(current.kind, groups, left, metrics)
+        return RoundResult(current.kind, groups, left, metrics, opened.judged())
 
     def state_dict(self) -> dict[str, Any]:
         """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order; what was drawn ahead as
@@ -359,6 +361,12 @@ class OpenRound:
             kept |= self.race.groups[prompt_key].kept.keys()
         ended = (*self.ledger.finished.values(), *self.ledger.aborted.values())
         return sum(len(sample) for sample in ended if sample.key not in kept)
+
+    def judged(self) -> list[Group]:
+        """Scored groups of the prompts that dynamic sampling has left out, in the order in which they were judged."""
+        finished = self.ledger.finished
+        groups = (self.race.groups[prompt_key] for prompt_key in self.race.filtered)
+        return [Group(group.planned.prompt, [finished[key] for key in sorted(group.kept)]) for group in groups]
 
     def metrics(self, groups: Sequence[Group], thrown_tokens: int) -> dict[str, float]:
         """What every rule reports of a round; `groups` is its batch."""

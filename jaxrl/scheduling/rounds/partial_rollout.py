@@ -292,7 +292,7 @@ class PartialRollout:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         left |= {entry.key: "filtered" for entry in discarded}
-        return RoundResult(current.kind, groups, left, metrics)
+        return RoundResult(current.kind, groups, left, metrics, opened.judged())
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
         spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]

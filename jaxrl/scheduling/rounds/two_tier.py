@@ -64,7 +64,8 @@ class Allotment:
 
     Attributes:
       parts: in the order of the ranks; each group is in one of them, and their workers add up to all there are.
-      is_feasible: whether every part meets its target; False: equal shares.
+      is_feasible: whether every part meets its target; False: equal shares, because nothing is feasible, or because
+        nothing predicts times.
     """
 
     parts: tuple[Part, ...]
@@ -110,7 +111,7 @@ def allot(loads: Sequence[Load], num_workers: int, tau: Tau | None, train_s: flo
     assert loads, "no ranking groups"
     assert num_workers >= 1, "no workers"
     if tau is None:
-        return Allotment(equal_shares(len(loads), num_workers), True)
+        return Allotment(equal_shares(len(loads), num_workers), False)
     split = _Spread(loads, num_workers, tau) if num_workers >= len(loads) else _Runs(loads, num_workers, tau)
     lines: list[tuple[float, float, tuple[Part, ...]]] = []  # the sum of its ends, t0, what meets it
     for t0 in sorted({max(start_s, train_s) for start_s in split.starts()}):

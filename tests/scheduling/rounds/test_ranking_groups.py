@@ -79,7 +79,7 @@ def test_odd_steps_are_dealt_in_ascending_order_and_even_ones_in_descending():
     assert workers_by_prompt(rule.begin(launches, 2)) == {i: {3 - i // 2} for i in range(8)}
     assert rule.now is not None
     assert rule.now.ranks == {3: 0, 2: 1, 1: 2, 0: 3}
-    assert rule.now.metrics() == {"rollout/ranking/groups": 4.0, "rollout/ranking/feasible": 1.0}
+    assert rule.now.metrics() == {"rollout/ranking/groups": 4.0, "rollout/ranking/feasible": 0.0}
     assert worker_order(3, 1) == [0, 1, 2]
 
 
