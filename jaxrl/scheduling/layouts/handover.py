@@ -12,7 +12,7 @@ Requests are dealt so that the other worker's dp groups, with the rows that they
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
@@ -121,8 +121,7 @@ def _asked(what: str, source: Engine, target: Engine, request_ids: Iterable[int]
 
 def _leaving(source: Engine, target: Engine, asked: set[int]) -> dict[int, Request]:
     """Those that are live still, in the order of arrival; raises ValueError for one that cannot run in the target."""
-    live = [source.batcher.progress(i) for i in source.unfinished() if i in asked]
-    requests = {p.request.request_id: replace(p.request, history=p.history) for p in live}
+    requests = {i: source.batcher.progress(i).request for i in source.unfinished() if i in asked}
     for request in requests.values():
         target.executor.check(request)
         target.batcher.check(request)

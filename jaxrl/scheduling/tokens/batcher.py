@@ -31,7 +31,7 @@ import heapq
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 
@@ -160,8 +160,10 @@ class Batcher:
         return ended
 
     def set_history(self, request_id: int, history: DraftIndex | None) -> None:
-        """What a live request's drafts are taken from, from the next plan on."""
-        self._requests[request_id].history = history
+        """What a request's drafts are taken from, from the next plan on; nothing for one that has ended."""
+        progress = self._requests.get(request_id)
+        if progress is not None:
+            progress.request = replace(progress.request, history=history)
 
     # Planning
 

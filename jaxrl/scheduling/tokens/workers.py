@@ -170,9 +170,10 @@ class Workers:
             self._leave(own)
         return [samples[i] for i in ids]
 
-    def set_history(self, request_id: int, history: DraftIndex) -> None:
-        """What a request drafts from, from its next plan on. Nothing changes for one that has ended and is not told."""
-        if (home := self._homes.get(request_id)) is not None:
+    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
+        """What a request's drafts are taken from, from its worker's next plan on; nothing for one that has ended."""
+        home = self._homes.get(request_id)
+        if home is not None:
             self.engines[home.worker].batcher.set_history(request_id, history)
 
     @property
