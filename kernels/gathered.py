@@ -159,8 +159,7 @@ def attend(
     rows, heads, dim = q_RHD.shape
     kv_heads = fresh.keys_BTD.shape[0] // rows
     q_KRGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1)
-    visible_T = jnp.arange(fresh.keys_BTD.shape[1]) <= step
-    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, visible_T)
+    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, step)
     return jnp.swapaxes(out_KRGD, 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
 
 
@@ -175,22 +174,16 @@ def attend_several(
     kv_heads = fresh.keys_BTD.shape[0] // rows
     q_RCKGD = (q_RCHD * dim**-0.5).reshape(rows, queries, kv_heads, -1, dim)
     q_KRMD = jnp.moveaxis(q_RCKGD, 2, 0).reshape(kv_heads, rows, -1, dim)
-    visible_RCT = jnp.arange(fresh.keys_BTD.shape[1]) <= at_RC[..., None]
-    visible_BMT = jnp.tile(jnp.repeat(visible_RCT, heads // kv_heads, axis=1), (kv_heads, 1, 1))
-    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, visible_BMT)
+    last_BM = jnp.tile(jnp.repeat(at_RC, heads // kv_heads, axis=1), (kv_heads, 1))
+    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, last_BM[..., None])
     out_RCKGD = jnp.moveaxis(out_KRMD.reshape(kv_heads, rows, queries, -1, dim), 0, 2)
     return out_RCKGD.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)
 
 
 def _attend(
-    q_KRGD: jax.Array,
-    window: Window,
-    tiles: WindowTiles,
-    fresh: Fresh,
-    start_R: jax.Array,
-    visible: jax.Array,
+    q_KRGD: jax.Array, window: Window, tiles: WindowTiles, fresh: Fresh, start_R: jax.Array, last: jax.Array
 ) -> jax.Array:
-    """[K, R, G, D] for scaled queries; `visible`: which fresh entries they see, to be broadcast to [K * R, G, T]."""
+    """[K, R, G, D] for scaled queries; `last`: the last fresh index that each sees, a scalar or [K * R, G, 1]."""
     kv_heads, rows = q_KRGD.shape[:2]
     wide = jnp.promote_types(q_KRGD.dtype, jnp.float32)
     q_BGD = q_KRGD[:, tiles.owner_U].reshape(-1, *q_KRGD.shape[2:])
@@ -200,7 +193,7 @@ def _attend(
     # sums instead of selects: a pass less
     cached_US = tiles.first_U[:, None] + jnp.arange(old_BGS.shape[-1]) < start_R[tiles.owner_U][:, None]
     old_BGS += jnp.tile(jnp.where(cached_US, 0, _HIDDEN).astype(wide), (kv_heads, 1))[:, None]
-    new_BGT += jnp.where(visible, 0, _HIDDEN).astype(wide)
+    new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= last, 0, _HIDDEN).astype(wide)
     old, new = _part(old_BGS, window.values_BSD, kv_heads), _part(new_BGT, fresh.values_BTD, kv_heads)
     # every row has a fresh token, its own: the largest score is that of a token, and hidden tiles weigh nothing
     is_own_RU = tiles.owner_U == jnp.arange(rows)[:, None]

@@ -220,6 +220,11 @@ class MeshExecutor:
         """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
         return self._programs_at(tp).row_buckets
 
+    def draft_widths(self, tp: int) -> dict[int, int]:
+        """Drafted tokens that a step verifies in each row, by the row counts for which there are such programs."""
+        programs = self._programs_at(tp)
+        return {rows: width for rows in programs.row_buckets if (width := programs.draft_width(rows))}
+
     def programs_of(self, degrees: Iterable[int]) -> list[LayoutPrograms]:
         """The programs of these layouts, to be compiled."""
         return [self._programs_at(tp) for tp in degrees]

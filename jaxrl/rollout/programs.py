@@ -107,11 +107,10 @@ def stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
 
 
 def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> RowState:
-    """The rows with the first `count` [...] of tokens [..., C] behind their last ones, if these are kept."""
-    if rows.recent is None:
-        return rows
+    """The rows with the first `count` [...] of tokens [..., C] behind their last ones."""
+    assert rows.recent is not None, "row state without drafting"
     both, size = jnp.concatenate([rows.recent, tokens], axis=-1), rows.recent.shape[-1]
-    first = jnp.broadcast_to(count, rows.recent.shape[:-1])[..., None]
+    first = jnp.broadcast_to(jnp.asarray(count, jnp.int32), rows.recent.shape[:-1])[..., None]
     return rows._replace(recent=jnp.take_along_axis(both, first + jnp.arange(size), axis=-1))
 
 
@@ -233,7 +232,7 @@ class Programs:
         drawn = sample(logits, position, rows.sampling, truncate=truncate)
         real = slots < state.token.shape[1]
         stopped = real & stops(drawn.token, position, rows)
-        rows = followed_by(rows, drawn.token[..., None], 1)
+        rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], 1)
         rows = rows._replace(token=drawn.token, position=position, active=real & ~stopped)
         generated = Generated(
             drawn.token[..., None],
@@ -292,7 +291,7 @@ class Programs:
             write = partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=2)
             out = tuple(write(x, y.astype(x.dtype)) for x, y in zip(out, new, strict=True))
             going = rows.active
-            rows = followed_by(rows, drawn.token[..., None], going.astype(jnp.int32))
+            rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], going)
             rows = rows._replace(
                 token=jnp.where(going, drawn.token, rows.token),
                 position=jnp.where(going, position, rows.position),

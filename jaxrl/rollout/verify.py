@@ -192,7 +192,6 @@ class Verify:
         carry: _Carry,
     ) -> _Carry:
         step, rows, gained, sums, cache, out = carry
-        assert rows.recent is not None
         assert rows.window is not None, "row state without drafting"
         going = rows.active & (gained < max_new)
         # a draft brings one token more than it has; the last token of a row has no KV

@@ -58,7 +58,7 @@ def default_verify_tokens(platform: str) -> int:
     A rule of thumb: about as many as a product of matrices takes without becoming slower than the reading of its
     weights.
     """
-    return 32 if platform == "cpu" else 256
+    return 16 if platform == "cpu" else 256
 
 
 def draft_width(rows: int, verify_tokens: int, most: int) -> int:
