@@ -1,5 +1,8 @@
 """Whole runs of a tiny model with history speculation: what is drawn and learnt is what a run without it draws and
-learns, to the bit, in float64, under every rule; and what is drafted is counted.
+learns, to the bit, in float64; and what is drafted is counted.
+
+Rules that race choose the responses that end first, and drafts change which those are, as any other number of rows
+does. There each response is what it would be anyway, and a run ends as it would without a stop.
 
 A model with random weights repeats itself little, so the runs here draw with a low temperature: most responses of a
 prompt then resemble those of the epoch before, and drafts are accepted as well as rejected.
@@ -19,18 +22,13 @@ from runs import ROOT, Runs, assert_same_end, end, state_of
 
 WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
 SETTING = (
-    *(*WIDE, "rollout.temperature=0.08", "rollout.decode_steps=2"),
+    *(*WIDE, "rollout.temperature=0.06", "rollout.decode_steps=2"),
     *("actor.optim.lr=0.002", "trainer.total_training_steps=6"),
 )
 SPECULATION = "rollout.speculation.enable=true"
 STOPS = "rollout.stop=[" + ", ".join("abcdefghijklm") + "]"  # lengths that differ
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {  # devices, and options
     "preemptions": (1, ("rollout.max_num_seqs=4", "rollout.num_blocks=13", "rollout.speculation.verify_tokens=64")),
-    "tail batching": (
-        1,
-        (STOPS, "rollout.tail_batching={enable: true, at_end: leave}", "algorithm.filter_groups.enable=true"),
-    ),
-    "partial rollout": (1, (STOPS, "rollout.partial_rollout={enable: true, at_end: leave}")),
     "one step off": (2, (STOPS, "trainer.one_step_off=true", "rollout.num_devices=1")),
     "two workers": (2, ("rollout.num_workers=2", "rollout.speculation={epochs: 2, priority: centred}")),
     "within a group": (1, ("rollout.speculation.within_group=true", "rollout.max_num_seqs=2")),
@@ -103,7 +101,7 @@ def test_a_run_is_the_same_with_drafts_and_takes_fewer_steps(runs: Runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_under_every_rule(runs: Runs, case: str):
+def test_with_what_else_a_run_may_have(runs: Runs, case: str):
     devices, overrides = CASES[case]
     spec, _ = compare(runs, case, devices, overrides)
     measured = metrics_of(spec)
@@ -111,6 +109,40 @@ def test_under_every_rule(runs: Runs, case: str):
         assert sum(line["rollout/preemptions"] for line in measured) > 0
     if case == "within a group":
         assert measured[0]["rollout/spec/drafted_share"] > 0, "in the first step already"
+
+
+NOTES = """
+import json
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open({file!r}, "a") as file:
+        file.write(json.dumps([ground_truth, solution_str]) + "\\n")
+    return len(solution_str) % 5 / 4
+"""
+
+
+def drawn(runs: Runs, name: str, *overrides: str) -> set[tuple[str, str]]:
+    """(problem, response) of all that a run has scored, with weights that stay."""
+    seen, reward = runs.folder / f"{name}.jsonl", runs.folder / f"{name}.py"
+    reward.write_text(NOTES.format(file=str(seen)))
+    still = ("actor.optim.lr=0", f"reward.path={reward}", "trainer.total_training_steps=10")
+    runs.finish(runs.folder / name, *SETTING, STOPS, *still, *overrides)
+    return {tuple(json.loads(line)) for line in seen.read_text().splitlines()}
+
+
+@pytest.mark.slow
+def test_responses_of_a_race_are_what_they_would_be(runs: Runs):
+    """Partial rollout buffers other responses with drafts than without; all are among those of plain batches, where
+    every response is waited for."""
+    every = drawn(runs, "waits")
+    raced = drawn(
+        runs, "races", SPECULATION, "rollout.partial_rollout={enable: true, at_end: leave}", "rollout.max_num_seqs=4"
+    )
+    measured = metrics_of(runs.folder / "races")
+    assert max(line["rollout/spec/drafted_share"] for line in measured) > 0
+    assert sum(line["rollout/resumed_tokens"] for line in measured) > 0
+    assert raced <= every
+    assert len(raced) > 50
 
 
 @pytest.mark.slow
@@ -134,12 +166,14 @@ def test_layouts_that_switch(runs: Runs):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_drafts_from_what_it_had(runs: Runs):
+@pytest.mark.parametrize("rule", ["rollout.tail_batching={enable: true, at_end: leave}", "rollout.n=4"])
+def test_a_run_that_goes_on_drafts_from_what_it_had(runs: Runs, rule: str):
     """Stopped after four steps: the same tokens and the same counts as of a run that was never stopped."""
-    whole, stopped = runs.folder / "whole", runs.folder / "stopped"
-    runs.finish(whole, *SETTING, SPECULATION)
-    runs.finish(stopped, *SETTING, SPECULATION, "trainer.total_training_steps=4")
-    runs.finish(stopped, *SETTING, SPECULATION)
+    whole, stopped = (runs.folder / f"{name} {rule[8:12]}" for name in ("whole", "stopped"))
+    chosen = (*SETTING, STOPS, SPECULATION, rule)
+    runs.finish(whole, *chosen)
+    runs.finish(stopped, *chosen, "trainer.total_training_steps=4")
+    runs.finish(stopped, *chosen)
     assert_same_end(stopped, whole)
     assert max(line["rollout/spec/drafted_share"] for line in metrics_of(whole)[4:]) > 0
     for ours, theirs in zip(metrics_of(stopped), metrics_of(whole), strict=True):
