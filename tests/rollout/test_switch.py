@@ -158,7 +158,7 @@ def with_drafts(asked: list[Request], drawn: list[Sample]) -> list[Request]:
 def drafting_walk(how: str, degrees: tuple[int, ...]) -> None:
     """Layouts change while rows draft; every layout has places for indexes of its own."""
     engine, executor = start("smollm2", "float64", degrees[0], drafting=DRAFTING)
-    asked = requests(18, 3, 80)
+    asked = requests(18, 3)
     still = engine.generate(asked)
     assert engine.counters.drafted_tokens == 0
     moved = run(engine, with_drafts(asked, still), degrees[1:], how)
