@@ -14,7 +14,7 @@ from jaxrl.config.options import (
     OptimSection,
     RolloutCorrectionSection,
 )
-from jaxrl.config.simulation import SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config.simulation import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
 
 __all__ = [
     "ActorSection",
@@ -24,6 +24,7 @@ __all__ = [
     "DataSection",
     "OptimSection",
     "RolloutCorrectionSection",
+    "SimulatedHistory",
     "SimulatedLengths",
     "SimulatedScoring",
     "SimulatedTask",

@@ -39,6 +39,7 @@ def check(c: Config) -> None:
     _check_sizes(c)
     _check_old_logprobs(c)
     _check_tokens(c)
+    _check_speculation(c)
     _check_stream(c)
     _check_devices(c)
 
@@ -210,6 +211,26 @@ def _check_tokens(c: Config) -> None:
             )
 
 
+def _check_speculation(c: Config) -> None:
+    spec, option = c.rollout.speculation, "rollout.speculation"
+    for least, most in (("min_prefix", "max_prefix"), ("min_window", "max_window")):
+        if getattr(spec, least) > getattr(spec, most):
+            raise ConfigError(
+                f"{option}.{least} ({getattr(spec, least)} tokens) must be at most {option}.{most} "
+                f"({getattr(spec, most)} tokens)"
+            )
+    responses = c.rollout.n * spec.epochs
+    text = responses * (c.data.max_response_length + spec.max_prefix + 1)
+    prefixes = spec.max_prefix - spec.min_prefix + 1
+    if spec.enable and text * prefixes > MAX_INT:
+        raise ConfigError(
+            f"{option}: rollout.n ({c.rollout.n}) × {option}.epochs ({spec.epochs}) responses of "
+            f"data.max_response_length ({c.data.max_response_length} tokens) with {prefixes} lengths of prefixes "
+            f"({option}.min_prefix to {option}.max_prefix) must be at most {MAX_INT} entries of an index, found "
+            f"{text * prefixes}"
+        )
+
+
 def _check_stream(c: Config) -> None:
     stream = c.trainer.stream
     if stream.min_done > stream.max_done:
@@ -256,6 +277,8 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         "rollout.tail_batching",
         "rollout.partial_rollout",
         "rollout.over_provisioning",
+        "rollout.speculation",
+        "rollout.ranking_groups",
         "algorithm.filter_groups",
         "reward.overlong_buffer",
         "trainer.stream",

@@ -57,6 +57,25 @@ class SimulatedScoring:
 
 
 @dataclass(frozen=True)
+class SimulatedHistory:
+    """How much of a response its prompt's responses of the epoch before foretell; rollout.speculation reads it."""
+
+    stretch_median: Annotated[
+        float,
+        Gt(0),
+        _MAX_TOKENS,
+        "Tokens that history foretells in a row, at the median of a lognormal distribution, in the second epoch.",
+    ] = 2.0
+    stretch_sigma: Annotated[
+        float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of the tokens foretold in a row."
+    ] = 2.0
+    gap_mean: Annotated[
+        float, Ge(0), _MAX_TOKENS, "Mean tokens for which no draft is found, before each foretold stretch."
+    ] = 1.0
+    growth: Annotated[float, Gt(-1), "Share by which foretold stretches grow per epoch."] = 0.0
+
+
+@dataclass(frozen=True)
 class SimulatedTask:
     """One kind of prompts."""
 
@@ -77,6 +96,7 @@ class SimulatedTask:
         float, Interval(gt=0, lt=1), "Probability that a response to the median prompt has reward 1."
     ] = 0.5
     pass_spread: Annotated[float, Ge(0), "Standard deviation over prompts of the logit of their pass rates."] = 2.0
+    history: SimulatedHistory = field(default_factory=SimulatedHistory)
 
 
 @dataclass(frozen=True)

@@ -160,12 +160,13 @@ def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = 
 
 
 def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
-    """Rewards, and lengths in tokens, of scored groups; `limit`: tokens of the longest response allowed."""
+    """Rewards, lengths in tokens, and the newest epoch of scored groups; `limit`: tokens of the longest response."""
     samples = [sample for group in groups for sample in group.samples]
     measured = spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
     measured |= length_metrics([len(sample) for sample in samples], limit)
     measured |= spread("prompt_length", [len(group.prompt.token_ids) for group in groups])
     mixed = [len({sample.reward for sample in group.samples}) > 1 for group in groups]
+    measured["training/epoch"] = max(group.prompt.epoch for group in groups)
     return measured | {"critic/mixed_reward_groups": float(np.mean(mixed))}
 
 

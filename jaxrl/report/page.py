@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -221,6 +222,7 @@ def _charts(run: Run) -> list[Chart]:
         Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
         *_by_round(run),
         *_hidden(run),
+        *_drafts(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
@@ -260,6 +262,25 @@ def _hidden(run: Run) -> list[Chart]:
     if prompts := run.series("actor/streamed_share"):
         curves.append(Curve("of its prompts", prompts, "c2"))
     return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
+
+
+def _drafts(run: Run) -> list[Chart]:
+    """What speculation brought, with the steps at which an epoch begins; none where it is off."""
+    if not run.series("rollout/spec/accept_rate"):
+        return []
+    newest = run.series("training/epoch")
+    begun = [step for (_, before), (step, epoch) in pairwise(newest) if epoch > before]
+    shares = [
+        Curve("accepted, of those drafted", run.series("rollout/spec/accept_rate")),
+        Curve("of decoded tokens from drafts", run.series("rollout/spec/drafted_share"), "c2"),
+        Curve("of plans that verify", run.series("rollout/spec/plans_share"), "c4"),
+    ]
+    tokens = [Curve("tokens", run.series("rollout/spec/tokens_per_step"))]
+    charts = [
+        Chart("Drafts from history", "share", shares, "rollout/spec/accept_rate", top=1),
+        Chart("Tokens of a step that verifies", "per row", tokens, "rollout/spec/tokens_per_step"),
+    ]
+    return [replace(chart, marks=begun, mark="an epoch begins") for chart in charts]
 
 
 def _phases(run: Run) -> list[Curve]:
@@ -396,11 +417,13 @@ border:1px solid var(--rule);border-radius:8px;padding:14px 14px 8px;display:fle
 list-style:none;margin:2px 0 6px;padding:0;display:flex;flex-wrap:wrap;gap:0 12px;min-height:1.3em;font-size:.8125rem;
 color:var(--soft)}figure li::before{content:"";display:inline-block;width:10px;height:10px;border-radius:2px;
 margin-right:5px;background:var(--c)}figure li.faint::before{opacity:.3}figure li.dash::before{height:0;
-border-radius:0;border-top:2px dashed var(--ink);background:none;vertical-align:middle}.none{color:var(--soft);
+border-radius:0;border-top:2px dashed var(--ink);background:none;vertical-align:middle}figure li.mark::before{
+width:0;border-radius:0;border-left:2px dotted var(--soft);background:none;vertical-align:-1px}.none{color:var(--soft);
 font-size:.875rem;margin:auto;padding:40px 16px;text-align:center}svg{display:block;width:100%;height:auto;
 margin-top:auto}svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}.grid{stroke:var(--rule);
-stroke-width:1}.line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;
-stroke:var(--ink)}rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{
+stroke-width:1}.mark{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}.line{fill:none;stroke:var(--c);
+stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;stroke:var(--ink)}
+rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{
 --c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}.c8{--c:var(--c8)}.c9{
 --c:var(--c9)}.c10{--c:var(--c10)}.c11{--c:var(--c11)}
 table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
 
-from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.types import SampleKey
 
 _MASK = (1 << 64) - 1
@@ -33,15 +33,20 @@ _NORMAL = NormalDist()
 _TASK, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_LENGTH, _REWARD_TIME, _REWARD_HANGS, _PASS_RATE, _REWARD = range(8)
 
 
-def uniform(*identity: int) -> float:
-    """A number in (0, 1) that depends on the integers alone (taken modulo 2**64), the same on every machine."""
+def word(*identity: int) -> int:
+    """64 bits that depend on the integers alone (taken modulo 2**64), the same on every machine."""
     state = 0
-    for word in identity:
-        state = ((state ^ (word & _MASK)) + _GAMMA) & _MASK
+    for each in identity:
+        state = ((state ^ (each & _MASK)) + _GAMMA) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return ((state >> 12) + 0.5) / (1 << 52)
+    return state
+
+
+def uniform(*identity: int) -> float:
+    """A number in (0, 1) made of `word`."""
+    return ((word(*identity) >> 12) + 0.5) / (1 << 52)
 
 
 def normal(*identity: int) -> float:
@@ -148,6 +153,10 @@ class Workload(Protocol):
         """The verdict."""
         ...
 
+    def history(self, prompt_index: int) -> SimulatedHistory:
+        """How much of a prompt's responses its earlier ones foretell."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelledWorkload:
@@ -185,6 +194,9 @@ class ModelledWorkload:
 
     def kind_name(self, prompt_index: int) -> str:
         return self.task(prompt_index).name
+
+    def history(self, prompt_index: int) -> SimulatedHistory:
+        return self.task(prompt_index).history
 
     def score(self, key: SampleKey) -> float:
         """The response's standard normal score; see the module's docstring."""

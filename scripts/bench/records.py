@@ -138,11 +138,12 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     first = devices[0]
     described: dict[str, Any] = {"platform": first.platform, "kind": first.device_kind, "count": len(devices)}
     if first.platform == "cpu":
-        described |= {"kind": _cpu_name(), "cores": num_cores()}
+        described |= {"kind": cpu_name(), "cores": num_cores()}
     return described
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The model name of this machine's CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

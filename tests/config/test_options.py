@@ -108,6 +108,24 @@ def build(options=None):
             {"reward.overlong_buffer": {"enable": True, "len": 129}},
             "reward.overlong_buffer.len (129 tokens) must be at least 1 and at most data.max_response_length (128 ",
         ),
+        (
+            {"rollout.speculation.min_prefix": 8},
+            "rollout.speculation.min_prefix (8 tokens) must be at most rollout.speculation.max_prefix (7 tokens)",
+        ),
+        (
+            {"rollout.speculation.min_window": 6, "rollout.speculation.max_window": 4},
+            "rollout.speculation.min_window (6 tokens) must be at most rollout.speculation.max_window (4 tokens)",
+        ),
+        (
+            {
+                "rollout.speculation": {"enable": True, "epochs": 2},
+                "rollout.n": 16,
+                "data.max_response_length": 16777216,
+                "actor.ppo_max_token_len_per_gpu": 33554432,
+            },
+            "rollout.speculation: rollout.n (16) × rollout.speculation.epochs (2) responses of "
+            "data.max_response_length (16777216 tokens) with 5 lengths of prefixes",
+        ),
         ({"reward.overlong_buffer.enable": True}, "reward.overlong_buffer.len (0 tokens) must be at least 1"),
         ({"reward.overlong_buffer.penalty_factor": -1}, "penalty_factor must be at least 0, found -1"),
         (

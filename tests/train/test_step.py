@@ -21,8 +21,8 @@ from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.types import RunFailed
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 OFF = RolloutCorrectionSection()
+SLOW = pytest.mark.slow  # the same again in another combination
 EVERYTHING_ON = {"actor__use_kl_loss": True, "actor__entropy_coeff": 0.1, "actor__clip_ratio_c": 3.0}
 
 
@@ -92,8 +92,17 @@ def check_gradient(trainer, batch, tolerance):
         trainer.discard()
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "devices"),
+    [
+        ("token-mean", 8),
+        ("seq-mean-token-sum", 1),
+        ("seq-mean-token-mean", 8),
+        pytest.param("token-mean", 1, marks=SLOW),
+        pytest.param("seq-mean-token-sum", 8, marks=SLOW),
+        pytest.param("seq-mean-token-mean", 1, marks=SLOW),
+    ],
+)
 def test_gradients_float64(x64, mode, devices, make_config, make_batch, make_trainer):
     config = make_config(
         actor__dtype="float64", actor__param_dtype="float64", algorithm__loss_agg_mode=mode, **EVERYTHING_ON
@@ -101,14 +110,24 @@ def test_gradients_float64(x64, mode, devices, make_config, make_batch, make_tra
     check_gradient(make_trainer(config, devices), make_batch(), 1e-12)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["seq-mean-token-mean", *(pytest.param(mode, marks=SLOW) for mode in ("token-mean", "seq-mean-token-sum"))]
+)
 def test_gradients_float32(mode, make_config, make_batch, make_trainer):
     config = make_config(algorithm__loss_agg_mode=mode, rollout__temperature=0.8, actor__remat="dots", **EVERYTHING_ON)
     check_gradient(make_trainer(config), make_batch(), 1e-5)
 
 
 # 96 tokens: one row a microbatch; 256: several. All are long enough for tiles, and groups are split over rows.
-@pytest.mark.parametrize(("level", "budget", "devices"), [("token", 96, 1), ("sequence", 256, 1), ("token", 256, 8)])
+@pytest.mark.parametrize(
+    ("level", "budget", "devices"),
+    [
+        ("token", 96, 1),
+        ("sequence", 256, 8),
+        pytest.param("sequence", 256, 1, marks=SLOW),
+        pytest.param("token", 256, 8, marks=SLOW),
+    ],
+)
 def test_shared_prompts_change_nothing(x64, level, budget, devices, make_config, make_batch, make_trainer):
     options = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__ratio_level": level}
     options |= {"actor__ppo_max_token_len_per_gpu": budget, "algorithm__loss_agg_mode": "seq-mean-token-mean"}
@@ -413,8 +432,7 @@ def test_programs_are_compiled_without_weights_and_by_another_thread(make_config
     assert metrics[0] == metrics[1]
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 5e-2)])
-def test_gradients_of_the_kernels_are_those_of_float64(dtype, limit, make_config, make_batch, model_config):
+def test_gradients_of_the_kernels_are_those_of_float64(make_config, make_batch, model_config):
     """The GPU kernels (interpreted) in the trainer, shared prompts included, on two devices; by norm."""
     model = dataclasses.replace(model_config, head_dim=16)
     batch = make_batch(size=24, same=True)
@@ -427,11 +445,12 @@ def test_gradients_of_the_kernels_are_those_of_float64(dtype, limit, make_config
         exact.programs.microbatches = one_row(96)
         exact.accumulate(batch)
         expected = jax.tree.map(np.asarray, exact.gradients())
-    narrow = make_config(**options, actor__dtype=dtype, actor__attention="pallas")
-    trainer = Trainer(narrow, model, params, mesh, interpret=True)
-    trainer.programs.microbatches = one_row(96)
-    assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._passes.pack(batch).microbatches)
-    trainer.accumulate(batch)
-    off = distance(trainer.gradients(), expected)
-    print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")
-    assert 0 < off <= limit
+    for dtype, limit in (("float32", 1e-5), ("bfloat16", 5e-2)):
+        narrow = make_config(**options, actor__dtype=dtype, actor__attention="pallas")
+        trainer = Trainer(narrow, model, params, mesh, interpret=True)
+        trainer.programs.microbatches = one_row(96)
+        assert any((m.prefix_ids != m.segment_ids).any() for m in trainer._passes.pack(batch).microbatches)
+        trainer.accumulate(batch)
+        off = distance(trainer.gradients(), expected)
+        print(f"{dtype}: {off:.1e} of the norm of the float64 gradient")
+        assert 0 < off <= limit

@@ -71,12 +71,14 @@ class Launch:
       keys: the responses to start, or to go on with.
       resumed: the samples of those `keys` that began in an earlier round; they go on from these token ids.
       finished: responses that ended by themselves in an earlier round and count in this one; they need no start.
+      workers: by the places of `keys`, the worker that each goes to; empty: the one that has least to do.
     """
 
     prompt: Prompt
     keys: tuple[SampleKey, ...]
     resumed: tuple[Sample, ...] = ()
     finished: tuple[Sample, ...] = ()
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,15 @@ class AwaitVerdict:
     """
 
     key: SampleKey
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStart:
+    """What the next round launches, whatever becomes of the present one, and the version of its weights, which are
+    there: workers with nothing left to do may begin with it."""
+
+    policy_version: int
+    launches: tuple[Launch, ...]
 
 
 Command = Launch | Score | Abort | CancelScore | AwaitVerdict

@@ -31,7 +31,7 @@ import heapq
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 
@@ -160,8 +160,10 @@ class Batcher:
         return ended
 
     def set_history(self, request_id: int, history: DraftIndex | None) -> None:
-        """What a live request's drafts are taken from, from the next plan on."""
-        self._requests[request_id].history = history
+        """What a request's drafts are taken from, from the next plan on; nothing for one that has ended."""
+        progress = self._requests.get(request_id)
+        if progress is not None:
+            progress.request = replace(progress.request, history=history)
 
     # Planning
 
@@ -360,11 +362,11 @@ class Batcher:
         self.counters.steps += result.num_steps
         self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
         ended: list[Ended] = []
-        drafts = [row.drafts for row in result.rows.values() if row.drafts is not None]
-        if drafts and self.draft_rule is not None:
-            counts = sum(drafts, DraftCounts())
-            self.counters.add_drafts(counts)
-            self.draft_rule.saw(counts)
+        if self.draft_rule is not None:
+            counts = sum((row.drafts for row in result.rows.values() if row.drafts is not None), DraftCounts())
+            if counts.steps:  # else its rows had stopped before
+                self.counters.add_drafts(counts)
+                self.draft_rule.saw(counts)
         for named in flight:
             progress, request_id = named.progress, named.progress.request.request_id
             progress.pending -= named.max_new

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.plan import DraftCounts, Request, RowResult
 from jaxrl.types import FinishReason, Sample, SampleKey
 
@@ -141,7 +142,6 @@ class Progress:
       pending: the most tokens that plans in flight may add.
       num_tokens: of the response so far.
       limit: no position at or beyond this one is ever written.
-      history: what its drafts are taken from.
     """
 
     __slots__ = (
@@ -152,7 +152,6 @@ class Progress:
         "arrival",
         "ended",
         "group",
-        "history",
         "limit",
         "num_prompt",
         "num_tokens",
@@ -169,7 +168,6 @@ class Progress:
         self.prefix: tuple[int, ...] = ()
         self.prefilled = self.pending = 0
         self.ended = False
-        self.history = request.history
         self.num_prompt = len(request.prompt_ids)
         self.limit = self.num_prompt + request.params.max_tokens
         self.num_tokens = len(request.generated)
@@ -177,6 +175,11 @@ class Progress:
         self._sampled = np.asarray(request.generated_sampled_logprobs, np.float32)
         self._rollout = np.asarray(request.generated_rollout_logprobs, np.float32)
         self._versions = np.asarray(request.generated_versions, np.int32)
+
+    @property
+    def history(self) -> DraftIndex | None:
+        """What its drafts are taken from."""
+        return self.request.history
 
     @property
     def tokens(self) -> list[int]:
