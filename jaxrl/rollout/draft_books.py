@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from jaxrl.scheduling.tokens.draft_index import END, DraftIndex, DraftLengths, num_buckets
 from jaxrl.scheduling.tokens.draft_rule import Window
 
+
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """What an executor that verifies drafts is built for.
@@ -170,6 +171,11 @@ class DraftBooks:
         found: list[int] = [self._places[group].get(index, self.num_books) for group, index in pairs]
         self.unplaced += found.count(self.num_books)
         return found
+
+    def forget(self) -> None:
+        """Lets go of all indexes: another rollout names others."""
+        for held in self._places:
+            held.clear()
 
     def delete(self) -> None:
         """Deletes the arrays."""

@@ -22,6 +22,7 @@ from small_models import VOCABULARY, model_of, requests, weights_of
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
 from jaxrl.models.loading import load_model
+from jaxrl.rollout.calls import kept_tokens
 from jaxrl.rollout.draft_books import Books, DraftBooks, Drafting, allocate, book_bytes, upload
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -30,7 +31,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import START, DraftIndex, DraftLengths
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import DraftCounts, Request, resume
+from jaxrl.scheduling.tokens.plan import DraftCounts, PrefillChunk, Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -97,7 +98,18 @@ def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
     np.testing.assert_array_equal(books.arrays.texts[0, 1, : len(b.text)], b.text)
     assert books.place([(0, d), (0, c), (0, a), (1, c)], write) == [1, 0, 2, 0], "two places: a has none"
     assert (books.uploads, books.unplaced) == (5, 1)
+    books.forget()
+    assert books.place([(0, c)], write) == [0]
+    assert books.uploads == 6
     assert sum(x.nbytes for x in books.arrays) == 2 * book_bytes(replace(drafting, num_indexes=2), 99)
+
+
+def test_a_prefill_says_what_a_response_ended_with():
+    """A chunk that begins inside the response does not show what is before it."""
+    request = requests(1, 1)[0]
+    chunk = PrefillChunk(request, 0, 0, (5, 6, 7, 8), start=9, block_table=(1, 2), is_last=True, num_generated=0)
+    shown = [list(kept_tokens(replace(chunk, num_generated=count))) for count in (0, 3, 4, 6)]
+    assert shown == [[], [6, 7, 8], [5, 6, 7, 8], [-3, -3, 5, 6, 7, 8]]
 
 
 def test_an_index_that_has_no_room_is_refused_before_it_waits():
@@ -214,9 +226,10 @@ KINDS: list[dict[str, Any]] = [
 
 
 def mixed(num_prompts: int, n: int, longest: int = 40) -> list[Request]:
-    """Every kind of sampling."""
+    """Every kind of sampling; all but the first sample of a prompt may stop at one of eight tokens."""
     made = requests(num_prompts, n, longest)
-    return [replace(each, params=replace(each.params, **KINDS[i % 4])) for i, each in enumerate(made)]
+    stops = [{"stop_token_ids": tuple(range(7, 15))} if each.params.stop_token_ids else {} for each in made]
+    return [replace(r, params=replace(r.params, **KINDS[i % 4], **stops[i])) for i, r in enumerate(made)]
 
 
 def with_history(asked: Sequence[Request], drawn: Sequence[Sample]) -> list[Request]:
