@@ -46,6 +46,7 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.history import history_session
 from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
@@ -278,6 +279,9 @@ class Run:
         if config.trainer.stream.enable:
             stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
+        history = history_session(config, timeline)
+        if history is not None:
+            stack.enter_context(closing(history))
         backend = RolloutBackend(
             engines,
             workers,
@@ -291,7 +295,9 @@ class Run:
             interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
             layouts=layouts,
             stream=stream,
+            history=history,
         )
+        kept = {"layouts": layouts, "stream": stream, "history": history}
 
         def save(step: int, state: Mapping[str, Any]) -> None:
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
@@ -313,7 +319,7 @@ class Run:
             num_devices=len(self.devices),
             together=overlap,
             stream=stream,
-            kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
+            kept={name: each for name, each in kept.items() if each is not None},
         )
         return loop, backend
 

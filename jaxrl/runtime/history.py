@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl.config import Config
 from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.scheduling.rounds.history import HistoryStore, PastRollout, PromptHistory
 from jaxrl.scheduling.rounds.round import PromptKey
@@ -290,6 +291,19 @@ class HistorySession:
     def _forget_group(self) -> None:
         for kept in (self._ended, self._fresh, self._building, self._own):
             kept.clear()
+
+
+def history_session(config: Config, drawing: Drawing | None = None) -> HistorySession | None:
+    """What a run keeps of its responses, empty; None where nothing has any use for it. To be closed.
+
+    Args:
+      drawing: where builds of indexes are drawn; None: nowhere.
+    """
+    options = config.rollout.speculation
+    if options.enable:
+        own = config.rollout.n if options.within_group else 0
+        return HistorySession(history_store(options), IndexBuilder(options, drawing), own)
+    return HistorySession(history_store(options)) if config.rollout.ranking_groups.enable else None
 
 
 def _unscored(samples: Sequence[Sample]) -> PromptHistory:
