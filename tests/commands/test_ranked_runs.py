@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model whose workers begin with the next round: they end as without ranking groups, to the bit."""
+"""Whole runs of a tiny model whose workers begin with the next round end as without ranking groups, to the bit."""
 
 from __future__ import annotations
 
