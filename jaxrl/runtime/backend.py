@@ -27,8 +27,10 @@ from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
+from jaxrl.runtime.ranking import RankingSession
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -47,10 +49,11 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.workers import By, Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -147,6 +150,7 @@ class RolloutBackend:
         self._interrupted = interrupted
         self._layouts = layouts
         self._stream = stream
+        self._ranking: RankingSession | None = None
         self._history = history
         self._request_ids = itertools.count()
         self._ready = False
@@ -163,10 +167,22 @@ class RolloutBackend:
         self._before = [Counters() for _ in self.engine.engines]  # of each worker
         self._recompiles = 0
 
+    def rank(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
+        """From here on, rounds in ranking groups are looked after, and the next one may begin in the present one.
+
+        Args:
+          ranking: ranks them. buffer: the executors. by: how outliers move.
+        """
+        ahead = HeadStarts(self.engine, buffer, self._weights, self._start, self._clock)
+        self._ranking = RankingSession(ranking, self.engine, ahead, by, self._clock)
+
     # -- memory phases -----------------------------------------------------------------------------------------------
 
     def enter_rollout(self, policy_version: int) -> None:
         """Brings the trainer's weights into the rollout layout, on the devices; then allocates the KV pool."""
+        if self._ranking is not None and self._ranking.ahead.is_on:
+            self._ranking.ahead.enter(policy_version)
+            return
         if self._layouts is not None and not self._ready:
             self._layouts.enter()
         self.worker.sync_weights(self._weights(), policy_version)
@@ -174,8 +190,8 @@ class RolloutBackend:
         self._ready = True
 
     def leave_rollout(self) -> None:
-        """Gives the memory of the KV pool and the rollout weights to the update."""
-        if self._ready:
+        """Gives the memory of the KV pool and the rollout weights to the update; not while the next round has begun."""
+        if self._ready and not (self._ranking is not None and self._ranking.ahead.is_on):
             self.worker.release(weights=True)
             self._ready = False
 
@@ -184,7 +200,7 @@ class RolloutBackend:
     def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
         """A round of training step `step` starts; its responses are drawn with `params`. `kind`: "eval" for held-out
         prompts, else the batch rule's kind of round, for the layout."""
-        assert self.engine.is_idle, "a round begins while requests of another are running"
+        assert self.engine.is_idle or self._num_ahead, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
         # A step may have two rounds with prompts of the same key, training and evaluation. Their order says nothing:
         # with one-step-off the training round of the next step comes between.
@@ -199,8 +215,20 @@ class RolloutBackend:
             self._layouts.begin(step, self._round, kind)
         if self._stream is not None:
             self._stream.begin(kind)
+        if self._ranking is not None:
+            self._ranking.begin()
         if self._history is not None:
             self._history.begin(kind)
+
+    def expect(self, offer: Offer | None) -> None:
+        """Of the round that has begun: what the next one will launch is offered between plans; None: nothing is."""
+        assert self._ranking is not None, "nothing ranks rounds here"
+        self._ranking.ahead.expect(offer)
+
+    @property
+    def _num_ahead(self) -> int:
+        """Responses of the next round that were begun."""
+        return 0 if self._ranking is None else self._ranking.ahead.num_begun
 
     @property
     def generating(self) -> bool:
@@ -230,8 +258,7 @@ class RolloutBackend:
                     raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
                 self._take(self._rewards.wait(POLL_S))
                 self._beat()
-                if self._stream is not None:
-                    self._stream.after_plan()
+                self._look()
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         event = self._events.popleft()
@@ -261,6 +288,8 @@ class RolloutBackend:
             self._layouts.cancel()
         if self._stream is not None:
             self._stream.cancel()
+        if self._ranking is not None:
+            self._ranking.ahead.cancel()
         if self._history is not None:
             self._history.cancel()
         self._rewards.cancel(set(self._due))
@@ -270,8 +299,10 @@ class RolloutBackend:
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
         """The round is over; its metrics. `result`: what its rule has made of it; None: an evaluation's, or none has
         any use for it."""
-        assert not self.engine.unfinished(), "a round ends while something of it is running"
-        self.engine.drain()  # a plan of rows that have all stopped may still be in flight
+        running = self._requests if self._num_ahead else self.engine.unfinished()
+        assert not running, "a round ends while something of it is running"
+        if not self._num_ahead:
+            self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._lanes.follow()
         assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
@@ -290,6 +321,7 @@ class RolloutBackend:
             **self._scoring_metrics(),
             **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
             **(self._stream.end() if self._stream is not None else {}),
+            **(self._ranking.end() if self._ranking is not None and not self._round else {}),
             **(self._history.end(learned, done) if self._history is not None else {}),
         }
 
@@ -308,17 +340,28 @@ class RolloutBackend:
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
         prompt, begun = command.prompt, {sample.key: sample for sample in command.resumed}
-        history = self._history.index_of(prompt) if self._history is not None and command.keys else None
-        for key in command.keys:
-            request = Request(
-                next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key, history=history
-            )
-            if key in begun:
-                request = resume(request, begun[key])
-            self._requests[key] = request.request_id
+        if self._ranking is not None:
+            self._ranking.launched(command)
+        for key, worker in itertools.zip_longest(command.keys, command.workers):
             self._num_launched += 1
             self._under_way[prompt.key] += 1
-            self.engine.add(request)
+            ahead = None if self._ranking is None else self._ranking.ahead.adopt(key)
+            if ahead is None:
+                self._requests[key] = self._start(prompt, key, worker, begun.get(key))
+            elif isinstance(ahead, Finished):
+                self._requests[key] = ahead.request_id
+                self._tell_finished([ahead])
+            else:
+                self._requests[key] = ahead
+
+    def _start(self, prompt: Prompt, key: SampleKey, worker: int | None, begun: Sample | None = None) -> int:
+        """Gives a response to a worker, with the tokens that it has; returns the id of its request."""
+        history = None if self._history is None else self._history.index_of(prompt)
+        request = Request(
+            next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key, history=history
+        )
+        self.engine.add(request if begun is None else resume(request, begun), worker)
+        return request.request_id
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
@@ -336,11 +379,15 @@ class RolloutBackend:
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
+        if self._ranking is not None:
+            self._ranking.aborted(sample.key)
         self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
         self._events.append(SampleAborted(self._clock(), sample, dispatch))
 
     def _tell_finished(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
         now_s = self._clock()
+        if self._ranking is not None:
+            finished = self._ranking.ended(finished)
         for one in finished:
             sample = replace(one.sample, text=self._text_of(one.sample))
             self._events.append(SampleFinished(now_s, sample, one.dispatch))
@@ -380,10 +427,16 @@ class RolloutBackend:
         with self._lanes.step(worker):
             finished = self.engine.step(worker)
         self._tell_finished(finished)
-        if self._stream is not None:
-            self._stream.after_plan()
+        self._look()
         if waits:
             self._show(worker)
+
+    def _look(self) -> None:
+        """What is done between plans."""
+        if self._stream is not None:
+            self._stream.after_plan()
+        if self._ranking is not None:
+            self._ranking.look(self._requests)
 
     def _draft_from_group(self) -> None:
         """Gives requests of prompts without history what others of their group have brought."""

@@ -20,22 +20,27 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
-from jaxrl.loop import Hooks, Loop, Together
+from jaxrl.loop import Hooks, Kept, Loop, Together
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
+from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.rules import batch_rule, batcher_config
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
+from jaxrl.scheduling.rounds.history import HistoryStore
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
-from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
 from jaxrl.sim.configured import (
     layout_predictor,
     layout_sizes,
     machine_sizes,
     num_devices_of,
+    worker_predictor,
 )
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
@@ -108,6 +113,7 @@ def build(
     if config.trainer.stream.enable:
         by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
         stream = _stream(config, cost, clock, phases, workers, executors, total, by, feeding)
+    history = HistorySession(HistoryStore(0)) if config.rollout.ranking_groups.enable else None
     backend = RolloutBackend(
         workers,
         executors,
@@ -120,9 +126,15 @@ def build(
         interrupted=hooks.stop,
         layouts=sessions,
         stream=stream,
+        history=history,
     )
-    together = clock.together if own else None
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, sessions)
+    ranking = None
+    if history is not None:
+        ranking, by = build_ranking(config, history.store, workers, worker_predictor(config, cost, [sizes.tp]))
+        backend.rank(ranking, executors, by)
+    together = SimulatedTogether(clock) if own else None
+    kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking}
+    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
 
 
@@ -143,16 +155,25 @@ def _executors(
         phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
 
     sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
-    times = {"host_s": config.simulate.host_s, "sync_s": sync_s, "wake_s": cost.rollout_fixed_s()}
+    wake_s, host_s = cost.rollout_fixed_s(), config.simulate.host_s
     tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
     return SimulatedWorkers(
         [
             SimulatedExecutor(
-                sizes, workload.length, cost, clock, on_plan=partial(draw, track), layouts=layouts, **times
+                sizes,
+                workload.length,
+                cost,
+                clock,
+                host_s,
+                on_plan=partial(draw, track),
+                layouts=layouts,
+                sync_s=sync_s,
+                wake_s=wake_s,
             )
             for track in tracks
         ],
         clock,
+        sync_s,
     )
 
 
@@ -170,14 +191,7 @@ def _stream(
     """The stream trainer on either half of so many devices."""
 
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-        batch = TrainBatch.of(groups)
-        current = logprobs(batch, "actor") if preparation.needs_policy(config, batch, step) else None
-        batch.old_logprobs = preparation.old_logprobs(config, batch, step, current)
-        if config.needs_ref:
-            batch.ref_logprobs = logprobs(batch, "ref")
-        batch.loss_masks = preparation.loss_masks(config, batch, step)
-        preparation.set_advantages(config, groups, batch)
-        return batch
+        return preparation.prepared(config, groups, step, logprobs)
 
     def one() -> GradientStream:
         return feeding(SimulatedStream(cost, clock, num_devices, num_devices // 2, prepare))
@@ -206,7 +220,8 @@ def _loop(
     num_devices: int,
     together: Together | None,
     stream: StreamSession | None,
-    layouts: LayoutSessions | None,
+    ranking: RankingGroups | None,
+    kept: Mapping[str, Kept | None],
 ) -> Loop:
     """The loop over prompts of `workload`, on a machine of so many devices."""
     data, trained = config.data, config.trainer
@@ -229,7 +244,8 @@ def _loop(
         num_devices=num_devices,
         together=together,
         stream=stream,
-        kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
+        ranking=ranking,
+        kept={name: each for name, each in kept.items() if each is not None},
     )
 
 

@@ -48,14 +48,27 @@ class SimulatedClock:
             ended_ns = max(ended_ns, self.now_ns)
         self.now_ns = ended_ns
 
-    def together(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Runs two things that both start now: for the second, the clock goes back to where the first began."""
-        began_ns = self.now_ns
-        one = first()
-        ended_ns, self.now_ns = self.now_ns, began_ns
+
+class SimulatedTogether:
+    """Implements `jaxrl.loop.Together`. The second of two things runs first, and then the clock goes back; so the first
+    can be told when the second has ended."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
+        self._ends_ns = 0
+
+    def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]:
+        began_ns = self._clock.now_ns
         other = second()
-        self.reach(ended_ns)
+        self._ends_ns, self._clock.now_ns = self._clock.now_ns, began_ns
+        one = first()
+        self._clock.reach(self._ends_ns)
         return one, other
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the second thing is over by now."""
+        return self._clock.now_ns >= self._ends_ns
 
 
 def nanoseconds(seconds: float) -> int:

@@ -262,12 +262,14 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
 
 
 def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor | None:
-    """The predictor of a worker's switch rule, if `rollout.layout.switch` is on: over the table that step times come
-    from, or over a profile of the modelled devices. `rollout.layout.profile` belongs to the real machine and is not
-    read."""
+    """The predictor of a worker's switch rule, if `rollout.layout.switch` is on."""
+    return worker_predictor(config, cost, degrees) if config.rollout.layout.switch else None
+
+
+def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor:
+    """Predicts a worker's steps, over the table that step times come from, or over a profile of the modelled devices.
+    `rollout.layout.profile` belongs to the real machine and is not read."""
     options = config.rollout.layout
-    if not options.switch:
-        return None
     num_devices = worker_devices_of(config)
     if config.simulate.cost == "table":
         table = _profiled(config).profile  # of one dp group, for any number of groups

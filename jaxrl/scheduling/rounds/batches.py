@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -101,6 +102,14 @@ class BatchRule(Protocol):
         """The next round. It draws prompts from `prompts` as it launches them."""
         ...
 
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> Sequence[PlannedGroup]:
+        """All that the round after the one under way will launch, drawn now; `time` is that round's.
+
+        None where that is not known, or where the batch depends on which of its responses end first: they may begin
+        now, at a moment that a clock decides.
+        """
+        ...
+
     def settle(self, current: Round) -> RoundResult:
         """Takes in a round that is done, the one planned last."""
         ...
@@ -134,10 +143,11 @@ class FreshBatches:
 
     Attributes:
       queue: prompts that dynamic sampling has launched and not needed.
+      begun: prompts of the next round that were drawn ahead.
       share: of groups that dynamic sampling filters.
     """
 
-    SCHEMA = 2  # 1: without queue and share
+    SCHEMA = 3  # 1: without queue and share; 2: without begun
 
     def __init__(self, batch: BatchSettings, options: OverProvisioningSection | None = None) -> None:
         num_prompts, num_responses = batch.num_groups, batch.group_size
@@ -147,6 +157,7 @@ class FreshBatches:
             num_responses = provisioned(f"{option}.response_factor", options.response_factor, num_responses)
         self.limits = RaceLimits(batch, num_responses, num_prompts - batch.num_groups)
         self.queue: deque[Waiting] = deque()
+        self.begun: deque[PromptKey] = deque()
         self.num_rounds = 0
         self.share = FilteredShare()
         self._open: OpenRound | None = None
@@ -157,17 +168,29 @@ class FreshBatches:
 
     @property
     def num_carried(self) -> int:
-        return len(self.queue)
+        return len(self.queue) + len(self.begun)
 
     @property
     def max_under_way(self) -> tuple[int, int]:
         return self.limits.max_under_way
+
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
+        batch = self.limits.batch
+        if self.limits.is_race or batch.filter_groups.enable or batch.max_active_requests:
+            return []
+        missing = batch.num_groups - len(self.begun)  # a resumed run with smaller batches may have some
+        self.begun.extend(prompt.key for prompt in prompts.next(max(missing, 0)))
+        drawn = [prompts.get(*prompt_key) for prompt_key in islice(self.begun, batch.num_groups)]
+        return [first_launch(each, self.limits.num_responses, time.step, self.num_rounds + 1) for each in drawn]
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         assert self._open is None, "a round is planned before the one before it is settled"
         self.num_rounds += 1
 
         def supply() -> PlannedGroup:
+            if self.begun:
+                drawn = prompts.get(*self.begun.popleft())
+                return first_launch(drawn, self.limits.num_responses, time.step, self.num_rounds)
             if self.queue:
                 return self.queue.popleft().relaunch(prompts, self.limits.num_responses)
             return new_group(prompts, self.limits.num_responses, time.step, self.num_rounds)
@@ -193,19 +216,23 @@ class FreshBatches:
         return RoundResult(current.kind, groups, left, metrics, opened.judged())
 
     def state_dict(self) -> dict[str, Any]:
-        """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order."""
+        """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order; what was drawn ahead as
+        int64 [N, 2] (epoch, index)."""
         assert self._open is None, "state between rounds only"
         return {
             "schema": self.SCHEMA,
             "num_rounds": self.num_rounds,
             "queue": pack_waiting(self.queue),
+            "begun": np.asarray(self.begun, np.int64).reshape(-1, 2),
             "filtered_share": self.share.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["schema"] == 1:
             return
-        check_schema("batches of new prompts", state, self.SCHEMA)
+        if state["schema"] != 2:
+            check_schema("batches of new prompts", state, self.SCHEMA)
+            self.begun = deque((int(epoch), int(index)) for epoch, index in state["begun"])
         self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
         self.share = FilteredShare.of_state(state["filtered_share"])
@@ -224,6 +251,11 @@ def provisioned(option: str, factor: float, count: int) -> int:
 def new_group(prompts: PromptStream, num_responses: int, step: int, round_index: int = 0) -> PlannedGroup:
     """The next prompt of the source, with fresh responses."""
     (prompt,) = prompts.next(1)
+    return first_launch(prompt, num_responses, step, round_index)
+
+
+def first_launch(prompt: Prompt, num_responses: int, step: int, round_index: int = 0) -> PlannedGroup:
+    """A prompt that was drawn and never launched, with fresh responses."""
     keys = tuple(SampleKey(prompt.epoch, prompt.index, i) for i in range(num_responses))
     return PlannedGroup(prompt, keys, first_step=step, first_round=round_index)
 

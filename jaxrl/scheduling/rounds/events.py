@@ -122,4 +122,13 @@ class AwaitVerdict:
     key: SampleKey
 
 
+@dataclass(frozen=True, slots=True)
+class HeadStart:
+    """What the next round launches, whatever becomes of the present one, and the version of its weights, which are
+    there: workers with nothing left to do may begin with it."""
+
+    policy_version: int
+    launches: tuple[Launch, ...]
+
+
 Command = Launch | Score | Abort | CancelScore | AwaitVerdict

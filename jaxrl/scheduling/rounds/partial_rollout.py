@@ -147,6 +147,9 @@ class PartialRollout:
     def _limits(self, num_spare: int, max_left_over: int | None = None) -> RaceLimits:
         return RaceLimits(self.batch, self.batch.group_size, num_spare, True, max_left_over)
 
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
+        return []  # the batch depends on which responses end first
+
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:

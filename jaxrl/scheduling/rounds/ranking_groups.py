@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -86,8 +87,7 @@ def equal_groups(count: int, num_groups: int) -> list[range]:
     the larger."""
     num_groups = min(num_groups, count)
     each, over = divmod(count, num_groups)
-    ends = [(i + 1) * each + min(i + 1, over) for i in range(num_groups)]
-    return [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+    return [range(first, end) for first, end in pairwise(i * each + min(i, over) for i in range(num_groups + 1))]
 
 
 def shares(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]]:
@@ -106,7 +106,7 @@ def shares(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]
 def _cuts(count: int, num_parts: int) -> list[range]:
     """So many ranges, also empty ones."""
     bounds = [count * i // num_parts for i in range(num_parts + 1)]
-    return [range(first, end) for first, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def worker_order(num_workers: int, step: int) -> list[int]:

@@ -118,6 +118,9 @@ class TailBatching:
         num_responses = self.num_responses if kind == "short" else self.batch.group_size
         return RaceLimits(self.batch, num_responses, num_spare, max_left_over=max_left_over)
 
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
+        return []  # the batch depends on which responses end first
+
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:

@@ -10,21 +10,26 @@ has one.
 
 Departures:
 
+- tau(l0, MAX) as t0 means that the shortest group takes all workers that can be spared, unless t_train is longer than
+  it needs. Here t0 = max(tau(l0, k), t_train) is tried for every k, and the line with the smallest sum of its two ends
+  wins: so long the workers take for two steps, in which each serves a short and a long group.
 - The paper leaves the unit of its precision open: here tau is in seconds, and d is known to `PRECISION_S`.
 - Fig. 12 never tries the upper end of the interval, and says nothing of an interval that is empty: both are tried here.
 - Where nothing is feasible (the figure leaves it open), the groups get equal shares, the longest what is over.
 - Workers that no target needs go, one by one, to the group that is predicted to take longest: none starves.
 - With fewer workers than groups, the figure has no answer. Here each worker then serves a run of neighbouring groups,
-  all at once, and worker j has the target t0 + j·d: it takes as many of the next groups as meet it. So the short groups
-  share workers and the long ones do not, which is the paper's aim. Equal shares are runs of equal length.
+  all at once, and worker j has the target t0 + j·d: it takes as many of the next groups as meet it. Equal shares are
+  runs of equal length.
 - tau is worked out from the time of a decode step (`rollout_s`): a group's responses have the group's mean length, and
   a step has as many rows as have not ended. The paper looks it up in a table of whole rollouts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 PRECISION_S = 1e-3
 
@@ -59,7 +64,8 @@ class Allotment:
 
     Attributes:
       parts: in the order of the ranks; each group is in one of them, and their workers add up to all there are.
-      is_feasible: whether every part meets its target; False: equal shares.
+      is_feasible: whether every part meets its target; False: equal shares, because nothing is feasible, or because
+        nothing predicts times.
     """
 
     parts: tuple[Part, ...]
@@ -105,58 +111,82 @@ def allot(loads: Sequence[Load], num_workers: int, tau: Tau | None, train_s: flo
     assert loads, "no ranking groups"
     assert num_workers >= 1, "no workers"
     if tau is None:
-        return Allotment(equal_shares(len(loads), num_workers), True)
+        return Allotment(equal_shares(len(loads), num_workers), False)
     split = _Spread(loads, num_workers, tau) if num_workers >= len(loads) else _Runs(loads, num_workers, tau)
-    t0 = max(split.least_s, train_s)
-    best = split.meeting(t0, high := max(split.most_s - t0, 0.0) / max(split.num_targets - 1, 1))
-    low = 0.0
-    if best is not None and (flat := split.meeting(t0, 0.0)) is not None:
-        return Allotment(flat, True)
-    while best is not None and high - low > PRECISION_S:
+    lines: list[tuple[float, float, tuple[Part, ...]]] = []  # the sum of its ends, t0, what meets it
+    for t0 in sorted({max(start_s, train_s) for start_s in split.starts()}):
+        found = _flattest(split, t0)
+        if found is not None:
+            d, parts = found
+            lines.append((2 * t0 + (split.num_targets - 1) * d, t0, parts))
+    best = min(lines, key=lambda line: line[:2], default=None)
+    return Allotment(equal_shares(len(loads), num_workers) if best is None else best[2], best is not None)
+
+
+def _flattest(split: _Spread | _Runs, t0: float) -> tuple[float, tuple[Part, ...]] | None:
+    """The smallest feasible d from `t0` on, to `PRECISION_S`, and the parts that meet it; None: none is feasible."""
+    low, high = 0.0, max(split.most_s - t0, 0.0) / max(split.num_targets - 1, 1)
+    best = split.meeting(t0, high)
+    if best is None:
+        return None
+    if (flat := split.meeting(t0, 0.0)) is not None:
+        return 0.0, flat
+    while high - low > PRECISION_S:
         middle = (low + high) / 2
         found = split.meeting(t0, middle)
         if found is None:
             low = middle
         else:
             best, high = found, middle
-    return Allotment(equal_shares(len(loads), num_workers) if best is None else best, best is not None)
+    return high, best
+
+
+def _met(seconds: float, target_s: float) -> bool:
+    return seconds <= target_s * (1 + 1e-9)  # a target is worked out from such times, and rounded
 
 
 class _Spread:
     """At least as many workers as groups: each group has workers of its own."""
 
     def __init__(self, loads: Sequence[Load], num_workers: int, tau: Tau) -> None:
-        self._loads, self._num_workers, self._tau = loads, num_workers, tau
-        self._most = num_workers - len(loads) + 1  # MAX_WKS
+        self._num_workers = num_workers
         self.num_targets = len(loads)
-        self.least_s, self.most_s = self._group_s(0, self._most), self._group_s(len(loads) - 1, 1)
+        most = num_workers - len(loads) + 1  # MAX_WKS
+        # [group][workers - 1]
+        self._s = [[tau([Load(each.length, each.responses / k)]) for k in range(1, most + 1)] for each in loads]
+        self.most_s = self._s[-1][0]
+
+    def starts(self) -> list[float]:
+        """What t0 can be."""
+        return self._s[0]
 
     def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
         """The fewest workers for each group that meet its target, those left over shared out; None: too few."""
         counts: list[int] = []
-        for i in range(len(self._loads)):
-            enough = (k for k in range(1, self._most + 1) if self._group_s(i, k) <= t0 + i * d)
-            if (fewest := next(enough, None)) is None:
+        for i, times in enumerate(self._s):
+            fewest = bisect_left(times, True, key=partial(_met, target_s=t0 + i * d)) + 1
+            if fewest > len(times):
                 return None
             counts.append(fewest)
         if sum(counts) > self._num_workers:
             return None
         while sum(counts) < self._num_workers:  # ties: the longer group
-            counts[max(range(len(counts)), key=lambda i: (self._group_s(i, counts[i]), i))] += 1
+            counts[max(range(len(counts)), key=lambda i: (self._s[i][counts[i] - 1], i))] += 1
         return tuple(Part(i, i, count) for i, count in enumerate(counts))
-
-    def _group_s(self, group: int, num_workers: int) -> float:
-        load = self._loads[group]
-        return self._tau([Load(load.length, load.responses / num_workers)])
 
 
 class _Runs:
     """Fewer workers than groups: each worker has neighbouring groups."""
 
     def __init__(self, loads: Sequence[Load], num_workers: int, tau: Tau) -> None:
-        self._loads, self._num_workers, self._tau = loads, num_workers, tau
+        self._loads, self._num_workers = loads, num_workers
+        self._s = cache(lambda first, end: tau(loads[first:end]))
         self.num_targets = num_workers
-        self.least_s, self.most_s = tau(loads[:1]), tau(loads)
+        self.most_s = self._s(0, len(loads))
+
+    def starts(self) -> list[float]:
+        """What t0 can be."""
+        return [self._s(0, end) for end in range(1, len(self._loads) - self._num_workers + 2)]
 
     def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
         """Runs that meet the targets, the first as long as they can be; None: some group would be left."""
@@ -164,10 +194,10 @@ class _Runs:
         first, count = 0, len(self._loads)
         for worker in range(self._num_workers):
             most = count - (self._num_workers - 1 - worker)  # the others have one group each at least
-            end = first + 1
-            if self._tau(self._loads[first:end]) > t0 + worker * d:
+            end, target_s = first + 1, t0 + worker * d
+            if not _met(self._s(first, end), target_s):
                 return None
-            while end < most and self._tau(self._loads[first : end + 1]) <= t0 + worker * d:
+            while end < most and _met(self._s(first, end + 1), target_s):
                 end += 1
             parts.append(Part(first, end - 1, 1))
             first = end

@@ -4,6 +4,8 @@ Purpose: `Workers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each e
 own, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when they are added, and may move
 later; a worker may be closed, so that its devices do something else, and opened again.
 
+A round in ranking groups says which worker each request goes to (`jaxrl.scheduling.rounds.ranking_groups`).
+
 Logical time: each worker has a tick, which grows with every plan that was collected by what the plan costs in whole
 ticks, as predicted from the plan and its load alone. A `step` does one of two things. As long as a worker has fewer
 plans in flight than it may have (`jaxrl.scheduling.tokens.engine.MAX_IN_FLIGHT`), it submits the next plan of the one
@@ -137,13 +139,19 @@ class Workers:
         live = {request_id for engine in self.engines for request_id in engine.unfinished()}
         return tuple(request_id for request_id in self._homes if request_id in live)
 
-    def add(self, request: Request) -> None:
-        """Gives a request to a worker. Raises ValueError if it can never run there."""
+    def add(self, request: Request, worker: int | None = None) -> None:
+        """Gives a request to a worker: to `worker`, an open one, or else to the one that `deal` chooses.
+
+        Raises ValueError if it can never run there.
+        """
         if request.request_id in self._homes:
             raise ValueError(f"request {request.request_id} ({request.key}): a request with this id is live")
         if self.is_idle:
             self._begin_anew()
-        worker = self._deal(request)
+        if worker is None:
+            worker = self._deal(request)
+        else:
+            self._refuse_closed(worker)
         now = self._now()
         was_idle = self.engines[worker].is_idle
         self.engines[worker].add(request)
@@ -209,10 +217,15 @@ class Workers:
         self.settle()
         return self._tell(None)
 
-    def settle(self) -> None:
-        """Collects everything in flight; the next `step` or `drain` tells what ended."""
-        for worker in range(len(self.engines)):
-            self._collect(worker)
+    def settle(self, worker: int | None = None) -> None:
+        """Collects everything in flight, of one worker or of all; the next `step` or `drain` tells what ended."""
+        for each in range(len(self.engines)) if worker is None else (worker,):
+            self._collect(each)
+
+    def worker_of(self, request_id: int) -> int | None:
+        """Where a live request is; None where it has ended."""
+        home = self._homes.get(request_id)
+        return None if home is None else home.worker
 
     # -- several workers ---------------------------------------------------------------------------------------------
 
