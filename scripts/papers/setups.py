@@ -325,6 +325,7 @@ def _rhymerl_workload(case: Case, calibration: Calibration) -> ModelledWorkload:
         task,
         response=replace(lengths, median=lengths.median * begun),
         correlation=values[f"{task}.correlation"],
+        outlier_share=values["outlier_share"],
         prompt_median=PROMPT_TOKENS,
         prompt_sigma=0.0,
         history=history_of(drafts, task),
