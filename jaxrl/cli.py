@@ -415,7 +415,9 @@ def _profile(options: argparse.Namespace) -> int:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
     sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
     table = run(config, out, sizes, _removing(options))
-    print(f"{out}: {len(table.decode)} decode points, {len(table.prefill)} prefills, {len(table.switches)} switches")
+    drafts = f", {len(table.verify)} with drafts" if table.verify else ""
+    counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
+    print(f"{out}: {len(table.decode)} decode points{drafts}, {counts}")
     return 0
 
 

@@ -3,6 +3,7 @@
 
     python scripts/compile_for_gpu.py decode --shape Qwen2.5-1.5B --rows 64 --context 1024 --layers 2
     python scripts/compile_for_gpu.py prefill --tokens 512 --json
+    python scripts/compile_for_gpu.py verify --rows 32 --width 8
     python scripts/compile_for_gpu.py gradients --rows 1 --tokens 8192 --remat dots --layers 28
 
 Needs the CUDA plugin of JAX (`pip install 'jaxrl[compile-gpu]'`, best into a folder of its own that PYTHONPATH
@@ -36,7 +37,7 @@ _PRODUCT = re.compile(r"precision_config\":(\{[^}]*\})| dot\([^)]*\)([^\n]*)")
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("program", choices=["decode", "prefill", "gradients", "logprobs"])
+    made.add_argument("program", choices=["decode", "verify", "prefill", "gradients", "logprobs"])
     made.add_argument("--shape", default="Qwen2.5-1.5B", help="of a model (jaxrl.models.shapes; Qwen2.5-1.5B)")
     made.add_argument("--layers", type=int, default=2, help="how many of its layers (2)")
     made.add_argument("--dtype", default="bfloat16", help="of weights and activations (bfloat16)")
@@ -46,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--remat", default="dots", choices=["dots", "full", "none"], help="gradients: actor.remat (dots)")
     made.add_argument("--attention", default="auto", help="training: actor.attention (auto)")
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
-    made.add_argument("--tp", type=int, default=1, help="decode, prefill: tensor parallelism, on as many devices (1)")
+    made.add_argument("--tp", type=int, default=1, help="of the rollout: tensor parallelism, on as many devices (1)")
+    made.add_argument("--width", type=int, default=4, help="verify: drafted tokens of a row in a step (4)")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--hlo", default="", metavar="FILE", help="write the optimised HLO there")
     return made
@@ -81,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
     """The largest program of its kind that an executor of these sizes has."""
+    from jaxrl.rollout.draft_books import Drafting
     from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh
@@ -92,6 +95,9 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled
         dtype=options.dtype,
         attention="pallas",
         max_tp=options.tp,
+        drafting=Drafting(8, 8 * options.context, options.width * options.rows)
+        if options.program == "verify"
+        else None,
     )
     programs = LayoutPrograms(config, Layout(make_mesh(compiled.devices(options.tp)), options.tp), sizes)
     shape = next(shape for shape in reversed(programs.shapes()) if shape[0] == options.program)

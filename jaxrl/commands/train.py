@@ -46,6 +46,8 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.drafting import asks_profile
+from jaxrl.runtime.history import history_session
 from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
@@ -99,6 +101,7 @@ class Run:
         mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
+        self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
         self._checkpoints()
@@ -269,7 +272,7 @@ class Run:
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
         mesh = self.rollout_mesh
         workers = self.workers = build_workers(config, self.model, mesh, weights)
-        engines = build_engines(config, workers, self.tokenizer, self.profile)
+        engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile)
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (journal, timeline, record.layouts)
@@ -278,6 +281,9 @@ class Run:
         if config.trainer.stream.enable:
             stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
+        history = history_session(config, timeline)
+        if history is not None:
+            stack.enter_context(closing(history))
         backend = RolloutBackend(
             engines,
             workers,
@@ -291,7 +297,9 @@ class Run:
             interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
             layouts=layouts,
             stream=stream,
+            history=history,
         )
+        kept = {"layouts": layouts, "stream": stream, "history": history}
 
         def save(step: int, state: Mapping[str, Any]) -> None:
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
@@ -313,7 +321,7 @@ class Run:
             num_devices=len(self.devices),
             together=overlap,
             stream=stream,
-            kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
+            kept={name: each for name, each in kept.items() if each is not None},
         )
         return loop, backend
 

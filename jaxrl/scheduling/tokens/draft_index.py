@@ -153,6 +153,11 @@ class DraftIndex:
         return piece[: ends[0]] if len(ends) else piece
 
 
+def num_buckets(num_places: int) -> int:
+    """Buckets of the hash table of so many places: a power of two, about two places in each."""
+    return 1 << max(num_places // 2 - 1, 0).bit_length()
+
+
 def context_hashes(recent: Any, salt: Any) -> Any:
     """uint32 [R, P]: the hashes of the last 1 .. P tokens of int32 [R, P]; of numpy or jax arrays alike.
 
@@ -253,11 +258,11 @@ def _hashed(
     text: np.ndarray, place: np.ndarray, size: np.ndarray, lengths: DraftLengths, salt: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """(first, places) of contexts of `size` tokens that end before `place`; None if a bucket would be too full."""
-    num_buckets = 1 << max(len(place) // 2 - 1, 0).bit_length()
+    size_of_table = num_buckets(len(place))
     recent = text[np.maximum(place[:, None] + np.arange(-lengths.max_prefix, 0), 0)]
     hashes = context_hashes(recent, np.uint32(salt))[np.arange(len(place)), size - 1]
-    bucket = (hashes & np.uint32(num_buckets - 1)).astype(np.int64)
-    counts = np.bincount(bucket, minlength=num_buckets)
+    bucket = (hashes & np.uint32(size_of_table - 1)).astype(np.int64)
+    counts = np.bincount(bucket, minlength=size_of_table)
     if counts.max() > MAX_PROBES:
         return None
     entries = place * lengths.num_prefixes + size - lengths.min_prefix

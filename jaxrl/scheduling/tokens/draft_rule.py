@@ -52,6 +52,15 @@ class Window:
         return min(window + self.step, self.most) if accepted == drafted else self.least
 
 
+def default_verify_tokens(platform: str) -> int:
+    """How many drafted tokens a step verifies per dp group where `rollout.speculation.verify_tokens` is 0.
+
+    A rule of thumb: about as many as a product of matrices takes without becoming slower than the reading of its
+    weights.
+    """
+    return 16 if platform == "cpu" else 256
+
+
 def draft_width(rows: int, verify_tokens: int, most: int) -> int:
     """The most tokens that each of `rows` rows may draft in a step; 0: none, because it would be less than 2.
 
