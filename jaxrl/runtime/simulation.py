@@ -23,15 +23,15 @@ from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Kept, Loop, Together
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.ranking import build_ranking
-from jaxrl.runtime.rules import batch_rule, batcher_config
+from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config
+from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
-from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
@@ -97,8 +97,10 @@ def build(
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-    executors = _executors(config, cost, workload, clock, phases, sizes, layouts)
-    engines = [Engine(each, batcher_config(config), batcher=LockstepBatcher) for each in executors.executors]
+    drafts = draft_config(config, PLATFORM, step_costs(config, cost))
+    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
+    batching = batcher_config(config, drafts)
+    engines = [Engine(each, batching, batcher=LockstepBatcher) for each in executors.executors]
     sessions, degrees = None, tuple(layouts)
     if adapts:
         predictors = [layout_predictor(config, cost, degrees) for _ in engines]
@@ -113,7 +115,7 @@ def build(
     if config.trainer.stream.enable:
         by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
         stream = _stream(config, cost, clock, phases, workers, executors, total, by, feeding)
-    history = HistorySession(HistoryStore(0)) if config.rollout.ranking_groups.enable else None
+    history = history_session(config, clock)
     backend = RolloutBackend(
         workers,
         executors,
@@ -129,7 +131,8 @@ def build(
         history=history,
     )
     ranking = None
-    if history is not None:
+    if config.rollout.ranking_groups.enable:
+        assert history is not None, "ranks rest on the lengths of earlier responses"
         ranking, by = build_ranking(config, history.store, workers, worker_predictor(config, cost, [sizes.tp]))
         backend.rank(ranking, executors, by)
     together = SimulatedTogether(clock) if own else None
@@ -146,6 +149,7 @@ def _executors(
     phases: SimulatedPhases,
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
+    drafts: DraftConfig | None,
 ) -> SimulatedWorkers:
     """One for each worker; their plans are drawn in tracks of their own."""
     num_workers = config.rollout.num_workers
@@ -156,6 +160,7 @@ def _executors(
 
     sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
     wake_s, host_s = cost.rollout_fixed_s(), config.simulate.host_s
+    drafting = None if drafts is None else drafting_of(config, workload, drafts)
     tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
     return SimulatedWorkers(
         [
@@ -169,6 +174,7 @@ def _executors(
                 layouts=layouts,
                 sync_s=sync_s,
                 wake_s=wake_s,
+                drafting=drafting,
             )
             for track in tracks
         ],
