@@ -131,13 +131,14 @@ class RankingSession:
     def _move(self, request_id: int, rank: int, ranks: Mapping[int, int]) -> None:
         """Takes an outlier to a worker with a longer group, if one still draws."""
         source = self._engines.worker_of(request_id)
-        lives = {worker: len(engine.unfinished()) for worker, engine in enumerate(self._engines.engines)}
+        if source is None:  # it has ended in a plan that was collected to move another
+            return
         longer = [
             worker
             for worker, longest in ranks.items()
-            if longest > rank and worker != source and lives[worker] and self.ahead.draws_now(worker)
+            if longest > rank and worker != source and self._engines.num_live(worker) and self.ahead.draws_now(worker)
         ]
         if longer:
-            target = min(longer, key=lambda worker: (-ranks[worker], lives[worker], worker))
+            target = min(longer, key=lambda worker: (-ranks[worker], self._engines.num_live(worker), worker))
             self._engines.move([request_id], target, self._by)
             self._num_moved += self._engines.worker_of(request_id) == target

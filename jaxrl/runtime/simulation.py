@@ -20,9 +20,10 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
-from jaxrl.loop import Hooks, Kept, Loop, Together
+from jaxrl.loop import Hooks, Kept, Loop
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config
@@ -101,11 +102,8 @@ def build(
     executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
     batching = batcher_config(config, drafts)
     engines = [Engine(each, batching, batcher=LockstepBatcher) for each in executors.executors]
-    sessions, degrees = None, tuple(layouts)
-    if adapts:
-        predictors = [layout_predictor(config, cost, degrees) for _ in engines]
-        kept = (lambda: clock.now_s, phases, layout_log, None)
-        sessions = layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
+    degrees = tuple(layouts)
+    sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
     own = config.rollout.num_devices
     total = num_devices_of(config) if own else sizes.num_devices * len(engines)
     trainer = SimulatedTrainer(cost, total - own, clock)
@@ -130,15 +128,42 @@ def build(
         stream=stream,
         history=history,
     )
-    ranking = None
-    if config.rollout.ranking_groups.enable:
-        assert history is not None, "ranks rest on the lengths of earlier responses"
-        ranking, by = build_ranking(config, history.store, workers, worker_predictor(config, cost, [sizes.tp]))
-        backend.rank(ranking, executors, by)
-    together = SimulatedTogether(clock) if own else None
+    ranks = config.rollout.ranking_groups.enable
+    ranking = _ranking(config, cost, history, sizes, backend, executors) if ranks else None
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking}
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, ranking, kept)
+    loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
+
+
+def _layouts(
+    config: Config,
+    cost: CostModel,
+    degrees: Sequence[int],
+    engines: Sequence[Engine],
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    log: LayoutLog | None,
+) -> LayoutSessions:
+    """The sessions of the workers' layouts."""
+    predictors = [layout_predictor(config, cost, degrees) for _ in engines]
+    kept = (lambda: clock.now_s, phases, log, None)
+    return layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
+
+
+def _ranking(
+    config: Config,
+    cost: CostModel,
+    history: HistorySession | None,
+    sizes: MachineSizes,
+    backend: RolloutBackend,
+    executors: SimulatedWorkers,
+) -> RankingGroups:
+    """What ranks the rounds of `backend`, whose workers have `sizes` each."""
+    assert history is not None, "ranks by lengths that nothing keeps"
+    predictor = worker_predictor(config, cost, [sizes.tp])
+    ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+    backend.rank(ranking, executors, by)
+    return ranking
 
 
 def _executors(
@@ -224,7 +249,6 @@ def _loop(
     phases: SimulatedPhases,
     hooks: Hooks,
     num_devices: int,
-    together: Together | None,
     stream: StreamSession | None,
     ranking: RankingGroups | None,
     kept: Mapping[str, Kept | None],
@@ -248,7 +272,7 @@ def _loop(
         stop_token_ids=(STOP_TOKEN,),
         total_steps=total_steps(config, num_prompts),
         num_devices=num_devices,
-        together=together,
+        together=SimulatedTogether(phases.clock) if config.rollout.num_devices else None,
         stream=stream,
         ranking=ranking,
         kept={name: each for name, each in kept.items() if each is not None},
