@@ -26,7 +26,7 @@ from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.verification import Drafting, verify
 from jaxrl.types import Prompt, SampleKey
 from papers.closed_form import PROMPT_TOKENS, drain
-from papers.setups import Case, configuration, drafting_of, models
+from papers.setups import EPOCH_STEPS, Case, configuration, drafting_of, models
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
         times.rounds.append(float(begins.max()))
         whole = {each.prompt.key: [workload.length(key, version) for key in each.keys] for each in launches}
         began = max(times.rounds[-1], times.updates[-1] if times.updates else 0.0)
-        took = _train_s(cost, [n for lengths in whole.values() for n in lengths], config_devices(case))
+        took = _train_s(cost, [n for lengths in whole.values() for n in lengths], _training_devices(case))
         times.updates.append(began + took)
         ranking.learned(took, gained)
         ranking.end()
@@ -114,7 +114,33 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
     return times.updates
 
 
-def config_devices(case: Case) -> int:
+def readings(cases: Sequence[Case], calibration: Calibration) -> dict[str, list[list[float]]]:
+    """By row of the page and task, for each seed: the speed-up over the row before, without speculation, as calibrated
+    and with no outliers among the responses."""
+    values = calibration.of("rhymerl_machine")
+    certain = Calibration({**calibration.values, "rhymerl_machine": {**values, "outlier_share": 0.0}})
+    found: dict[str, list[list[float]]] = {}
+    for name, used in (("as calibrated", calibration), ("no outliers", certain)):
+        for task in dict.fromkeys(case.tasks[0] for case in cases):
+            chosen = [case for case in cases if case.tasks == (task,) and not case.speculation]
+            ends = {pipeline: [_mean_s(c, used) for c in chosen if c.pipeline == pipeline] for pipeline in _PIPELINES}
+            pairs = [("off", "naive"), ("naive", "two_tier")]
+            found[f"{name}, {task}"] = [
+                [a / b for a, b in zip(ends[before], ends[after], strict=True)] for before, after in pairs
+            ]
+    return found
+
+
+_PIPELINES = ("off", "naive", "two_tier")
+
+
+def _mean_s(case: Case, calibration: Calibration) -> float:
+    """Seconds of a step, from the second epoch on."""
+    ends = step_ends(case, calibration)
+    return (ends[-2] - ends[EPOCH_STEPS - 1]) / (len(ends) - 1 - EPOCH_STEPS)
+
+
+def _training_devices(case: Case) -> int:
     """Devices that train."""
     return case.num_devices - case.rollout_devices
 

@@ -164,7 +164,8 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        return max((self.devices or self.of.num_devices) // self.scale, self.degree * self.workers)
+        least = self.degree * self.workers * (2 if self.paper == "rhymerl" else 1)  # half of them rolls out
+        return max((self.devices or self.of.num_devices) // self.scale, least)
 
     @property
     def rollout_devices(self) -> int:
