@@ -114,8 +114,8 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     if memory_bytes is None:
         return useful
     resident = {} if rollout.num_devices else _resident(config, model_config, devices)
-    weights = _rollout_weights(config, model_config, devices)
-    taken = sum(resident.values()) + weights * (2 if begins_ahead(config) else 1) + draft_book_bytes(config)
+    weights, books = _rollout_weights(config, model_config, devices), draft_book_bytes(config)
+    taken = sum(resident.values()) + weights * (2 if begins_ahead(config) else 1) + books
     left = int(memory_bytes * rollout.memory_fraction) - taken
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
