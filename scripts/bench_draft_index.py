@@ -160,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=16384, help="of a response (16384)")
     made.add_argument("--responses", type=int, default=8, help="of a prompt (8)")
     made.add_argument("--same", type=float, default=0.8, help="share of a response that stands in others (0.8)")
-    made.add_argument("--requests", type=int, default=4096, help="of the host's loop (4096)")
+    made.add_argument("--requests", type=int, default=512, help="of the host's loop (512)")
     made.add_argument("--prompts", type=int, default=20, help="whose bytes are counted (20)")
     return made
 
