@@ -6,6 +6,8 @@ Indexes are forged: from the very response that will be drawn, from nothing of i
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -281,6 +283,20 @@ def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
     assert 0 < counters.accepted_tokens < counters.drafted_tokens
     assert counters.busy_row_steps < sum(map(len, drawn)) - len(asked), "steps were to be saved"
     assert {one.finish_reason for one in drawn} == {"stop", "length"}
+
+
+def test_a_step_that_verifies_talks_between_devices_as_a_decode_step_does(x64: None):
+    name, num_devices, tp, options = WORLDS[FAST[0]]
+    programs = executor_of(name, num_devices, tp, truncate=True, num_blocks=17, **options)._now
+    shapes = {shape[0]: shape for shape in programs.shapes()}
+
+    def collectives(kind: str) -> Counter[str]:
+        text = programs.program(shapes[kind]).as_text()
+        return Counter(re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)\(", text))
+
+    assert collectives("verify") == collectives("decode")
+    assert sum(collectives("decode").values()) > 0
+    assert not collectives("upload")
 
 
 def test_an_abort_and_a_new_start_go_on_with_drafts(x64: None):
