@@ -46,6 +46,7 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.drafting import asks_profile
 from jaxrl.runtime.history import history_session
 from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
@@ -100,6 +101,7 @@ class Run:
         mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
+        self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
         self._checkpoints()
@@ -270,7 +272,7 @@ class Run:
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
         mesh = self.rollout_mesh
         workers = self.workers = build_workers(config, self.model, mesh, weights)
-        engines = build_engines(config, workers, self.tokenizer, self.profile)
+        engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile)
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (journal, timeline, record.layouts)
