@@ -105,7 +105,7 @@ class HeadStarts:
                 self._take_up(given)
         if not self._waiting or not self._buffer.is_buffered:
             return
-        for worker in [each for each in self._waiting if not self._engines.engines[each].unfinished()]:
+        for worker in [each for each in self._waiting if not self._engines.num_live(each)]:
             self._switch(worker)
             for prompt, key in self._waiting.pop(worker):
                 self._running[key] = self._start(prompt, key, worker)

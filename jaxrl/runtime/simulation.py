@@ -20,18 +20,19 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
-from jaxrl.loop import Hooks, Kept, Loop, Together
+from jaxrl.loop import Hooks, Kept, Loop
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.ranking import build_ranking
-from jaxrl.runtime.rules import batch_rule, batcher_config
+from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config
+from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
-from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
@@ -97,13 +98,12 @@ def build(
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-    executors = _executors(config, cost, workload, clock, phases, sizes, layouts)
-    engines = [Engine(each, batcher_config(config), batcher=LockstepBatcher) for each in executors.executors]
-    sessions, degrees = None, tuple(layouts)
-    if adapts:
-        predictors = [layout_predictor(config, cost, degrees) for _ in engines]
-        kept = (lambda: clock.now_s, phases, layout_log, None)
-        sessions = layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
+    drafts = draft_config(config, PLATFORM, step_costs(config, cost))
+    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
+    batching = batcher_config(config, drafts)
+    engines = [Engine(each, batching, batcher=LockstepBatcher) for each in executors.executors]
+    degrees = tuple(layouts)
+    sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
     own = config.rollout.num_devices
     total = num_devices_of(config) if own else sizes.num_devices * len(engines)
     trainer = SimulatedTrainer(cost, total - own, clock)
@@ -113,7 +113,7 @@ def build(
     if config.trainer.stream.enable:
         by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
         stream = _stream(config, cost, clock, phases, workers, executors, total, by, feeding)
-    history = HistorySession(HistoryStore(0)) if config.rollout.ranking_groups.enable else None
+    history = history_session(config, clock)
     backend = RolloutBackend(
         workers,
         executors,
@@ -128,14 +128,42 @@ def build(
         stream=stream,
         history=history,
     )
-    ranking = None
-    if history is not None:
-        ranking, by = build_ranking(config, history.store, workers, worker_predictor(config, cost, [sizes.tp]))
-        backend.rank(ranking, executors, by)
-    together = SimulatedTogether(clock) if own else None
+    ranks = config.rollout.ranking_groups.enable
+    ranking = _ranking(config, cost, history, sizes, backend, executors) if ranks else None
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking}
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, ranking, kept)
+    loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
+
+
+def _layouts(
+    config: Config,
+    cost: CostModel,
+    degrees: Sequence[int],
+    engines: Sequence[Engine],
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    log: LayoutLog | None,
+) -> LayoutSessions:
+    """The sessions of the workers' layouts."""
+    predictors = [layout_predictor(config, cost, degrees) for _ in engines]
+    kept = (lambda: clock.now_s, phases, log, None)
+    return layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
+
+
+def _ranking(
+    config: Config,
+    cost: CostModel,
+    history: HistorySession | None,
+    sizes: MachineSizes,
+    backend: RolloutBackend,
+    executors: SimulatedWorkers,
+) -> RankingGroups:
+    """What ranks the rounds of `backend`, whose workers have `sizes` each."""
+    assert history is not None, "ranks by lengths that nothing keeps"
+    predictor = worker_predictor(config, cost, [sizes.tp])
+    ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+    backend.rank(ranking, executors, by)
+    return ranking
 
 
 def _executors(
@@ -146,6 +174,7 @@ def _executors(
     phases: SimulatedPhases,
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
+    drafts: DraftConfig | None,
 ) -> SimulatedWorkers:
     """One for each worker; their plans are drawn in tracks of their own."""
     num_workers = config.rollout.num_workers
@@ -156,6 +185,7 @@ def _executors(
 
     sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
     wake_s, host_s = cost.rollout_fixed_s(), config.simulate.host_s
+    drafting = None if drafts is None else drafting_of(config, workload, drafts)
     tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
     return SimulatedWorkers(
         [
@@ -169,6 +199,7 @@ def _executors(
                 layouts=layouts,
                 sync_s=sync_s,
                 wake_s=wake_s,
+                drafting=drafting,
             )
             for track in tracks
         ],
@@ -218,7 +249,6 @@ def _loop(
     phases: SimulatedPhases,
     hooks: Hooks,
     num_devices: int,
-    together: Together | None,
     stream: StreamSession | None,
     ranking: RankingGroups | None,
     kept: Mapping[str, Kept | None],
@@ -242,7 +272,7 @@ def _loop(
         stop_token_ids=(STOP_TOKEN,),
         total_steps=total_steps(config, num_prompts),
         num_devices=num_devices,
-        together=together,
+        together=SimulatedTogether(phases.clock) if config.rollout.num_devices else None,
         stream=stream,
         ranking=ranking,
         kept={name: each for name, each in kept.items() if each is not None},

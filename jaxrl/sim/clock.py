@@ -79,10 +79,10 @@ def nanoseconds(seconds: float) -> int:
 
 
 class SimulatedPhases:
-    """`timing_s/<phase>` in simulated seconds, drawn into the timeline at `path`, if given, from `begin` on."""
+    """`timing_s/<phase>` in seconds of `clock`, drawn into the timeline at `path`, if given, from `begin` on."""
 
     def __init__(self, clock: SimulatedClock, path: str | Path | None = None) -> None:
-        self._clock = clock
+        self.clock = clock
         self._picture = None if path is None else Timeline(path, clock=lambda: clock.now_s, begin=False)
         self._sums_ns: dict[str, int] = {}
 
@@ -95,12 +95,12 @@ class SimulatedPhases:
     def phase(self, name: str, track: str = "loop", **args: Any) -> Iterator[None]:
         if name == "step" and self._picture is not None:
             self._picture.begin_step()
-        began_ns = self._clock.now_ns
+        began_ns = self.clock.now_ns
         try:
             yield
         finally:
-            self._sums_ns[name] = self._sums_ns.get(name, 0) + self._clock.now_ns - began_ns
-            self.complete(track, name, began_ns / _NS, self._clock.now_s, **args)
+            self._sums_ns[name] = self._sums_ns.get(name, 0) + self.clock.now_ns - began_ns
+            self.complete(track, name, began_ns / _NS, self.clock.now_s, **args)
 
     def take_phases(self, *names: str) -> dict[str, float]:
         """Seconds of the phases that ended since they were last taken, as `timing_s/<name>`: of `names`, or of all."""

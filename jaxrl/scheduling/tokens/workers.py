@@ -114,6 +114,7 @@ class Workers:
         self._held: list[_Held] = []
         self._homes: dict[int, _Home] = {}  # of every live request, in the order in which they were added
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
+        self._num_live = [0] * len(engines)
         self._done: list[int | None] = [0] * len(engines)  # tokens that its rows have by now; None: to be counted
         self._first: dict[tuple[int, int], int] = {}  # (epoch, prompt index) -> the worker of its first request
         if len(engines) > 1:  # one alone needs no logical time
@@ -221,6 +222,10 @@ class Workers:
         """Collects everything in flight, of one worker or of all; the next `step` or `drain` tells what ended."""
         for each in range(len(self.engines)) if worker is None else (worker,):
             self._collect(each)
+
+    def num_live(self, worker: int) -> int:
+        """Requests of a worker that wait or run, as far as its plans were collected."""
+        return self._num_live[worker]
 
     def worker_of(self, request_id: int) -> int | None:
         """Where a live request is; None where it has ended."""
@@ -343,6 +348,7 @@ class Workers:
     def _settle_in(self, request_id: int, home: _Home) -> None:
         """Notes where a live request is."""
         self._homes[request_id] = home
+        self._num_live[home.worker] += 1
         self._limits[home.worker] += home.limit
         self._planned.discard(home.worker)
 
@@ -350,6 +356,7 @@ class Workers:
         """Forgets requests that ended."""
         for request_id in request_ids:
             home = self._homes.pop(request_id)
+            self._num_live[home.worker] -= 1
             self._limits[home.worker] -= home.limit
             self._planned.discard(home.worker)
             self._done[home.worker] = None
@@ -369,6 +376,8 @@ class Workers:
         self._ticks[target] = max(self._ticks[target], self._ticks[source], now if was_idle else 0)
         for request_id in live:
             home = self._homes[request_id]
+            self._num_live[source] -= 1
+            self._num_live[target] += 1
             self._limits[source] -= home.limit
             self._limits[target] += home.limit
             self._homes[request_id] = replace(home, worker=target)

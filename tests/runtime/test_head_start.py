@@ -1,0 +1,132 @@
+"""Ranking groups in simulated runs: workers that are done begin with the next round, outliers move, and no number
+changes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from sim_machine import SMALL
+from simulated_runs import House, check, make_config, make_workload, whole
+
+from jaxrl.sim.cost_model import Efficiency, RooflineCost
+from jaxrl.sim.hardware import H100
+from jaxrl.types import RunFailed, SampleKey
+
+BASE: dict[str, Any] = {
+    "data.train_batch_size": 4,
+    "data.max_response_length": 600,
+    "actor.ppo_max_token_len_per_gpu": 1024,
+    "rollout.num_devices": 4,
+    "rollout.num_workers": 4,
+    "rollout.max_num_seqs": 8,
+    "rollout.num_blocks": 700,
+    "rollout.decode_steps": 8,
+    "trainer.num_devices": 6,
+    "trainer.one_step_off": True,
+    "trainer.total_training_steps": 8,
+    "simulate.num_prompts": 8,
+}
+# rollouts take a few tenths of a second; an update is to be a part of that
+COST = RooflineCost(SMALL, H100, efficiency=Efficiency(train_fixed_s=0.02, sync_fixed_s=0.002))
+RANKED = {"rollout.ranking_groups": {"enable": True, "num_groups": 4}}
+
+
+class Lengths:
+    """Prompt i has responses of about 40 · (i + 1) tokens; one in ten of the last epochs is four times as long."""
+
+    def __init__(self) -> None:
+        self._inner: Any = make_workload(5, hang_share=0.0, scoring_s=0.001)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def length(self, key: SampleKey, step: int = 0) -> int:
+        draw = np.random.default_rng([key.epoch, key.prompt_index, key.sample_index])
+        length = 40 * (key.prompt_index + 1) * draw.uniform(0.9, 1.1)
+        return int(min(length * (4 if key.epoch and draw.random() < 0.1 else 1), 600))
+
+
+def samples(house: House) -> Any:
+    return {
+        step: [(s.key, s.token_ids.tolist(), s.versions.tolist(), s.reward) for g in groups for s in g.samples]
+        for step, groups in house.groups.items()
+    }
+
+
+def summed(house: House, name: str) -> float:
+    return sum(line.get(f"rollout/ranking/{name}", 0.0) for line in house.metrics.values())
+
+
+@pytest.fixture(scope="module")
+def plain() -> House:
+    return whole(make_config(BASE), Lengths(), COST)
+
+
+def test_a_head_start_changes_no_number(plain: House):
+    """Every prompt runs once, with the tokens and versions that it has without."""
+    house = whole(make_config(BASE, **RANKED), Lengths(), COST)
+    check(house)
+    assert samples(house) == samples(plain)
+    assert summed(house, "head_start_s") > 0
+    assert summed(house, "moved_share") > 0
+    first, later = house.metrics[1], house.metrics[5]
+    assert first["rollout/ranking/groups"] == 0, "nothing is known in the first epoch"
+    assert later["rollout/ranking/groups"] == 4
+    seconds = [sum(line["timing_s/step"] for line in each.metrics.values()) for each in (house, plain)]
+    assert seconds[0] < seconds[1]
+    assert not any("ranking" in name for line in plain.metrics.values() for name in line)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rollout.ranking_groups": {"enable": True, "num_groups": 2, "two_tier": False}},
+        {"rollout.ranking_groups": {"enable": True, "num_groups": 8, "move": "kv"}},
+        {**RANKED, "trainer.test_freq": 3},
+        {**RANKED, "reward.score_when": "rollout"},
+    ],
+)
+def test_whatever_goes_with_it(plain: House, more: dict[str, Any]):
+    house = whole(make_config(BASE, **more), Lengths(), COST)
+    assert samples(house) == samples(plain)
+    assert summed(house, "head_start_s") > 0
+
+
+@pytest.mark.parametrize(
+    "more", [{"rollout.partial_rollout": {"enable": True}}, {"algorithm.filter_groups": {"enable": True}}]
+)
+def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
+    house = whole(make_config(BASE, **RANKED, **more), Lengths(), COST)
+    check(house)
+    assert summed(house, "groups") > 0
+    assert summed(house, "head_start_s") == 0
+    assert ("rollout.partial_rollout" in more) == (summed(house, "carried_share") > 0)
+
+
+def test_no_head_start_where_an_evaluation_comes_between():
+    house = whole(make_config(BASE, **RANKED, **{"trainer.test_freq": 1}), Lengths(), COST)
+    assert summed(house, "groups") > 0
+    assert summed(house, "head_start_s") == 0
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_run_that_goes_on_draws_the_same(plain: House, how: Any):
+    """Ended anywhere, also while requests of the next round are running."""
+    config, workload = make_config(BASE, **RANKED), Lengths()
+    once = whole(config, workload, COST)
+    assert samples(once) == samples(plain)
+    num_begun = 0
+    for ends in range(40, once.num_asked, max(once.num_asked // 6, 1)):
+        house = House(config, workload, COST)
+        finished = False
+        with suppress(RunFailed):  # a stop beside an update
+            finished = house.run((how, ends))
+        assert not finished
+        num_begun += len(house.state["rule"]["state"]["begun"]) if house.saved else 0
+        assert house.run()
+        check(house)
+        assert samples(house) == samples(plain)
+    assert num_begun, "some boundary was left with prompts drawn ahead"
