@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
@@ -76,7 +77,9 @@ def evaluate(
         refuse_overwriting(out, "--out", inputs_of(config))
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
-    config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
+    # nothing is trained: all devices, and no history
+    rollout = replace(config.rollout, num_devices=0, speculation=SpeculationSection())
+    config = replace(config, rollout=rollout)
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
     said += share_notes(config, mesh.devices.ravel().tolist())

@@ -46,6 +46,7 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.drafting import asks_profile
 from jaxrl.runtime.history import HistorySession, history_session
 from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
@@ -103,6 +104,7 @@ class Run:
         mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
+        self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
         ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
         self.pace = checked_profile(config, self.model, mesh) if ranks else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
@@ -274,7 +276,7 @@ class Run:
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
         workers = self.workers = build_workers(config, self.model, self.rollout_mesh, weights)
-        engines = build_engines(config, workers, self.tokenizer, self.profile)
+        engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile)
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (row_sizes(config, workers), journal, timeline, record.layouts)

@@ -151,8 +151,8 @@ class RankingGroupsSection:
     min_growth: Annotated[
         float,
         Interval(ge=1, le=100),
-        "A response moves if it is longer than the longest of its group's history by this factor at least, or by the "
-        "75th percentile of how much the last epoch's responses grew.",
+        "A response moves if it is longer than the largest median of its group's prompts in their last rollout by this "
+        "factor at least, or by the 75th percentile of how much the last epoch's responses grew.",
     ] = 1.1
     move: Annotated[
         Literal["auto", "recompute", "kv"],

@@ -85,6 +85,9 @@ class SimulatedTask:
     correlation: Annotated[
         float, Interval(ge=0, le=1), "How much of a response's length its prompt decides: 0 nothing, 1 all."
     ] = 0.5
+    outlier_share: Annotated[
+        float, Interval(ge=0, le=1), "Share of the responses with lengths that have nothing to do with their prompts'."
+    ] = 0.0
     prompt_median: Annotated[
         float, Gt(0), _MAX_TOKENS, "Prompt tokens at the median; data.max_prompt_length caps the longest."
     ] = 200.0

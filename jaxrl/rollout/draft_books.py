@@ -24,10 +24,6 @@ from jax.sharding import NamedSharding
 from jaxrl.scheduling.tokens.draft_index import END, DraftIndex, DraftLengths, num_buckets
 from jaxrl.scheduling.tokens.draft_rule import Window
 
-VERIFY_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
-"""Drafted tokens that a step verifies per dp group, by platform, where `rollout.speculation.verify_tokens` is 0. A rule
-of thumb: about as many as a product of matrices takes without becoming slower than the reading of its weights."""
-
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
@@ -176,6 +172,11 @@ class DraftBooks:
         self.unplaced += found.count(self.num_books)
         return found
 
+    def forget(self) -> None:
+        """Lets go of all indexes: another rollout names others."""
+        for held in self._places:
+            held.clear()
+
     def delete(self) -> None:
         """Deletes the arrays."""
         for array in jax.tree.leaves(self.arrays):
@@ -183,15 +184,15 @@ class DraftBooks:
 
     def _make_room(self, group: int, wanted: list[DraftIndex]) -> list[tuple[int, DraftIndex]]:
         """Gives the indexes of a group places; returns those that are to be uploaded."""
-        held = self._places[group]
+        held, named = self._places[group], set(wanted)
         for index in wanted:
             if index in held:
                 held[index] = held.pop(index)  # named last
-        missing = [index for index in wanted if index not in held]
-        spare = [index for index in held if index not in set(wanted)]
-        free = [place for place in range(self.num_books) if place not in set(held.values())]
+        taken = set(held.values())
+        spare = [index for index in held if index not in named]
+        free = [place for place in range(self.num_books) if place not in taken]
         filled = []
-        for index in missing:
+        for index in [index for index in wanted if index not in held]:
             if not free and not spare:
                 break
             held[index] = free.pop(0) if free else held.pop(spare.pop(0))

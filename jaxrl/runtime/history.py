@@ -33,7 +33,7 @@ from jaxrl.config import Config
 from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.scheduling.rounds.history import HistoryStore, PastRollout, PromptHistory
 from jaxrl.scheduling.rounds.round import PromptKey
-from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths
+from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths, num_buckets
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample
 
@@ -54,9 +54,8 @@ def draft_lengths(options: SpeculationSection) -> DraftLengths:
 
 def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> int:
     """The most that an index over so many responses with so many tokens together takes."""
-    num_places = lengths.num_places(num_tokens)
-    num_buckets = 1 << max(num_places // 2 - 1, 0).bit_length()
-    return 4 * (lengths.text_size(num_responses, num_tokens) + num_places + num_buckets + 1)
+    places = lengths.num_places(num_tokens)
+    return 4 * (lengths.text_size(num_responses, num_tokens) + places + num_buckets(places) + 1)
 
 
 def history_store(options: SpeculationSection) -> HistoryStore:

@@ -26,12 +26,13 @@ from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
 from jaxrl.runtime.ranking import build_ranking
-from jaxrl.runtime.rules import batch_rule, batcher_config
+from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config
+from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
-from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
@@ -97,8 +98,10 @@ def build(
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-    executors = _executors(config, cost, workload, clock, phases, sizes, layouts)
-    engines = [Engine(each, batcher_config(config), batcher=LockstepBatcher) for each in executors.executors]
+    drafts = draft_config(config, PLATFORM, step_costs(config, cost))
+    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
+    batching = batcher_config(config, drafts)
+    engines = [Engine(each, batching, batcher=LockstepBatcher) for each in executors.executors]
     degrees = tuple(layouts)
     sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
     own = config.rollout.num_devices
@@ -110,8 +113,7 @@ def build(
     if config.trainer.stream.enable:
         by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
         stream = _stream(config, cost, clock, phases, workers, executors, total, by, feeding)
-    ranks = config.rollout.ranking_groups.enable
-    history = HistorySession(HistoryStore(0)) if ranks else None
+    history = history_session(config, clock)
     backend = RolloutBackend(
         workers,
         executors,
@@ -126,6 +128,7 @@ def build(
         stream=stream,
         history=history,
     )
+    ranks = config.rollout.ranking_groups.enable
     ranking = _ranking(config, cost, history, sizes, backend, executors) if ranks else None
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
@@ -171,6 +174,7 @@ def _executors(
     phases: SimulatedPhases,
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
+    drafts: DraftConfig | None,
 ) -> SimulatedWorkers:
     """One for each worker; their plans are drawn in tracks of their own."""
     num_workers = config.rollout.num_workers
@@ -181,6 +185,7 @@ def _executors(
 
     sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
     wake_s, host_s = cost.rollout_fixed_s(), config.simulate.host_s
+    drafting = None if drafts is None else drafting_of(config, workload, drafts)
     tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
     return SimulatedWorkers(
         [
@@ -194,6 +199,7 @@ def _executors(
                 layouts=layouts,
                 sync_s=sync_s,
                 wake_s=wake_s,
+                drafting=drafting,
             )
             for track in tracks
         ],

@@ -31,6 +31,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _NORMAL = NormalDist()
 # What a random number is for: the first word of its identity.
 _TASK, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_LENGTH, _REWARD_TIME, _REWARD_HANGS, _PASS_RATE, _REWARD = range(8)
+_OUTLIER = 8
 
 
 def word(*identity: int) -> int:
@@ -200,9 +201,11 @@ class ModelledWorkload:
 
     def score(self, key: SampleKey) -> float:
         """The response's standard normal score; see the module's docstring."""
-        c = self.task(key.prompt_index).correlation
-        prompt = normal(_PROMPT_SCORE, self.seed, key.prompt_index)
-        return math.sqrt(c) * prompt + math.sqrt(1 - c) * normal(_RESPONSE_SCORE, self.seed, *_words(key))
+        task, own = self.task(key.prompt_index), normal(_RESPONSE_SCORE, self.seed, *_words(key))
+        if task.outlier_share and uniform(_OUTLIER, self.seed, *_words(key)) < task.outlier_share:
+            return own
+        c, prompt = task.correlation, normal(_PROMPT_SCORE, self.seed, key.prompt_index)
+        return math.sqrt(c) * prompt + math.sqrt(1 - c) * own
 
     def length(self, key: SampleKey, step: int = 0) -> int:
         lengths = self.task(key.prompt_index).response

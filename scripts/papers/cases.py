@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from papers.setups import TASKS, Case
+from papers.setups import EPOCH_STEPS, TASKS, Case
 
 ROLLPACKER_SETUPS = {"7B/8k": "rollpacker.7b", "14B/16k": "rollpacker.14b", "32B/32k": "rollpacker.32b"}
 """RollPacker's names for its columns (Table 2), and our set-ups."""
@@ -120,18 +120,48 @@ def _pat(steps: int) -> list[Case]:
     return found
 
 
-EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april, "pat": _pat}
+RHYMERL_TASKS = ("math", "code")
+RHYMERL_ROWS = {
+    "plain": {},
+    "+ ranking groups": {"pipeline": "naive"},
+    "+ two tiers": {"pipeline": "two_tier"},
+    "+ speculation": {"pipeline": "two_tier", "speculation": True},
+}
+"""RhymeRL Fig. 14: the baseline, and what each bar has besides those before it."""
+
+RHYMERL_STEPS = 8  # that means are over: two epochs
+
+
+def rhymerl_rows(task: str) -> dict[str, Case]:
+    """Fig. 14's bars for a task. Two workers for each of 16 groups, four for each of 8."""
+    plain = Case(f"rhymerl.{task}", "plain", tasks=(task,), workers=32, score_when="sample")
+    return {name: replace(plain, **more) for name, more in RHYMERL_ROWS.items()}
+
+
+def _rhymerl(steps: int) -> list[Case]:
+    whole = (
+        EPOCH_STEPS + min(steps, RHYMERL_STEPS) + 1
+    )  # an epoch without history before, a step that only learns after
+    return [replace(case, steps=whole) for task in RHYMERL_TASKS for case in rhymerl_rows(task).values()]
+
+
+EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april, "pat": _pat, "rhymerl": _rhymerl}
 
 
 def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, scale: int) -> list[Case]:
     """Every run, of whole periods of short rounds and a long one where there are such."""
     chosen = list(seeds)
     found = [
-        replace(case, seed=seed, decode_steps=decode_steps, scale=scale)
+        replace(case, seed=seed, decode_steps=decode_steps, scale=scale, workers=_workers(case, scale))
         for case in EXPERIMENTS[paper](steps)
         for seed in chosen
     ]
     return [replace(case, steps=-(-case.steps // case.period) * case.period) for case in found]
+
+
+def _workers(case: Case, scale: int) -> int:
+    """Two are enough to try something out."""
+    return case.workers if scale == 1 else min(case.workers, 2)
 
 
 def headline(cases: Iterable[Case]) -> list[Case]:
@@ -139,7 +169,7 @@ def headline(cases: Iterable[Case]) -> list[Case]:
     return [
         case
         for case in cases
-        if not case.setup.startswith("pat")
+        if case.paper in ("rollpacker", "april")
         and (case.rule == "partial" or (case.rule == "tail" and case.tasks == TASKS and case.score_when == "rollout"))
     ]
 

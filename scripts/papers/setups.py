@@ -4,7 +4,8 @@ Purpose: `Case` is one run: a set-up of `papers.facts.SETUPS`, a rule with its f
 and `models` turn it into what `jaxrl.commands.simulate.build` takes. Nothing in here reads the results of the papers'
 own methods.
 
-Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1.
+Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1;
+RhymeRL §7.
 
 Departures, where the papers are silent: the calibration file's assumptions; prompts of `PROMPT_TOKENS` tokens; vLLM's
 and SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory
@@ -19,26 +20,37 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.models.shapes import named_shape
+from jaxrl.scheduling.tokens.draft_rule import Window, draft_width
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.foretold import Foreteller
 from jaxrl.sim.hardware import HARDWARE
+from jaxrl.sim.verification import Drafting
 from jaxrl.sim.workload import ModelledWorkload
 from papers.calibrate import constant
 from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS, Setup
 from papers.lengths import lengths_of
 from papers.pat import GROUP, OneOutlier
+from papers.rhymerl import history_of, lengths_at
 from papers.rollpacker import OWN_TRAINER, TASKS, task_lengths
 
 ROWS = 512  # per dp group
 NODE = 8  # devices, which TP does not leave
-DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
+DATASET_PROMPTS = 100_000  # no prompt comes twice in any case but RhymeRL's
+EPOCH_STEPS = 4  # of RhymeRL's runs here
+PAPER_EPOCH_STEPS = 16  # in which its lengths grow as much: 20 steps of warm-up hold its first epoch
+
+RANKING_GROUPS = {"math": 16, "code": 8}  # RhymeRL §7.2.3
+VERIFY_TOKENS = 256  # of a step of a dp group: what jaxrl takes on GPUs
 
 _OWN_PROBLEM = ("rollpacker.7b", "rollpacker.32b")  # set-ups with machines of their own; the others share their paper's
 
 Rule = Literal["plain", "tail", "partial", "adaptive"]
 Stream = Literal["off", "adaptive", "fixed"]
+Pipeline = Literal["off", "naive", "two_tier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,8 @@ class Case:
       freed_at: with `fixed`, the share of a round's samples after which they are freed.
       fetch: the stream gets groups once, those that are there, and no more than this share of the batch; 0: as they
         end.
+      pipeline: ranking groups, with equal shares of workers or with two tiers.
+      speculation: drafts from the epoch before.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -85,6 +99,8 @@ class Case:
     stream: Stream = "off"
     freed_at: float = 0.0
     fetch: float = 0.0
+    pipeline: Pipeline = "off"
+    speculation: bool = False
 
     @property
     def base(self) -> Case:
@@ -102,6 +118,8 @@ class Case:
         paper, name = self.setup.split(".")[:2]
         if self.own_trainer:
             return OWN_TRAINER
+        if paper == "rhymerl":
+            return "rhymerl_machine"
         return f"{paper}_{name}" if paper == "pat" or self.setup in _OWN_PROBLEM else paper
 
     @property
@@ -120,6 +138,8 @@ class Case:
         longest += ", planner" if self.planner else ""
         if self.stream != "off":
             longest += f", stream {self.stream}" + (f" {self.freed_at:.0%}" if self.freed_at else "")
+        longest += f", ranking groups {self.pipeline}" if self.pipeline != "off" else ""
+        longest += ", speculation" if self.speculation else ""
         if self.fetch:
             longest += f", one fetch of {self.fetch:.0%}"
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
@@ -144,7 +164,13 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        return max((self.devices or self.of.num_devices) // self.scale, self.degree * self.workers)
+        least = self.degree * self.workers * (2 if self.paper == "rhymerl" else 1)  # half of them rolls out
+        return max((self.devices or self.of.num_devices) // self.scale, least)
+
+    @property
+    def rollout_devices(self) -> int:
+        """Devices of the rollout's own; 0: training has them as well, in turns."""
+        return self.num_devices // 2 if self.paper == "rhymerl" else 0
 
     @property
     def max_tokens(self) -> int:
@@ -184,6 +210,18 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         }
     if case.own_trainer:
         rollout["memory_fraction"] = 0.8
+    if case.paper == "rhymerl":
+        rollout |= {
+            "num_devices": case.rollout_devices,
+            "deal": "prompts",
+            "speculation": {"enable": case.speculation, "verify_tokens": VERIFY_TOKENS},
+            "ranking_groups": {
+                "enable": case.pipeline != "off",
+                "num_groups": RANKING_GROUPS[case.tasks[0]] if case.scale == 1 else 2,
+                "two_tier": case.pipeline == "two_tier",
+                "move": "recompute",
+            },
+        }
     if case.planner:
         rollout["layout"] = {"planner": True, "devices_per_host": NODE, "degrees": _planned_degrees(case)}
     return from_mapping(
@@ -202,8 +240,8 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             "actor": {
                 "dtype": "bfloat16",
                 "offload_optimizer": True,
-                "use_kl_loss": rollpacker,
-                "old_logprobs": "rollout" if case.own_trainer else "recompute",
+                "use_kl_loss": case.paper in ("rollpacker", "rhymerl"),
+                "old_logprobs": "rollout" if case.own_trainer or case.paper == "rhymerl" else "recompute",
                 "ppo_max_token_len_per_gpu": 1 << 16,
             },
             # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
@@ -217,11 +255,12 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "save_freq": 0,
                 "seed": case.seed,
                 "stream": _stream(case),
+                "one_step_off": case.paper == "rhymerl",
             },
             "simulate": {
                 "hardware": setup.hardware,
                 "num_devices": case.num_devices,
-                "num_prompts": DATASET_PROMPTS,
+                "num_prompts": EPOCH_STEPS * case.num_prompts if case.paper == "rhymerl" else DATASET_PROMPTS,
                 "tasks": _own_workers(case, calibration) if rollpacker else [],
                 "score_in_turn": rollpacker and case.score_when == "rollout",
             },
@@ -261,6 +300,8 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
             scoring=scoring,
         )
 
+    if case.paper == "rhymerl":
+        return cost, _rhymerl_workload(case, calibration)
     if case.paper != "rollpacker":
         plain = (task("math", lengths_of(values), values.get("correlation", 0.0), SimulatedScoring()),)
         limits = (case.seed, plain, case.max_tokens, PROMPT_TOKENS)
@@ -272,6 +313,33 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
     ]
     limit_s = _timeout_s(case, calibration)
     return cost, ModelledWorkload(case.seed, tuple(tasks), case.max_tokens, PROMPT_TOKENS, limit_s)
+
+
+def _rhymerl_workload(case: Case, calibration: Calibration) -> ModelledWorkload:
+    """Lengths as of the middle of the paper's runs, growing in an epoch here as much as in one of the paper's."""
+    (task,) = case.tasks
+    values, drafts = calibration.of("rhymerl_machine"), calibration.of("rhymerl_drafts")
+    growth = (1 + values["lengths.growth"]) ** (PAPER_EPOCH_STEPS / EPOCH_STEPS) - 1
+    lengths = replace(lengths_at(values, task), growth=growth)
+    begun = (1 + growth) ** -(2 * EPOCH_STEPS)  # between the second and the third epoch is the middle of the paper's
+    only = SimulatedTask(
+        task,
+        response=replace(lengths, median=lengths.median * begun),
+        correlation=values[f"{task}.correlation"],
+        outlier_share=values["outlier_share"],
+        prompt_median=PROMPT_TOKENS,
+        prompt_sigma=0.0,
+        history=history_of(drafts, task),
+    )
+    return ModelledWorkload(case.seed, (only,), case.max_tokens, PROMPT_TOKENS)
+
+
+def drafting_of(case: Case, workload: ModelledWorkload) -> Drafting:
+    """How the rows of a case draft."""
+    options = SpeculationSection()
+    window = Window(options.min_window, options.window_step, options.max_window)
+    tell = Foreteller(case.seed, workload.history, options.min_prefix, options.max_prefix)
+    return Drafting(tell, window, lambda rows: draft_width(rows, VERIFY_TOKENS, window.most))
 
 
 def _timeout_s(case: Case, calibration: Calibration) -> float:

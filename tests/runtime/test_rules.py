@@ -102,7 +102,7 @@ def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
 ON = {"enable": True}
 
 
-@pytest.mark.parametrize(("platform", "verified"), [("cpu", 32), ("gpu", 256), ("rocm", 256)])
+@pytest.mark.parametrize(("platform", "verified"), [("cpu", 16), ("gpu", 256), ("rocm", 256)])
 def test_when_plans_verify_drafts(platform: str, verified: int):
     assert draft_config(config(), platform) is None
     assert draft_config(config(rollout__speculation=ON), platform) == DraftConfig(Window(), verified)

@@ -3,8 +3,9 @@
 Purpose: `Outliers` keeps the books of a round in ranking groups, and says which responses are to leave their worker.
 
 Source: RhymeRL §6.3. A response is an outlier if it is among the last alpha = 10 % of its group's responses *and*
-longer than beta times the longest historical response of the group's prompts, beta = max(1.1, the 75th percentile of
-the growth of response lengths over the last epoch).
+longer than beta times the largest historical length of the group's prompts, beta = max(1.1, the 75th percentile of
+the growth of response lengths over the last epoch). A prompt's historical length is the median of its last responses
+(§6.2).
 
 Departures: the paper does not say how many "the last 10 %" are of a small group: here the share is rounded up, so that
 the last response of any group can be one. "Short" groups, whose outliers stay in the step, are those that have a longer
@@ -29,7 +30,7 @@ class RankedGroup:
     Attributes:
       rank: from 0, the shortest.
       keys: its responses.
-      longest: tokens of the longest historical response of its prompts; None: there is none, and so no outlier.
+      longest: the largest historical length of its prompts, in tokens; None: there is none, and so no outlier.
     """
 
     rank: int

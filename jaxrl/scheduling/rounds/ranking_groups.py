@@ -44,16 +44,10 @@ SCHEMA = 1
 
 
 class PastLengths(Protocol):
-    """Lengths, in tokens, of a prompt's last responses."""
+    """The historical length of a prompt: the median of its last responses, in tokens."""
 
     @property
     def median(self) -> float: ...
-
-    @property
-    def mean(self) -> float: ...
-
-    @property
-    def longest(self) -> int: ...
 
 
 class LengthHistory(Protocol):
@@ -243,14 +237,17 @@ class RankingGroups:
         return RankedRound(step, worker_of, groups, ranks, allotment)
 
     def _load(self, launches: Sequence[Launch]) -> Load:
-        """l of a group: the mean of its prompts' mean lengths; the middle of none where nothing is known of it."""
-        past = (self._history.lengths(launch.prompt.index) for launch in launches)
-        means = [lengths.mean for lengths in past if lengths is not None]
-        return Load(float(np.mean(means)) if means else 0.0, float(sum(len(launch.keys) for launch in launches)))
+        """l of a group: the mean of its prompts' medians; 0 where nothing is known of it."""
+        medians = self._medians(launches)
+        return Load(float(np.mean(medians)) if medians else 0.0, float(sum(len(launch.keys) for launch in launches)))
 
     def _longest(self, launches: Sequence[Launch]) -> float | None:
+        return max(self._medians(launches), default=None)
+
+    def _medians(self, launches: Sequence[Launch]) -> list[float]:
+        """The historical lengths of prompts, of those that have one."""
         past = (self._history.lengths(launch.prompt.index) for launch in launches)
-        return max((float(lengths.longest) for lengths in past if lengths is not None), default=None)
+        return [lengths.median for lengths in past if lengths is not None]
 
     def _tau(self, loads: Sequence[Load]) -> float:
         assert self._step_s is not None, "asked for a time, and nothing predicts one"

@@ -17,8 +17,6 @@ from jaxrl.types import Prompt, SampleKey
 @dataclass(frozen=True)
 class Past:
     median: float
-    mean: float
-    longest: int
 
 
 class History:
@@ -29,7 +27,7 @@ class History:
 
     def lengths(self, index):
         length = self._lengths.get(index)
-        return None if length is None else Past(length, length, length)
+        return None if length is None else Past(length)
 
     def growths(self):
         return np.asarray(self._growths, np.float64)
