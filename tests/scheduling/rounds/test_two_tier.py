@@ -17,6 +17,11 @@ def group_s(load, workers):
     return tau([Load(load.length, load.responses / workers)])
 
 
+def each(loads):
+    """Groups of one length."""
+    return [[load] for load in loads]
+
+
 def counts(allotment):
     return [part.num_workers for part in allotment.parts]
 
@@ -48,7 +53,7 @@ def test_long_groups_get_the_workers_that_short_ones_can_spare(train_s, expected
     """The longer the update, the less the short groups gain by being quick. Where it is short, workers of the longest
     group have the shortest one next, all of them."""
     loads = [Load(length, 32) for length in (100, 120, 150, 800)]
-    allotment = allot(loads, 8, tau, train_s)
+    allotment = allot(each(loads), 8, tau, train_s)
     assert allotment.is_feasible
     assert counts(allotment) == expected
 
@@ -57,23 +62,23 @@ def test_the_update_sets_the_first_target():
     """Where the update takes longer than any group on one worker, each needs one worker only; what is left over goes to
     the group that takes longest."""
     loads = [Load(100, 8), Load(200, 8), Load(300, 8)]
-    assert counts(allot(loads, 6, tau, train_s=100.0)) == [1, 1, 4]
+    assert counts(allot(each(loads), 6, tau, train_s=100.0)) == [1, 1, 4]
     # 200 and 300 tokens: 3.6 s and 5.4 s on one worker; the latter is 4.2 s on two, and 3.8 s on three
 
 
 def test_nothing_feasible_gives_equal_shares():
     """The middle group needs more than its target leaves: it is as long as the last, and the line is bent."""
     loads = [Load(10, 4), Load(1000, 40), Load(1000, 40)]
-    allotment = allot(loads, 3, tau)
+    allotment = allot(each(loads), 3, tau)
     assert not allotment.is_feasible
     assert counts(allotment) == [1, 1, 1]
-    assert allot(loads, 3, None) == allotment, "as where nothing predicts times"
+    assert allot(each(loads), 3, None) == allotment, "as where nothing predicts times"
 
 
 def test_few_workers_serve_runs_of_neighbours():
     """Two steps are shorter than with equal runs."""
     loads = [Load(length, 8) for length in (100, 110, 120, 130, 140, 1000)]
-    allotment = allot(loads, 3, tau)
+    allotment = allot(each(loads), 3, tau)
     assert allotment.is_feasible
     runs = (allotment.parts, equal_shares(6, 3))
     ours, equal = (pair_s([tau(loads[part.first : part.last + 1]) for part in parts], 0.0) for parts in runs)
@@ -86,7 +91,7 @@ LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 64), st.sampled_from([0.0, 1.0, 30.0]))
 def test_every_group_is_served_and_no_worker_is_left_out(lengths, workers, responses, train_s):
     loads = [Load(length, responses) for length in lengths]
-    parts = allot(loads, workers, tau, train_s).parts
+    parts = allot(each(loads), workers, tau, train_s).parts
     assert [i for part in parts for i in range(part.first, part.last + 1)] == list(range(len(loads)))
     assert sum(part.num_workers for part in parts) == workers
     assert all(part.num_workers >= 1 for part in parts)
@@ -114,7 +119,7 @@ def pair_of(loads, shared, train_s):
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.integers(0, 6), st.integers(1, 32), st.floats(0, 60))
 def test_two_steps_take_no_longer_than_by_the_paper_or_with_equal_shares(lengths, more, responses, train_s):
     workers, loads = len(lengths) + more, [Load(length, responses) for length in lengths]
-    allotment = allot(loads, workers, tau, train_s)
+    allotment = allot(each(loads), workers, tau, train_s)
     found = pair_of(loads, counts(allotment), train_s)
     assert found <= pair_of(loads, [part.num_workers for part in equal_shares(len(loads), workers)], train_s)
     paper = figure_12(loads, workers, train_s)
