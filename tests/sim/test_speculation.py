@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sim_machine import SMALL, STOP, ConstantCost, sizes
+from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
@@ -253,6 +255,38 @@ def test_a_plan_that_speculates_is_charged_step_by_step():
 
     seconds = [sum(step_s(each) for each in steps) for steps in groups]
     assert result.duration_s == pytest.approx(max(seconds), rel=1e-12)
+
+
+# ---------------------------------------------------------------- whole runs
+
+SPECULATES = {"rollout.speculation": {"enable": True, "verify_tokens": 32}}
+PLACES = {
+    "one worker": {"rollout.num_workers": 1},
+    "two workers, dynamic sampling": {"rollout.num_workers": 2, "algorithm.filter_groups": {"enable": True}},
+    "tail batching": {"rollout.tail_batching": {"enable": True}},
+    "partial rollout": {"rollout.partial_rollout": {"enable": True}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_draws_the_same_with_drafts_in_fewer_steps_and_through_a_kill(place: str):
+    """8 prompts come again after two or three steps; then drafts are taken."""
+    plain, values = make_workload(3), PLACES[place] | {"trainer.total_training_steps": 8}
+    (task,) = plain.tasks
+    workload = replace(plain, tasks=(replace(task, history=SimulatedHistory(8.0, 1.0, 0.2)),))
+    with_drafts, without = whole(make_config(SPECULATES, **values), workload), whole(make_config(values), workload)
+    if place not in ("tail batching", "partial rollout"):  # in these, a batch is of what completes first
+        assert with_drafts.decided()[1] == without.decided()[1]
+    steps = [sum(each["rollout/decode_steps"] for each in run.metrics.values()) for run in (with_drafts, without)]
+    assert steps[0] < steps[1]
+    of_steps = with_drafts.metrics
+    assert of_steps[1]["rollout/spec/drafted_share"] == 0, "nothing was drawn before"
+    assert all(of_steps[step]["rollout/spec/accept_rate"] > 0.3 for step in (7, 8))
+    assert not any(name.startswith("rollout/spec/") for step in without.metrics.values() for name in step)
+    killed = House(with_drafts.config, workload)
+    assert not killed.run(("kill", 40))
+    assert killed.run()
+    assert killed.decided() == with_drafts.decided()
 
 
 # ---------------------------------------------------------------- what a step costs
