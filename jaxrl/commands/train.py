@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,15 +47,18 @@ from jaxrl.runtime.build import (
 )
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.drafting import asks_profile
-from jaxrl.runtime.history import history_session
+from jaxrl.runtime.history import HistorySession, history_session
 from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
+from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.streaming import StreamSession, refuse_devices
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.rounds.batches import BatchRule
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
@@ -102,6 +105,8 @@ class Run:
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
+        ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
+        self.pace = checked_profile(config, self.model, mesh) if ranks else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
         self._checkpoints()
@@ -270,20 +275,18 @@ class Run:
         assert timeline is not None, "only a simulated run goes without"
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        mesh = self.rollout_mesh
-        workers = self.workers = build_workers(config, self.model, mesh, weights)
+        workers = self.workers = build_workers(config, self.model, self.rollout_mesh, weights)
         engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile)
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
-            kept = (journal, timeline, record.layouts)
-            layouts = build_layouts(config, self.profile, mesh, engines.engines, row_sizes(config, workers), *kept)
+            kept = (row_sizes(config, workers), journal, timeline, record.layouts)
+            layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept)
         stream: StreamSession | None = None
         if config.trainer.stream.enable:
             stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         history = history_session(config, timeline)
-        if history is not None:
-            stack.enter_context(closing(history))
+        stack.enter_context(nullcontext() if history is None else closing(history))
         backend = RolloutBackend(
             engines,
             workers,
@@ -299,7 +302,8 @@ class Run:
             stream=stream,
             history=history,
         )
-        kept = {"layouts": layouts, "stream": stream, "history": history}
+        ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
+        kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking}
 
         def save(step: int, state: Mapping[str, Any]) -> None:
             committed = self.store.latest_step()  # for sure only then: saving waits for the save before
@@ -321,9 +325,20 @@ class Run:
             num_devices=len(self.devices),
             together=overlap,
             stream=stream,
+            ranking=ranking,
             kept={name: each for name, each in kept.items() if each is not None},
         )
         return loop, backend
+
+    def _ranking(self, backend: RolloutBackend, history: HistorySession | None) -> RankingGroups:
+        """What ranks the backend's rounds; with a latency profile, by predicted times."""
+        assert history is not None, "ranks by lengths that nothing keeps"
+        config, predictor = self.config, None
+        if self.pace is not None:
+            predictor = LatencyPredictor(self.pace, config.rollout.layout, row_sizes(config, self.workers))
+        ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+        backend.rank(ranking, self.workers, by)
+        return ranking
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)

@@ -172,6 +172,11 @@ class DraftBooks:
         self.unplaced += found.count(self.num_books)
         return found
 
+    def forget(self) -> None:
+        """Lets go of all indexes: another rollout names others."""
+        for held in self._places:
+            held.clear()
+
     def delete(self) -> None:
         """Deletes the arrays."""
         for array in jax.tree.leaves(self.arrays):
@@ -179,15 +184,15 @@ class DraftBooks:
 
     def _make_room(self, group: int, wanted: list[DraftIndex]) -> list[tuple[int, DraftIndex]]:
         """Gives the indexes of a group places; returns those that are to be uploaded."""
-        held = self._places[group]
+        held, named = self._places[group], set(wanted)
         for index in wanted:
             if index in held:
                 held[index] = held.pop(index)  # named last
-        missing = [index for index in wanted if index not in held]
-        spare = [index for index in held if index not in set(wanted)]
-        free = [place for place in range(self.num_books) if place not in set(held.values())]
+        taken = set(held.values())
+        spare = [index for index in held if index not in named]
+        free = [place for place in range(self.num_books) if place not in taken]
         filled = []
-        for index in missing:
+        for index in [index for index in wanted if index not in held]:
             if not free and not spare:
                 break
             held[index] = free.pop(0) if free else held.pop(spare.pop(0))

@@ -174,7 +174,9 @@ class MeshExecutor:
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
         """Allocates the KV pool if there is none, or takes over one of `cache_shape` in this layout's shardings; row
-        state is blank."""
+        state is blank, and no draft index is there."""
+        if self._books is not None:
+            self._books.forget()
         if pool is not None or self._pool is None:
             self._pool = kv_cache.allocate(self.layout, self.cache_shape) if pool is None else pool
         self.put_rows(())

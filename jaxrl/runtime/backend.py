@@ -258,7 +258,10 @@ class RolloutBackend:
                     raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
                 self._take(self._rewards.wait(POLL_S))
                 self._beat()
-                self._look()
+                if self._stream is not None:
+                    self._stream.after_plan()
+                if self._ranking is not None:
+                    self._ranking.look()
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         event = self._events.popleft()
@@ -427,16 +430,12 @@ class RolloutBackend:
         with self._lanes.step(worker):
             finished = self.engine.step(worker)
         self._tell_finished(finished)
-        self._look()
-        if waits:
-            self._show(worker)
-
-    def _look(self) -> None:
-        """What is done between plans."""
         if self._stream is not None:
             self._stream.after_plan()
         if self._ranking is not None:
-            self._ranking.look(self._requests)
+            self._ranking.after_plan(self._requests)
+        if waits:
+            self._show(worker)
 
     def _draft_from_group(self) -> None:
         """Gives requests of prompts without history what others of their group have brought."""

@@ -33,6 +33,7 @@ from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
 from jaxrl.runtime.drafting import draft_book_bytes, verified_positions
+from jaxrl.scheduling.rounds.composition import begins_ahead
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
@@ -113,8 +114,8 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     if memory_bytes is None:
         return useful
     resident = {} if rollout.num_devices else _resident(config, model_config, devices)
-    books = draft_book_bytes(config)
-    taken = sum(resident.values()) + _rollout_weights(config, model_config, devices) + books
+    weights, books = _rollout_weights(config, model_config, devices), draft_book_bytes(config)
+    taken = sum(resident.values()) + weights * (2 if begins_ahead(config) else 1) + books
     left = int(memory_bytes * rollout.memory_fraction) - taken
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
@@ -384,10 +385,12 @@ def memory_plan(
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
     block_size = config.rollout.block_size
     usable = num_blocks - _RESERVED_BLOCKS
+    weights = _rollout_weights(config, model_config, rolling)
     return MemoryPlan(
         resident=_resident(config, model_config, training),
         rollout={
-            "rollout weights": _rollout_weights(config, model_config, rolling),
+            "rollout weights": weights,
+            **({"rollout weights of the next round": weights} if begins_ahead(config) else {}),
             "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
             **({_BOOKS: books} if (books := draft_book_bytes(config)) else {}),
         },

@@ -97,15 +97,20 @@ class RankingSession:
         if self._books is not None:
             self._books.ended(key)
 
-    def look(self, requests: Mapping[SampleKey, int]) -> None:
-        """Between plans: moves outliers, and lets workers go on with the next round; `requests`: those of this one."""
+    def after_plan(self, requests: Mapping[SampleKey, int]) -> None:
+        """Moves outliers, and then looks; `requests`: those of this round. Outliers move in logical time alone: where a
+        batch depends on which responses end first, a verdict that comes late changes nothing of it."""
+        if self._books is not None and self._round is not None:
+            for key in self._books.take(lambda key: self._num_tokens(requests.get(key))):
+                self._move(requests[key], self._books.rank(key), self._round.ranks)
+        self.look()
+
+    def look(self) -> None:
+        """Lets workers that are done go on with the next round."""
         now_s = self._clock()
         idle = sum(engine.is_idle for engine in self._engines.engines)
         self._idle_s += idle * (now_s - self._looked_s)
         self._looked_s = now_s
-        if self._books is not None and self._round is not None:
-            for key in self._books.take(lambda key: self._num_tokens(requests.get(key))):
-                self._move(requests[key], self._books.rank(key), self._round.ranks)
         self.ahead.look()
 
     def end(self) -> dict[str, float]:

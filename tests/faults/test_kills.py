@@ -1,4 +1,4 @@
-"""80 SIGKILLs at random moments under seven sets of rules, saves among them: each run ends as an unbroken one.
+"""86 SIGKILLs at random moments under eight sets of rules, saves among them: each run ends as an unbroken one.
 
 With the stream trainer, what is equal to what:
 
@@ -41,6 +41,11 @@ RULES = {
     "one-step-off": (STOPS, "trainer.one_step_off=true"),
     # which end is told first decides what is buffered
     "two-workers": (STOPS, "rollout.partial_rollout={enable: true, at_end: leave}", "rollout.num_workers=2"),
+    # a low temperature: responses resemble those of the epoch before. The history is part of the end that is compared
+    "speculation": (
+        *("rollout.temperature=0.06", "actor.optim.lr=0.002", "rollout.decode_steps=2"),
+        "rollout.speculation={enable: true, epochs: 2, within_group: true}",
+    ),
     # all of the batch that waits at once: how far a stream has come is a matter of the clock
     "streaming": (*HALVES, STREAM, "trainer.stream.max_prompts=0", "trainer.one_step_off=true"),
 }
@@ -51,6 +56,7 @@ KILLS = {
     "partial-rollout": 12,
     "one-step-off": 12,
     "two-workers": 10,
+    "speculation": 6,
     "streaming": 10,
 }
 STEPS = {"plain": 100}  # its steps are short; 40 of the others are enough for their kills
@@ -103,6 +109,10 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
         shares = [line["actor/streamed_share"] for line in metrics_of(run_dir)]
         assert sum(shares) > 0
         print(f"{rule}: {np.mean(shares):.2f} of all prompts streamed")
+    if rule == "speculation":
+        shares = [line["rollout/spec/drafted_share"] for line in metrics_of(run_dir)]
+        assert sum(shares) > 0
+        print(f"{rule}: {np.mean(shares):.2f} of all decoded tokens came from drafts")
     lines = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (run_dir, whole)

@@ -8,15 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from near_ties import is_near_tie
 from recorder import Recorder
 from small_models import VOCABULARY, model_of, requests, weights_of
 
+from jaxrl.kernels import reference
+from jaxrl.models import decoder
+from jaxrl.models.loading import load_model
+from jaxrl.rollout.calls import kept_tokens
 from jaxrl.rollout.draft_books import Books, DraftBooks, Drafting, allocate, book_bytes, upload
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -25,7 +31,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import START, DraftIndex, DraftLengths
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import DraftCounts, Request, resume
+from jaxrl.scheduling.tokens.plan import DraftCounts, PrefillChunk, Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -92,7 +98,18 @@ def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
     np.testing.assert_array_equal(books.arrays.texts[0, 1, : len(b.text)], b.text)
     assert books.place([(0, d), (0, c), (0, a), (1, c)], write) == [1, 0, 2, 0], "two places: a has none"
     assert (books.uploads, books.unplaced) == (5, 1)
+    books.forget()
+    assert books.place([(0, c)], write) == [0]
+    assert books.uploads == 6
     assert sum(x.nbytes for x in books.arrays) == 2 * book_bytes(replace(drafting, num_indexes=2), 99)
+
+
+def test_a_prefill_says_what_a_response_ended_with():
+    """A chunk that begins inside the response does not show what is before it."""
+    request = requests(1, 1)[0]
+    chunk = PrefillChunk(request, 0, 0, (5, 6, 7, 8), start=9, block_table=(1, 2), is_last=True, num_generated=0)
+    shown = [list(kept_tokens(replace(chunk, num_generated=count))) for count in (0, 3, 4, 6)]
+    assert shown == [[], [6, 7, 8], [5, 6, 7, 8], [-3, -3, 5, 6, 7, 8]]
 
 
 def test_an_index_that_has_no_room_is_refused_before_it_waits():
@@ -209,9 +226,10 @@ KINDS: list[dict[str, Any]] = [
 
 
 def mixed(num_prompts: int, n: int, longest: int = 40) -> list[Request]:
-    """Every kind of sampling."""
+    """Every kind of sampling; all but the first sample of a prompt may stop at one of eight tokens."""
     made = requests(num_prompts, n, longest)
-    return [replace(each, params=replace(each.params, **KINDS[i % 4])) for i, each in enumerate(made)]
+    stops = [{"stop_token_ids": tuple(range(7, 15))} if each.params.stop_token_ids else {} for each in made]
+    return [replace(r, params=replace(r.params, **KINDS[i % 4], **stops[i])) for i, r in enumerate(made)]
 
 
 def with_history(asked: Sequence[Request], drawn: Sequence[Sample]) -> list[Request]:
@@ -323,3 +341,49 @@ def test_row_state_without_drafting_is_what_it_was():
     executor = executor_of("llama", 1, 1, dtype=jnp.float32, drafting=None)
     assert len(jax.tree.leaves(executor._state)) == 10
     assert {shape[0] for shape in executor.shapes()} == {"prefill", "decode"}
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token_of_smollm2(smollm2: Path):
+    """In float32 sums of one query a row and of several differ in their last bits: a first difference is a near-tie."""
+    mesh = make_mesh(jax.devices()[:1])
+    model, params = load_model(str(smollm2), mesh)
+    rng, drafting = np.random.default_rng(11), Drafting(2, 160, 32, LENGTHS)
+    sizes = replace(SIZES, num_slots=8, block_size=16, max_length=128, dtype=jnp.float32, drafting=drafting)
+    executor = MeshExecutor(model, Layout(mesh, 1), sizes)
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    asked = [
+        Request(
+            i,
+            SampleKey(0, i // 2, i % 2),
+            tuple(np.random.default_rng(i // 2).integers(1, 30000, 12).tolist()),
+            SamplingParams(max_tokens=80, temperature=(1.0, 0.0)[i % 2]),
+        )
+        for i in range(24)
+    ]
+    plain = engine_of(executor, drafts=False).generate(asked)
+    engine = engine_of(executor)
+    near = [np.where(rng.random(len(s)) < 0.1, rng.integers(0, 30000, len(s)), s.token_ids) for s in plain]
+    histories = [DraftIndex.build([text], [1.0], LENGTHS) for text in near]
+    drawn = engine.generate([replace(r, history=history) for r, history in zip(asked, histories, strict=True)])
+    differing = []
+    for request, a, b in zip(asked, plain, drawn, strict=True):
+        x, y = a.token_ids.tolist(), b.token_ids.tolist()
+        at = next((i for i, pair in enumerate(zip(x, y, strict=False)) if pair[0] != pair[1]), len(x))
+        np.testing.assert_allclose(a.rollout_logprobs[:at], b.rollout_logprobs[:at], rtol=0, atol=1e-3)
+        if x != y:
+            differing.append((request, at, x, y))
+    print(f"SmolLM2, float32: {len(differing)} of {len(asked)} responses differ; {counted(engine.counters)}")
+    for request, at, x, y in differing:
+        context = jnp.asarray([[*request.prompt_ids, *x[:at]]], jnp.int32)
+        positions, segments = jnp.arange(context.shape[1])[None], jnp.ones_like(context)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments=segments, positions=positions) -> jax.Array:
+            return reference.packed_attention(q, k, v, segments, positions)
+
+        hidden = decoder.forward_scan(params, context, positions, attend, model, dtype=jnp.float32)
+        logits = decoder.logits(params, hidden, model)[0, -1]
+        assert is_near_tie(logits, request, context.shape[1], (x[at], y[at])), (request.key, at)
+    assert len(differing) <= 2
+    assert 0.3 < engine.counters.accepted_tokens / engine.counters.drafted_tokens < 1

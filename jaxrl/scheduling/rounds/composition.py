@@ -53,6 +53,11 @@ def is_timeless(config: Config) -> bool:
     return not (races or config.algorithm.filter_groups.enable)
 
 
+def begins_ahead(config: Config) -> bool:
+    """Whether workers that are done with a round may begin with the next one, and so weights of two versions exist."""
+    return config.rollout.ranking_groups.enable and is_timeless(config)
+
+
 def _ranking_problem(config: Config) -> str | None:
     """Why prompts cannot be ranked."""
     option, rollout = "rollout.ranking_groups.enable", config.rollout
