@@ -3,7 +3,9 @@ changes."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import threading
+import time
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, whole
 
+from jaxrl.runtime.overlap import Overlap
+from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
 from jaxrl.sim.cost_model import Efficiency, RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.types import RunFailed, SampleKey
@@ -130,3 +134,56 @@ def test_a_run_that_goes_on_draws_the_same(plain: House, how: Any):
         check(house)
         assert samples(house) == samples(plain)
     assert num_begun, "some boundary was left with prompts drawn ahead"
+
+
+# ---------------------------------------------------------------- two things at once
+
+
+def test_the_first_of_two_things_is_told_when_the_second_has_ended():
+    """On a simulated clock the second is over at its end, whoever ran first; on a real one, if it has ended well."""
+    clock = SimulatedClock()
+    seen: list[bool] = []
+
+    def first() -> str:
+        for _ in range(3):
+            seen.append(together.has_ended)
+            clock.advance(2.0)
+        return "first"
+
+    together = SimulatedTogether(clock)
+    assert together(first, lambda: clock.advance(4.0)) == ("first", None)
+    assert seen == [False, False, True]
+    assert clock.now_s == 6.0
+    with closing(Overlap()) as overlap:
+        begins, ended = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            before = overlap.has_ended
+            begins.set()
+            ended.wait(60)
+            while overlap.busy and not overlap.has_ended:
+                time.sleep(0.001)
+            assert not before
+
+        def other() -> None:
+            begins.wait(60)
+            ended.set()
+
+        overlap(wait, other)
+        assert not overlap.has_ended, "nothing runs"
+
+        def fails() -> None:
+            ended.set()
+            raise ValueError("no")
+
+        ended.clear()
+        later: list[bool] = []
+
+        def look() -> None:
+            ended.wait(60)
+            time.sleep(0.05)
+            later.append(overlap.has_ended)
+
+        with pytest.raises(ValueError, match="no"):
+            overlap(look, fails)
+        assert later == [False], "it has failed"
