@@ -15,6 +15,8 @@ from sim_machine import SMALL, STOP, ConstantCost, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, draft_width
@@ -28,6 +30,7 @@ from jaxrl.sim.foretold import Foreteller, Foretold, foretold
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.verification import Drafting, verify
 from jaxrl.types import SampleKey, SamplingParams
 
@@ -303,3 +306,16 @@ def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens
             memory = weights + row_memory * queries + token_memory * tokens
             compute = row_compute * queries + token_compute * sum(tokens + rows * i for i in range(1 + width))
             assert found == pytest.approx(max(memory, compute) + cost._pass_s(2, queries), rel=1e-12)
+
+
+def test_a_table_has_what_was_measured_of_verification_or_scales_what_was_measured_of_decoding():
+    rest, rows, context = RooflineCost(SMALL, H100), np.array([2, 2]), np.array([100.0, 150.0])
+    decode = tuple(Measurement(1, 2, tokens, seconds) for tokens, seconds in ((50, 0.01), (100, 0.02)))
+    plain = Profile(ProfileIdentity("", "", "x", 1, "", ""), decode)
+    scaled = TableCost(LatencyPredictor(plain), rest)
+    ratio = rest.verify_steps_s(1, rows, 4, context) / rest.decode_steps_s(1, rows, context)
+    assert scaled.verify_steps_s(1, rows, 4, context) == pytest.approx(np.array([0.01, 0.015]) * ratio)
+    assert (scaled.verify_steps_s(1, rows, 0, context) == scaled.decode_steps_s(1, rows, context)).all()
+    verify_too = tuple(VerifyMeasurement(1, 2, tokens, 4, seconds) for tokens, seconds in ((50, 0.03), (100, 0.05)))
+    measured = TableCost(LatencyPredictor(replace(plain, verify=verify_too)), rest)
+    assert measured.verify_steps_s(1, rows, 4, context) == pytest.approx([0.03, 0.04])
