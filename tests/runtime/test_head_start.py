@@ -14,6 +14,7 @@ from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.runtime.overlap import Overlap
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
 from jaxrl.sim.cost_model import Efficiency, RooflineCost
 from jaxrl.sim.hardware import H100
@@ -108,6 +109,29 @@ def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
     assert summed(house, "groups") > 0
     assert summed(house, "head_start_s") == 0
     assert ("rollout.partial_rollout" in more) == (summed(house, "carried_share") > 0)
+
+
+def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch: pytest.MonkeyPatch):
+    house, moved = House(make_config(BASE, **RANKED), Lengths(), COST), list[SampleKey]()
+    move = Workers.move
+
+    def noted(workers: Workers, request_ids: list[int], target: int, by: Any) -> Any:
+        (request_id,) = request_ids
+        source = workers.worker_of(request_id)
+        assert source is not None
+        moved.append(workers.engines[source].batcher.progress(request_id).request.key)
+        ranking, ahead = house.loop._ranking.now, house.loop._backend._ranking.ahead
+        drawing = [w for w in ranking.ranks if workers.num_live(w) and ahead.draws_now(w)]
+        (rank,) = [group.rank for group in ranking.groups if moved[-1] in group.keys]
+        assert target in drawing
+        assert rank < ranking.ranks[target] == max(ranking.ranks[w] for w in drawing if w != source)
+        return move(workers, request_ids, target, by)
+
+    monkeypatch.setattr(Workers, "move", noted)
+    assert house.run()
+    assert len(set(moved)) == len(moved) > 0
+    num_launched = BASE["data.train_batch_size"] * house.config.rollout.n
+    assert summed(house, "moved_share") * num_launched <= len(moved)
 
 
 def test_no_head_start_where_an_evaluation_comes_between():
