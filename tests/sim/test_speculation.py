@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def drafting(verify_tokens: int) -> Drafting:
     return Drafting(Foreteller(1, lambda _: options, 3, 7), WINDOW, lambda rows: draft_width(rows, verify_tokens, 8))
 
 
-def recorded(executor: SimulatedExecutor | ReplayExecutor) -> list[tuple[Plan, tuple]]:
+def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
     """Plans and what each brought, as they come."""
     plans: list[tuple[Plan, tuple]] = []
     submit = executor.submit
@@ -222,6 +223,7 @@ def test_lockstep_makes_the_plans_of_a_batcher(share: float):
         samples = [(s.key, s.token_ids.tolist()) for s in engine.generate(wanted)]
         outcomes.append((samples, [brought for _, brought in plans], clock.now_ns))
         if batcher is LockstepBatcher:
+            assert isinstance(engine.batcher, LockstepBatcher)
             assert (engine.batcher.num_lanes > 0) == (share < 1)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == outcomes[2][0]
