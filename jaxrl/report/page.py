@@ -223,6 +223,7 @@ def _charts(run: Run) -> list[Chart]:
         *_by_round(run),
         *_hidden(run),
         *_drafts(run),
+        *_ranked(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
@@ -268,8 +269,6 @@ def _drafts(run: Run) -> list[Chart]:
     """What speculation brought, with the steps at which an epoch begins; none where it is off."""
     if not run.series("rollout/spec/accept_rate"):
         return []
-    newest = run.series("training/epoch")
-    begun = [step for (_, before), (step, epoch) in pairwise(newest) if epoch > before]
     shares = [
         Curve("accepted, of those drafted", run.series("rollout/spec/accept_rate")),
         Curve("of decoded tokens from drafts", run.series("rollout/spec/drafted_share"), "c2"),
@@ -280,7 +279,26 @@ def _drafts(run: Run) -> list[Chart]:
         Chart("Drafts from history", "share", shares, "rollout/spec/accept_rate", top=1),
         Chart("Tokens of a step that verifies", "per row", tokens, "rollout/spec/tokens_per_step"),
     ]
-    return [replace(chart, marks=begun, mark="an epoch begins") for chart in charts]
+    return [_with_epochs(run, chart) for chart in charts]
+
+
+def _ranked(run: Run) -> list[Chart]:
+    """How busy ranking groups have kept the workers; none where they are off."""
+    if not run.series("rollout/ranking/idle_share"):
+        return []
+    shares = [
+        Curve("of workers' time idle", run.series("rollout/ranking/idle_share")),
+        Curve("of responses moved", run.series("rollout/ranking/moved_share"), "c2"),
+        Curve("begun in an earlier round", run.series("rollout/ranking/carried_share"), "c4"),
+    ]
+    return [_with_epochs(run, Chart("Workers of ranking groups", "share", shares, "rollout/ranking/*", top=1))]
+
+
+def _with_epochs(run: Run, chart: Chart) -> Chart:
+    """The chart, with the steps at which an epoch begins."""
+    newest = run.series("training/epoch")
+    begun = [step for (_, before), (step, epoch) in pairwise(newest) if epoch > before]
+    return replace(chart, marks=begun, mark="an epoch begins")
 
 
 def _phases(run: Run) -> list[Curve]:

@@ -51,12 +51,14 @@ class WeightBuffer(Protocol):
 
 
 class HeadStarts:
-    """Args:
-    engines: of the workers.
-    buffer: their executors.
-    weights: gives the trainer's current weights.
-    start: starts responses.
-    clock: seconds from any origin.
+    """What a backend has of the next round while the present one runs.
+
+    Args:
+      engines: of the workers.
+      buffer: their executors.
+      weights: gives the trainer's current weights.
+      start: starts responses.
+      clock: seconds from any origin.
     """
 
     def __init__(

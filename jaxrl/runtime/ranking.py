@@ -47,12 +47,14 @@ def build_ranking(
 
 
 class RankingSession:
-    """Args:
-    ranking: ranks the rounds.
-    engines: of the workers.
-    ahead: of the next round.
-    by: how outliers move.
-    clock: seconds from any origin.
+    """Looks after the ranked rounds of a backend.
+
+    Args:
+      ranking: ranks the rounds.
+      engines: of the workers.
+      ahead: what there is of the next round.
+      by: how outliers move.
+      clock: seconds from any origin.
     """
 
     def __init__(

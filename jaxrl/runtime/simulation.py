@@ -29,12 +29,13 @@ from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config
 from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
 from jaxrl.runtime.streaming import GradientStream, StreamSession
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
+from jaxrl.scheduling.tokens.workers import Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
 from jaxrl.sim.configured import (
     layout_predictor,
@@ -100,8 +101,7 @@ def build(
     phases = SimulatedPhases(clock, timeline)
     drafts = draft_config(config, PLATFORM, step_costs(config, cost))
     executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
-    batching = batcher_config(config, drafts)
-    engines = [Engine(each, batching, batcher=LockstepBatcher) for each in executors.executors]
+    engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
     degrees = tuple(layouts)
     sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
     own = config.rollout.num_devices
@@ -109,10 +109,8 @@ def build(
     trainer = SimulatedTrainer(cost, total - own, clock)
     pace = layout_predictor(config, cost, degrees)
     workers = Workers(engines, config.rollout.deal, step_ticks if pace is None else PredictedTicks(pace, engines))
-    stream = None
-    if config.trainer.stream.enable:
-        by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
-        stream = _stream(config, cost, clock, phases, workers, executors, total, by, feeding)
+    streams = config.trainer.stream.enable
+    stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding) if streams else None
     history = history_session(config, clock)
     backend = RolloutBackend(
         workers,
@@ -128,8 +126,7 @@ def build(
         stream=stream,
         history=history,
     )
-    ranks = config.rollout.ranking_groups.enable
-    ranking = _ranking(config, cost, history, sizes, backend, executors) if ranks else None
+    ranking = _ranking(config, cost, history, sizes, backend, executors)
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
@@ -157,8 +154,10 @@ def _ranking(
     sizes: MachineSizes,
     backend: RolloutBackend,
     executors: SimulatedWorkers,
-) -> RankingGroups:
-    """What ranks the rounds of `backend`, whose workers have `sizes` each."""
+) -> RankingGroups | None:
+    """What ranks the rounds of `backend`, whose workers have `sizes` each; None: nothing does."""
+    if not config.rollout.ranking_groups.enable:
+        return None
     assert history is not None, "ranks by lengths that nothing keeps"
     predictor = worker_predictor(config, cost, [sizes.tp])
     ranking, by = build_ranking(config, history.store, backend.engine, predictor)
@@ -216,7 +215,7 @@ def _stream(
     workers: Workers,
     executors: SimulatedWorkers,
     num_devices: int,
-    by: By,
+    pace: LatencyPredictor | None,
     feeding: Callable[[GradientStream], GradientStream],
 ) -> StreamSession:
     """The stream trainer on either half of so many devices."""
@@ -229,6 +228,7 @@ def _stream(
 
     streams = {freed: one() for freed in halves(len(workers.engines))}
     options, release = config.trainer.stream, executors.release_some
+    by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
     return StreamSession(options, workers, streams, release, drawing=phases, clock=lambda: clock.now_s, by=by)
 
 

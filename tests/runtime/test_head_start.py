@@ -3,7 +3,9 @@ changes."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import threading
+import time
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,9 @@ import pytest
 from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, whole
 
+from jaxrl.runtime.overlap import Overlap
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.sim.clock import SimulatedClock, SimulatedTogether
 from jaxrl.sim.cost_model import Efficiency, RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.types import RunFailed, SampleKey
@@ -106,6 +111,29 @@ def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
     assert ("rollout.partial_rollout" in more) == (summed(house, "carried_share") > 0)
 
 
+def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch: pytest.MonkeyPatch):
+    house, moved = House(make_config(BASE, **RANKED), Lengths(), COST), list[SampleKey]()
+    move = Workers.move
+
+    def noted(workers: Workers, request_ids: list[int], target: int, by: Any) -> Any:
+        (request_id,) = request_ids
+        source = workers.worker_of(request_id)
+        assert source is not None
+        moved.append(workers.engines[source].batcher.progress(request_id).request.key)
+        ranking, ahead = house.loop._ranking.now, house.loop._backend._ranking.ahead
+        drawing = [w for w in ranking.ranks if workers.num_live(w) and ahead.draws_now(w)]
+        (rank,) = [group.rank for group in ranking.groups if moved[-1] in group.keys]
+        assert target in drawing
+        assert rank < ranking.ranks[target] == max(ranking.ranks[w] for w in drawing if w != source)
+        return move(workers, request_ids, target, by)
+
+    monkeypatch.setattr(Workers, "move", noted)
+    assert house.run()
+    assert len(set(moved)) == len(moved) > 0
+    num_launched = BASE["data.train_batch_size"] * house.config.rollout.n
+    assert summed(house, "moved_share") * num_launched <= len(moved)
+
+
 def test_no_head_start_where_an_evaluation_comes_between():
     house = whole(make_config(BASE, **RANKED, **{"trainer.test_freq": 1}), Lengths(), COST)
     assert summed(house, "groups") > 0
@@ -130,3 +158,56 @@ def test_a_run_that_goes_on_draws_the_same(plain: House, how: Any):
         check(house)
         assert samples(house) == samples(plain)
     assert num_begun, "some boundary was left with prompts drawn ahead"
+
+
+# ---------------------------------------------------------------- two things at once
+
+
+def test_the_first_of_two_things_is_told_when_the_second_has_ended():
+    """On a simulated clock the second is over at its end, whoever ran first; on a real one, if it has ended well."""
+    clock = SimulatedClock()
+    seen: list[bool] = []
+
+    def first() -> str:
+        for _ in range(3):
+            seen.append(together.has_ended)
+            clock.advance(2.0)
+        return "first"
+
+    together = SimulatedTogether(clock)
+    assert together(first, lambda: clock.advance(4.0)) == ("first", None)
+    assert seen == [False, False, True]
+    assert clock.now_s == 6.0
+    with closing(Overlap()) as overlap:
+        begins, ended = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            before = overlap.has_ended
+            begins.set()
+            ended.wait(60)
+            while overlap.busy and not overlap.has_ended:
+                time.sleep(0.001)
+            assert not before
+
+        def other() -> None:
+            begins.wait(60)
+            ended.set()
+
+        overlap(wait, other)
+        assert not overlap.has_ended, "nothing runs"
+
+        def fails() -> None:
+            ended.set()
+            raise ValueError("no")
+
+        ended.clear()
+        later: list[bool] = []
+
+        def look() -> None:
+            ended.wait(60)
+            time.sleep(0.05)
+            later.append(overlap.has_ended)
+
+        with pytest.raises(ValueError, match="no"):
+            overlap(look, fails)
+        assert later == [False], "it has failed"

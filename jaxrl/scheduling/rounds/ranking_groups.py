@@ -44,10 +44,13 @@ SCHEMA = 1
 
 
 class PastLengths(Protocol):
-    """The historical length of a prompt: the median of its last responses, in tokens."""
+    """A prompt's last responses, in tokens. Its historical length is their median."""
 
     @property
     def median(self) -> float: ...
+
+    @property
+    def longest(self) -> int: ...
 
 
 class LengthHistory(Protocol):
@@ -226,7 +229,7 @@ class RankingGroups:
             return None
         cut = equal_groups(len(ordered), self.options.num_groups)
         members = [[ordered[place] for place in places] for places in cut]
-        loads = [self._load(each) for each in members]
+        loads = [self._loads(each) for each in members]
         tau = None if self._step_s is None else self._tau
         allotment = allot(loads, self._num_workers, tau, self._train_s if self._is_timed else 0.0)
         groups = tuple(
@@ -236,10 +239,14 @@ class RankingGroups:
         worker_of, ranks = _dealt(members, allotment.parts, worker_order(self._num_workers, step))
         return RankedRound(step, worker_of, groups, ranks, allotment)
 
-    def _load(self, launches: Sequence[Launch]) -> Load:
-        """l of a group: the mean of its prompts' medians; 0 where nothing is known of it."""
-        medians = self._medians(launches)
-        return Load(float(np.mean(medians)) if medians else 0.0, float(sum(len(launch.keys) for launch in launches)))
+    def _loads(self, launches: Sequence[Launch]) -> list[Load]:
+        """What is expected of a group: of each prompt one response as long as its longest was, and the others of its
+        historical length. Prompts without history are left out."""
+        loads: list[Load] = []
+        for launch in launches:
+            if (lengths := self._history.lengths(launch.prompt.index)) is not None:
+                loads += [Load(lengths.median, len(launch.keys) - 1), Load(float(lengths.longest), 1)]
+        return loads
 
     def _longest(self, launches: Sequence[Launch]) -> float | None:
         return max(self._medians(launches), default=None)

@@ -17,6 +17,7 @@ from jaxrl.types import Prompt, SampleKey
 @dataclass(frozen=True)
 class Past:
     median: float
+    longest: int
 
 
 class History:
@@ -27,7 +28,7 @@ class History:
 
     def lengths(self, index):
         length = self._lengths.get(index)
-        return None if length is None else Past(length)
+        return None if length is None else Past(length, length)
 
     def growths(self):
         return np.asarray(self._growths, np.float64)
