@@ -133,7 +133,7 @@ def cases_of(options: argparse.Namespace, pools: Sequence[Executor]) -> dict[str
 
 def sizes_of(options: argparse.Namespace) -> dict[str, float]:
     """Bytes of all prompts, and how long their indexes and what goes into a checkpoint took."""
-    rng, totals = np.random.default_rng(options.seed + 1), dict.fromkeys(("tokens", "index", "packed"), 0)
+    rng, totals = np.random.default_rng(options.seed + 1), dict.fromkeys(("tokens", "index", "packed"), 0.0)
     build_s = pack_s = 0.0
     for _ in range(options.prompts):
         history = made_up(rng, options.responses, options.tokens, options.same)

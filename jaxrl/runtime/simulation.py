@@ -101,8 +101,7 @@ def build(
     phases = SimulatedPhases(clock, timeline)
     drafts = draft_config(config, PLATFORM, step_costs(config, cost))
     executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
-    batching = batcher_config(config, drafts)
-    engines = [Engine(each, batching, batcher=LockstepBatcher) for each in executors.executors]
+    engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
     degrees = tuple(layouts)
     sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
     own = config.rollout.num_devices
@@ -127,8 +126,7 @@ def build(
         stream=stream,
         history=history,
     )
-    ranks = config.rollout.ranking_groups.enable
-    ranking = _ranking(config, cost, history, sizes, backend, executors) if ranks else None
+    ranking = _ranking(config, cost, history, sizes, backend, executors)
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
@@ -156,8 +154,10 @@ def _ranking(
     sizes: MachineSizes,
     backend: RolloutBackend,
     executors: SimulatedWorkers,
-) -> RankingGroups:
-    """What ranks the rounds of `backend`, whose workers have `sizes` each."""
+) -> RankingGroups | None:
+    """What ranks the rounds of `backend`, whose workers have `sizes` each; None: nothing does."""
+    if not config.rollout.ranking_groups.enable:
+        return None
     assert history is not None, "ranks by lengths that nothing keeps"
     predictor = worker_predictor(config, cost, [sizes.tp])
     ranking, by = build_ranking(config, history.store, backend.engine, predictor)

@@ -89,7 +89,8 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
         drawn = prompts.next(case.num_prompts)
         launches = [Launch(each, _keys(each, rollout.n)) for each in drawn]
         ranks = rollout.ranking_groups.enable
-        placed = ranking.begin(launches, step) if ranks else launches
+        began = ranking.begin(launches, step) if ranks else launches
+        placed = [each for each in began if isinstance(each, Launch)]
         version = max(step - 1, 1)  # of the responses' first step: those of a one-step-off run
         parts = _parts(placed, num_workers)
         begins = times.begins_s(sync_s, ranks and ranking.now is not None)
@@ -104,9 +105,9 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
         times.parts = begins
         times.rounds.append(float(begins.max()))
         whole = {each.prompt.key: [workload.length(key, version) for key in each.keys] for each in launches}
-        began = max(times.rounds[-1], times.updates[-1] if times.updates else 0.0)
+        update_s = max(times.rounds[-1], times.updates[-1] if times.updates else 0.0)
         took = _train_s(cost, [n for lengths in whole.values() for n in lengths], _training_devices(case))
-        times.updates.append(began + took)
+        times.updates.append(update_s + took)
         ranking.learned(took, gained)
         ranking.end()
         for (_, index), lengths in whole.items():

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sim_machine import SMALL, STOP, ConstantCost, sizes
+from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, draft_width
@@ -26,6 +31,7 @@ from jaxrl.sim.foretold import Foreteller, Foretold, foretold
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.sim.table_cost import TableCost
 from jaxrl.sim.verification import Drafting, verify
 from jaxrl.types import SampleKey, SamplingParams
 
@@ -146,7 +152,7 @@ def drafting(verify_tokens: int) -> Drafting:
     return Drafting(Foreteller(1, lambda _: options, 3, 7), WINDOW, lambda rows: draft_width(rows, verify_tokens, 8))
 
 
-def recorded(executor: SimulatedExecutor | ReplayExecutor) -> list[tuple[Plan, tuple]]:
+def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
     """Plans and what each brought, as they come."""
     plans: list[tuple[Plan, tuple]] = []
     submit = executor.submit
@@ -217,6 +223,7 @@ def test_lockstep_makes_the_plans_of_a_batcher(share: float):
         samples = [(s.key, s.token_ids.tolist()) for s in engine.generate(wanted)]
         outcomes.append((samples, [brought for _, brought in plans], clock.now_ns))
         if batcher is LockstepBatcher:
+            assert isinstance(engine.batcher, LockstepBatcher)
             assert (engine.batcher.num_lanes > 0) == (share < 1)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == outcomes[2][0]
@@ -255,6 +262,38 @@ def test_a_plan_that_speculates_is_charged_step_by_step():
     assert result.duration_s == pytest.approx(max(seconds), rel=1e-12)
 
 
+# ---------------------------------------------------------------- whole runs
+
+SPECULATES = {"rollout.speculation": {"enable": True, "verify_tokens": 32}}
+PLACES = {
+    "one worker": {"rollout.num_workers": 1},
+    "two workers, dynamic sampling": {"rollout.num_workers": 2, "algorithm.filter_groups": {"enable": True}},
+    "tail batching": {"rollout.tail_batching": {"enable": True}},
+    "partial rollout": {"rollout.partial_rollout": {"enable": True}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_draws_the_same_with_drafts_in_fewer_steps_and_through_a_kill(place: str):
+    """8 prompts come again after two or three steps; then drafts are taken."""
+    plain, values = make_workload(3), PLACES[place] | {"trainer.total_training_steps": 8}
+    (task,) = plain.tasks
+    workload = replace(plain, tasks=(replace(task, history=SimulatedHistory(8.0, 1.0, 0.2)),))
+    with_drafts, without = whole(make_config(SPECULATES, **values), workload), whole(make_config(values), workload)
+    if place not in ("tail batching", "partial rollout"):  # in these, a batch is of what completes first
+        assert with_drafts.decided()[1] == without.decided()[1]
+    steps = [sum(each["rollout/decode_steps"] for each in run.metrics.values()) for run in (with_drafts, without)]
+    assert steps[0] < steps[1]
+    of_steps = with_drafts.metrics
+    assert of_steps[1]["rollout/spec/drafted_share"] == 0, "nothing was drawn before"
+    assert all(of_steps[step]["rollout/spec/accept_rate"] > 0.3 for step in (7, 8))
+    assert not any(name.startswith("rollout/spec/") for step in without.metrics.values() for name in step)
+    killed = House(with_drafts.config, workload)
+    assert not killed.run(("kill", 40))
+    assert killed.run()
+    assert killed.decided() == with_drafts.decided()
+
+
 # ---------------------------------------------------------------- what a step costs
 
 
@@ -269,3 +308,16 @@ def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens
             memory = weights + row_memory * queries + token_memory * tokens
             compute = row_compute * queries + token_compute * sum(tokens + rows * i for i in range(1 + width))
             assert found == pytest.approx(max(memory, compute) + cost._pass_s(2, queries), rel=1e-12)
+
+
+def test_a_table_has_what_was_measured_of_verification_or_scales_what_was_measured_of_decoding():
+    rest, rows, context = RooflineCost(SMALL, H100), np.array([2, 2]), np.array([100.0, 150.0])
+    decode = tuple(Measurement(1, 2, tokens, seconds) for tokens, seconds in ((50, 0.01), (100, 0.02)))
+    plain = Profile(ProfileIdentity("", "", "x", 1, "", ""), decode)
+    scaled = TableCost(LatencyPredictor(plain), rest)
+    ratio = rest.verify_steps_s(1, rows, 4, context) / rest.decode_steps_s(1, rows, context)
+    assert scaled.verify_steps_s(1, rows, 4, context) == pytest.approx(np.array([0.01, 0.015]) * ratio)
+    assert (scaled.verify_steps_s(1, rows, 0, context) == scaled.decode_steps_s(1, rows, context)).all()
+    verify_too = tuple(VerifyMeasurement(1, 2, tokens, 4, seconds) for tokens, seconds in ((50, 0.03), (100, 0.05)))
+    measured = TableCost(LatencyPredictor(replace(plain, verify=verify_too)), rest)
+    assert measured.verify_steps_s(1, rows, 4, context) == pytest.approx([0.03, 0.04])

@@ -159,6 +159,10 @@ class Batcher:
             self._end(progress)
         return ended
 
+    def forget_drafts(self) -> None:
+        """What was seen of drafts decides nothing from here on."""
+        self.draft_rule = None if self.config.drafts is None else DraftRule(self.config.drafts)
+
     def set_history(self, request_id: int, history: DraftIndex | None) -> None:
         """What a request's drafts are taken from, from the next plan on; nothing for one that has ended."""
         progress = self._requests.get(request_id)

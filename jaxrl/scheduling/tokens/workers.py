@@ -408,6 +408,8 @@ class Workers:
         self._ticks = [0] * len(self.engines)
         self._told = 0
         self._first.clear()
+        for engine in self.engines:
+            engine.batcher.forget_drafts()
 
     def _now(self) -> int:
         """When a worker that was idle starts: with the busy one that is behind all others, else after what was told."""

@@ -10,10 +10,11 @@ import pytest
 
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import TOKENS_PER_STEP, DraftConfig, Window
+from jaxrl.scheduling.tokens.draft_rule import TOKENS_PER_STEP, DraftConfig, StepCosts, Window
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, DraftCounts, Plan, PlanResult, Request, RowResult
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.types import SampleKey, SamplingParams
 
 STEPS = 4
@@ -144,3 +145,26 @@ def test_without_history_no_plan_speculates():
     while not engine.is_idle:
         engine.step()
     assert executor.plans[-1].speculates
+
+
+def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
+    """So a run that is resumed at a boundary plans as one that went on."""
+    costs = StepCosts(lambda rows, context: 1.0, lambda rows, context: 3.0)
+    config = BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=64, costs=costs))
+
+    def rounds(count: int) -> list[list[bool]]:
+        executor = Accepting(4, 200, seed=1)
+        workers, found = Workers([Engine(executor, config)]), []
+        for index in range(count):
+            params = SamplingParams(max_tokens=80)
+            workers.add(Request(index, SampleKey(0, index, 0), (1,), params, history=HISTORY))
+            executor.chance, executor.plans = random.Random(7), []
+            while not workers.is_idle:
+                workers.step()
+            found.append([plan.speculates for plan in executor.plans])
+        return found
+
+    (first, second), (alone,) = rounds(2), rounds(1)
+    assert first == second == alone
+    assert True in first
+    assert False in first, "3 tokens a step are not reached"
