@@ -139,9 +139,8 @@ def rhymerl_rows(task: str) -> dict[str, Case]:
 
 
 def _rhymerl(steps: int) -> list[Case]:
-    whole = (
-        EPOCH_STEPS + min(steps, RHYMERL_STEPS) + 1
-    )  # an epoch without history before, a step that only learns after
+    pairs = -(-min(steps, RHYMERL_STEPS) // 2)  # of an odd and an even step
+    whole = EPOCH_STEPS + 2 * pairs + 1  # an epoch without history before, a step that only learns after
     return [replace(case, steps=whole) for task in RHYMERL_TASKS for case in rhymerl_rows(task).values()]
 
 

@@ -50,7 +50,7 @@ def _figure_14(found: Runs) -> str:
     head = ("model", "row", "s a step", "over the row before", "paper", "error of (speed-up − 1)", "within 25 %")
     return f"""## RhymeRL Fig. 14
 
-Steps of the second and the third epoch. All samples of a step are of one size, so speed-ups are those of throughput.
+Steps from the second epoch on. Every step has as many samples, so speed-ups are those of throughput.
 
 {table(head, rows)}"""
 
