@@ -179,6 +179,8 @@ class CheckingExecutor:
                 assert chunk.start % self.block_size == 0
                 assert chunk.start <= len(request.prompt_ids) - 1
                 assert chunk.start == 0 or request.share is not None
+            # a row that it left, at a preemption, says nothing of where it is now
+            self._prefilling = {row: one for row, one in self._prefilling.items() if one[0] != request.request_id}
             self._prefilling[at] = (request.request_id, chunk.start + len(chunk.tokens))
             for i, token in enumerate(chunk.tokens):
                 assert token == self._expected(request, chunk.start + i)
