@@ -16,8 +16,9 @@ from papers.calibrate import constant, document, read, write
 from papers.closed_form import drain, rollout_ends
 from papers.facts import FACTS, SETUPS, Fact
 from papers.lengths import batches_of, lengths_of, quantile, spreads, survival
-from papers.problems import PROBLEMS, april_throughput, rank_up_share
+from papers.problems import PROBLEMS, april_throughput
 from papers.reported import REPORTED
+from papers.rhymerl import rank_up_share
 from papers.rollpacker import capped_share, mixed_reward_s, reward_stage_s, task_lengths
 from papers.solver import Constant, Problem, Solution, residual, solve
 

@@ -155,6 +155,7 @@ class FreshBatches:
             option = "rollout.over_provisioning"
             num_prompts = provisioned(f"{option}.prompt_factor", options.prompt_factor, num_prompts)
             num_responses = provisioned(f"{option}.response_factor", options.response_factor, num_responses)
+        self._over_provisions = options is not None and options.enable  # by nothing, if both factors are 1
         self.limits = RaceLimits(batch, num_responses, num_prompts - batch.num_groups)
         self.queue: deque[Waiting] = deque()
         self.begun: deque[PromptKey] = deque()
@@ -176,8 +177,8 @@ class FreshBatches:
 
     def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
         batch = self.limits.batch
-        if self.limits.is_race or batch.filter_groups.enable or batch.max_active_requests:
-            return []
+        if self._over_provisions or batch.filter_groups.enable or batch.max_active_requests:
+            return []  # `composition.is_timeless` says the same of a configuration
         missing = batch.num_groups - len(self.begun)  # a resumed run with smaller batches may have some
         self.begun.extend(prompt.key for prompt in prompts.next(max(missing, 0)))
         drawn = [prompts.get(*prompt_key) for prompt_key in islice(self.begun, batch.num_groups)]
