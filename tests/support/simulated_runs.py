@@ -218,14 +218,17 @@ def check(house: House) -> None:
         ahead = max(config.data.gen_batch_size - 1, 0)
         ahead += (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
         # a batch in the order of launch leaves groups waiting that were judged out of turn, and that has no bound
-        is_bounded = not config.algorithm.filter_groups.enable or getattr(loop.rule, "num_spare", 0) > 0
+        filters = config.algorithm.filter_groups.enable
+        is_bounded = not filters or getattr(loop.rule, "num_spare", 0) > 0
+        # nor has what a filter of the buffer lets wait, where others are launched in the place of what is dropped
+        lets_wait = bool(config.rollout.partial_rollout.buffer_filter_path)
         if config.rollout.tail_batching.enable:
             if is_bounded:
                 assert values["rollout/queue_length"] <= (batch + ahead - 1) + (loop.rule.num_spare + ahead)
             if max_age := config.rollout.tail_batching.max_age_steps:
                 assert values["rollout/trained_age_steps/max"] <= max_age
                 assert values["rollout/queue_age_steps/max"] <= max_age
-        elif config.rollout.partial_rollout.enable and is_bounded:
+        elif config.rollout.partial_rollout.enable and is_bounded and not (filters and lets_wait):
             assert values["rollout/queue_length"] <= loop.rule.num_spare + ahead
     if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":
         assert loop.num_carried == 0
