@@ -1,6 +1,6 @@
 """The configuration: every option, declared once with its bounds and its text, and the files that hold options.
 
-`options`, `rollouts`, `layout` and `simulation` declare them; `checks` says what must hold between them. `mapping`
+`options`, `rollouts`, `rewards`, `layout` and `simulation` declare them; `checks` says what must hold between them. `mapping`
 builds a `Config` from nested mappings, `files` from YAML, gin and overrides. `reference` lists all options.
 """
 
