@@ -50,8 +50,8 @@ class ScoreRequest:
       source: the prompt's data set or task.
       response: the decoded response.
       answer: the reference answer, if there is one.
-      extra: the prompt's own columns; and `prompt`, `epoch`, `index`, `finish_reason` and `response_length` (tokens),
-        unless the data has columns of these names.
+      extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
+        `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
     """
 
     source: str
@@ -63,6 +63,7 @@ class ScoreRequest:
     def of(cls, prompt: Prompt, sample: Sample) -> ScoreRequest:
         ours = {
             "prompt": prompt.text,
+            "question": prompt.question or prompt.text,
             "epoch": prompt.epoch,
             "index": prompt.index,
             "finish_reason": sample.finish_reason,
