@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl.config.declared import MAX_INT, declared, shown
 from jaxrl.config.devices import devices_problem
+from jaxrl.config.judges import judge_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 
 _MAX_STEP_SAMPLES = 1 << 20
@@ -34,6 +35,7 @@ def check(c: Config) -> None:
     _check_quotas(c)
     _check_filtering(c)
     _check_overlong(c)
+    _check_judge(c)
     _check_batch(c)
     _check_greedy(c)
     _check_sizes(c)
@@ -111,6 +113,13 @@ def _check_overlong(c: Config) -> None:
             f"reward.overlong_buffer.len ({overlong.len} tokens) must be at least 1 and at most "
             f"data.max_response_length ({longest} tokens) where reward.overlong_buffer.enable is on"
         )
+
+
+def _check_judge(c: Config) -> None:
+    kinds = {c.reward.kind, *(domain.kind for domain in c.reward.domains.values())}
+    problem = judge_problem(c.reward.judge, kinds, has_answers=bool(c.data.answer_key or c.data.task))
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def _check_batch(c: Config) -> None:
@@ -307,6 +316,8 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), why
     if not c.data.task:
         yield "data", frozenset({"task_config"}), "data.task is empty"
+    if not {"judge", "model"} & {c.reward.kind, *(domain.kind for domain in c.reward.domains.values())}:
+        yield "reward.judge", None, "no reward's kind is judge or model"
     if c.reward.kind != "custom":
         yield "reward", frozenset({"name"}), f"reward.kind is {c.reward.kind}"
 

@@ -111,14 +111,15 @@ class JudgeSection:
     system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
     prompt: Annotated[
         str,
-        "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data in braces.",
+        "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data in braces; "
+        "`{{answer}}` is text.",
     ] = (
         "Judge the response to the question.\n\nQuestion:\n{question}\n\nReference answer:\n{answer}\n\nResponse:\n"
         "{response}\n\nIs the response correct? Give your verdict on a last line of this form: Score: <0 to 10>"
     )
     score_pattern: Annotated[
         str, "A regular expression whose last match in a verdict holds the score in its first group."
-    ] = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    ] = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
     min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
     max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
     num_samples: Annotated[
@@ -126,9 +127,9 @@ class JudgeSection:
     ] = 1
     temperature: Annotated[float, Ge(0), "Of the judge's sampling; 0: greedy."] = 0.0
     max_tokens: Annotated[int, Ge(1), "Tokens of a verdict at most."] = 256
-    max_prompt_tokens: Annotated[int, Ge(1), "Tokens of what the judge reads; a longer one is cut in its response."] = (
-        4096
-    )
+    max_prompt_tokens: Annotated[
+        int, Ge(1), "Tokens that a judge on the devices reads; of longer ones the response is cut."
+    ] = 4096
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], "Type of the judge's weights on the devices."] = (
         "bfloat16"
     )

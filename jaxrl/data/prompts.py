@@ -262,6 +262,7 @@ class _Rendered:
             source=problem.source,
             answer=problem.answer,
             extra=problem.extra,
+            question=problem.question,
         )
 
     def fingerprint(self) -> str:

@@ -50,8 +50,8 @@ class ScoreRequest:
       source: the prompt's data set or task.
       response: the decoded response.
       answer: the reference answer, if there is one.
-      extra: the prompt's own columns; and `prompt`, `epoch`, `index`, `finish_reason` and `response_length` (tokens),
-        unless the data has columns of these names.
+      extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
+        `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
       limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
         (`jaxrl.scheduling.rounds.adaptive_timeout`); those beyond, and all where it is empty, have
         `reward.code.max_timeout_s`.
@@ -67,6 +67,7 @@ class ScoreRequest:
     def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:
         ours = {
             "prompt": prompt.text,
+            "question": prompt.question or prompt.text,
             "epoch": prompt.epoch,
             "index": prompt.index,
             "finish_reason": sample.finish_reason,
