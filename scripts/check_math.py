@@ -104,7 +104,8 @@ def _other_latex(truth: str) -> str:
     """The same with other commands and spaces, and simple fractions with a slash."""
     text = re.sub(r"\\[dt]?frac\{(\w+)\}\{(\w+)\}", r"{\1/\2}", truth)
     text = text.replace("(", r"\left(").replace(")", r"\right)") if r"\left" not in text else text
-    return text.replace(r"\dfrac", r"\frac").replace("+", " + ").replace(",", ", ")
+    text = text.replace(r"\dfrac", r"\frac").replace("+", " + ")
+    return text if r",\!" in text else text.replace(",", ", ")
 
 
 def _letters(text: str) -> str:
@@ -143,6 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "DeepMath", deepmath_checks(_column(options.deepmath, "ground_truth")), lambda a, b: equal(a, b)[0]
         )
     return int(wrong > 0)
+
+
+def _is_equal(text: str, reference: str) -> bool:
+    return score(text, reference)[0] == 1.0 if r"\boxed" in text else equal(text, reference)[0]
 
 
 def _column(path: str, name: str) -> list[str]:
