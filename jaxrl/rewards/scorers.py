@@ -52,15 +52,19 @@ class ScoreRequest:
       answer: the reference answer, if there is one.
       extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
         `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
+      limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
+        (`jaxrl.scheduling.rounds.adaptive_timeout`); those beyond, and all where it is empty, have
+        `reward.code.max_timeout_s`.
     """
 
     source: str
     response: str
     answer: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    limits_s: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, prompt: Prompt, sample: Sample) -> ScoreRequest:
+    def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:
         ours = {
             "prompt": prompt.text,
             "question": prompt.question or prompt.text,
@@ -69,7 +73,7 @@ class ScoreRequest:
             "finish_reason": sample.finish_reason,
             "response_length": len(sample),
         }
-        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra))
+        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s)
 
 
 class Scorer(Protocol):
