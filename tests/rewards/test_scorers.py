@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.scorers import (
     AutoScorer,
     CustomScorer,
@@ -15,7 +16,6 @@ from jaxrl.rewards.scorers import (
     Scorer,
     ScoreRequest,
     TaskScorer,
-    build_scorer,
     score_safely,
 )
 from jaxrl.types import Prompt, Sample, SampleKey
