@@ -25,8 +25,8 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
@@ -138,6 +138,7 @@ def _responses(
         event = backend.wait()
         if isinstance(event, Verdict) and event.status != "ok":
             errors.append(str(event.info.get("error", event.status)))
+        event = event.unshaped if isinstance(event, Verdict) else event
         for command in current.handle(event):
             backend.apply(command)
     return current.groups(), errors

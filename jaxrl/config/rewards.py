@@ -27,14 +27,18 @@ class DomainSection:
     weight: Annotated[float, "What the scorer's reward is multiplied by before parts are added."] = 1.0
     path: Annotated[str, Names("file"), "The Python file of a custom scorer."] = ""
     name: Annotated[str, "The function in the file, as reward.name."] = "compute_score"
-    extract: Annotated[Extract | Literal["inherit"], "Which part is the answer; inherit: as reward.extract."] = (
-        "inherit"
-    )
+    extract: Annotated[
+        Literal["inherit", "auto", "none", "last_number", "boxed", "answer_tag"],
+        "Which part of a response is the answer; inherit: as reward.extract.",
+    ] = "inherit"
     timeout_s: Annotated[
         float, Ge(0), Or(-1, "reward.timeout_s"), MAX_WAIT, "Seconds that scoring one sample may take; 0: no limit."
     ] = -1.0
     max_concurrent: Annotated[
-        int, Ge(0), "Samples of this domain that are scored at once; 0: as many as there are workers."
+        int,
+        Ge(0),
+        "Samples of this domain that worker processes score at once; 0: of reward.num_workers all but one for each "
+        "other domain, and one at least.",
     ] = 0
 
 
@@ -44,8 +48,8 @@ class PartSection:
 
     kind: Annotated[
         Literal["format", "length", "custom"],
-        "format: 1 if the response matches pattern; length: 0 up to free_tokens, falling to -1 at "
-        "data.max_response_length; custom: the function at path.",
+        "What it is; format: 1 if the response matches pattern, length: 0 up to free_tokens, falling to -1 at "
+        "data.max_response_length, custom: the function at path.",
     ] = "format"
     weight: Annotated[float, "What the part is multiplied by."] = 1.0
     pattern: Annotated[str, "A regular expression that the whole response must match, `.` matching line ends."] = ""
@@ -216,8 +220,9 @@ class RewardSection:
         int,
         Ge(0),
         Cap(100, "a scorer that fails so often is broken"),
-        "Times that a sample is scored again after its scorer's process died or its endpoint could not be reached; a "
-        "wrong answer, an error of the scorer's own and a time limit are never tried again.",
+        "Times that a sample is scored again after its scorer's process died or ran out of memory that earlier samples "
+        "had left taken, its node was lost, or its endpoint could not be reached; a wrong answer, an error of the "
+        "scorer's own and a time limit are never tried again.",
     ] = 1
     domains: Annotated[
         dict[str, DomainSection],
