@@ -203,16 +203,15 @@ def _elements(text: str) -> _Elements | None:
 
 
 def load() -> None:
-    """Imports math-verify, and silences its warning that its timeouts are off (on purpose, see above)."""
-    import math_verify  # noqa: F401
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    """Imports math-verify, and compares something: the first time its parser and sympy build tables, for which a sample
+    should not pay."""
+    _math_verify("x+1", r"\frac{2x+2}{2}")
 
 
 def _math_verify(answer: str, reference: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    load()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off: see above
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def read(text: str) -> list[Any]:

@@ -98,7 +98,7 @@ def clean(text: str) -> str:
     text = re.sub(r"\\frac ?(\d) ?\{([^{}]*)\}", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac ?\{ ?([^{} ]*) ?\} ?\{ ?([^{} ]*) ?\}", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"\\degree ", text)
-    text = re.sub(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[1].replace(",", ""), text)
+    text = re.sub(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?!\d|,\d)", lambda m: m[1].replace(",", ""), text)
     text = re.sub(r"(?<![\w.,])([1-9]\d{0,2}(?: \d{3}){1,9})(?![\w/])(?! \d)", lambda m: m[1].replace(" ", ""), text)
     text = re.sub(r" +", " ", text).strip()
     for mark in ("`", "_", "*"):
