@@ -92,7 +92,7 @@ def build_pool(
         pickle.dumps(scorer),
         scorer.loads,
         scorer.preload,
-        reward.timeout_s,
+        0.0 if reward.kind == "code" else reward.timeout_s,  # its test cases have limits, which its sandbox keeps
         reward.start_timeout_s,
         reward.max_memory_gib,
         reward.fresh_process,

@@ -10,6 +10,7 @@ Kinds (`reward.kind`):
 - `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers give part of the reward to
   a long text that contains the right answer, which a policy learns to exploit; so a marked answer is judged alone.
   Without a mark, a task with numbers as answers takes the response's last number, any other task the whole response.
+- `code`: tests that the response's program must pass, in a sandbox (`jaxrl.rewards.code`).
 - `custom`: the user's function, with the signature that verl uses.
 - `auto`: `task` for a prompt that comes from a task, `math` for one from a file.
 """
@@ -52,12 +53,15 @@ class ScoreRequest:
       answer: the reference answer, if there is one.
       extra: the prompt's own columns; and `prompt`, `epoch`, `index`, `finish_reason` and `response_length` (tokens),
         unless the data has columns of these names.
+      limits_s: seconds that each test case of the prompt may take; those beyond, and all of an empty one:
+        `reward.code.max_timeout_s`.
     """
 
     source: str
     response: str
     answer: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    limits_s: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, prompt: Prompt, sample: Sample) -> ScoreRequest:
@@ -203,6 +207,10 @@ class CustomScorer:
 def build_scorer(config: Config) -> Scorer:
     """The scorer that `reward.*` asks for; raises ValueError for settings that would make every sample fail."""
     reward, data = config.reward, config.data
+    if reward.kind == "code":
+        from jaxrl.rewards.code import CodeScorer
+
+        return CodeScorer(reward.code)
     if reward.kind == "custom":
         return CustomScorer(read_user_file("reward.path", reward.path), reward.name)
     by_math = MathScorer(reward.extract)
