@@ -17,10 +17,10 @@ from typing import Any
 
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.programs import Tests, program_of, same_output, tests_of
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
 from jaxrl.rewards.sandbox.locks import Limits
 from jaxrl.rewards.sandbox.probe import choose_means
-from jaxrl.rewards.scorers import ScoreRequest
 
 _MAX_ERROR = 500
 

@@ -44,8 +44,11 @@ class RewardPool(Protocol):
         """
         ...
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
-        """Queues a finished sample; returns at once. Exactly one verdict follows, unless it is cancelled."""
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        """Queues a finished sample; returns at once. Exactly one verdict follows, unless it is cancelled.
+
+        `limits_s`: as in `jaxrl.rewards.scorers.ScoreRequest`.
+        """
         ...
 
     def cancel(self, keys: Collection[SampleKey]) -> None:

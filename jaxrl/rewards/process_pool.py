@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from jaxrl.rewards.scorers import Scored, ScoreRequest
-from jaxrl.rewards.tasks import VerdictCounts
+from jaxrl.rewards.tasks import VerdictCounts, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.workers import Workers
 from jaxrl.scheduling.rounds.events import Verdict
@@ -42,10 +42,10 @@ class ProcessRewardPool:
     def warm(self) -> None:
         self._workers.wait_ready()
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         number = next(self._numbers)
         self._pending[number] = sample.key
-        self._workers.submit(number, pickle.dumps(ScoreRequest.of(prompt, sample)))
+        self._workers.submit(number, pickle.dumps(ScoreRequest.of(prompt, sample, limits_s)))
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
         self._pending = {number: key for number, key in self._pending.items() if key not in keys}
@@ -87,5 +87,4 @@ class ProcessRewardPool:
         key = self._pending.pop(number, None)
         if key is None:
             return []
-        status, reward, info, duration_s = scored
-        return [self._counts.add(Verdict(time_s, key, reward, status, info, duration_s))]
+        return [self._counts.add(verdict_of(time_s, key, scored))]

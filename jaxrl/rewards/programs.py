@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from jaxrl.rewards.scorers import ScoreRequest
+from jaxrl.rewards.request import ScoreRequest
 
 _MAX_DIGITS = 400
 _LANGUAGES = ("", "python", "python3", "py")

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl.rewards.frames import BadFrame, message_of, read_message, read_scored, to_bytes
 from jaxrl.rewards.scorers import Scored, ScoreRequest
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, crashed
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, crashed, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.workers import Workers
 from jaxrl.scheduling.rounds.events import Verdict
@@ -118,8 +118,8 @@ class RayRewardPool:
         while self._starting:
             self._take_started(0.2)
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
-        self._waiting.append(_Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample))))
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        self._waiting.append(_Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample, limits_s))))
         self._hand_over()
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
@@ -246,10 +246,9 @@ class RayRewardPool:
 
     def _verdict(self, task: _Task, scored: Scored) -> list[Verdict]:
         """The verdict of a task; none if it was cancelled."""
-        status, reward, info, duration_s = scored
         if task.cancelled:
             return []
-        return [self._counts.add(Verdict(self._clock(), task.key, reward, status, info, duration_s))]
+        return [self._counts.add(verdict_of(self._clock(), task.key, scored))]
 
 
 @contextlib.contextmanager

@@ -23,15 +23,16 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
 from jaxrl.config import Config
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
+from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.rounds.events import VerdictStatus
-from jaxrl.types import Prompt, Sample
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """What scoring one request came to: status, reward, info, duration_s."""
@@ -41,38 +42,6 @@ OUT_OF_MEMORY = "MemoryError"
 
 _MAX_DEPTH = 64  # of nested values: a reader of JSON takes some hundreds
 _CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """What a scorer sees of a sample: the same few values for every kind of scorer, cheap to send to another process.
-
-    Attributes:
-      source: the prompt's data set or task.
-      response: the decoded response.
-      answer: the reference answer, if there is one.
-      extra: the prompt's own columns; and `prompt`, `epoch`, `index`, `finish_reason` and `response_length` (tokens),
-        unless the data has columns of these names.
-      limits_s: seconds that each test case of the prompt may take; those beyond, and all of an empty one:
-        `reward.code.max_timeout_s`.
-    """
-
-    source: str
-    response: str
-    answer: str | None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    limits_s: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, prompt: Prompt, sample: Sample) -> ScoreRequest:
-        ours = {
-            "prompt": prompt.text,
-            "epoch": prompt.epoch,
-            "index": prompt.index,
-            "finish_reason": sample.finish_reason,
-            "response_length": len(sample),
-        }
-        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra))
 
 
 class Scorer(Protocol):
@@ -208,8 +177,6 @@ def build_scorer(config: Config) -> Scorer:
     """The scorer that `reward.*` asks for; raises ValueError for settings that would make every sample fail."""
     reward, data = config.reward, config.data
     if reward.kind == "code":
-        from jaxrl.rewards.code import CodeScorer
-
         return CodeScorer(reward.code)
     if reward.kind == "custom":
         return CustomScorer(read_user_file("reward.path", reward.path), reward.name)

@@ -7,6 +7,7 @@ from collections import Counter
 
 from jaxrl.rewards.scorers import Scored
 from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import SampleKey
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +20,15 @@ def timed_out(limit_s: float) -> Scored:
 
 def crashed(why: str) -> Scored:
     return "crash", 0.0, {"error": why}, 0.0
+
+
+def verdict_of(time_s: float, key: SampleKey, scored: Scored) -> Verdict:
+    """The verdict on a sample. A scorer says that a clock decided it with `cut_off` above 0 in its info, and that
+    something outside the run did with `outside` true."""
+    status, reward, info, duration_s = scored
+    cut_off = info.get("cut_off", 0)
+    outside = info.get("outside") is True or (type(cut_off) in (int, float) and cut_off > 0)
+    return Verdict(time_s, key, reward, status, info, duration_s, outside)
 
 
 class VerdictCounts:

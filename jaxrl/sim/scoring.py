@@ -1,6 +1,6 @@
 """Simulated scoring: workers that take as long as the workload says, and verdicts that come at their simulated time.
 
-Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime.backend.Scoring`). Each of
+Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime.verdicts.Scoring`). Each of
 `num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in a heap
 of (time, sequence, verdict). A verdict carries the time at which it came in, even if it is asked for later.
 
@@ -39,7 +39,7 @@ class _Queued:
 
 
 class ScoringWorkers:
-    """Implements `jaxrl.runtime.backend.Scoring`.
+    """Implements `jaxrl.runtime.verdicts.Scoring`.
 
     Args:
       workload: gives each response its reward and its seconds of scoring.
@@ -79,7 +79,7 @@ class ScoringWorkers:
         self._scored = Counter[str]()
         self._scoring_s = 0.0
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         """Queues a finished sample; its verdict is known now, and comes when it is scored."""
         sequence = self._pending[sample.key] = next(self._sequence)
         queued = _Queued(sequence, sample, self._clock.now_ns)

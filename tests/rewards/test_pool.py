@@ -51,6 +51,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float("nan")
     elif what == "odd":
         return {"score": 1, "odd": NOT_PICKLABLE}
+    elif what == "asked":
+        return {"score": 1, "outside": True}
+    elif what == "cut":
+        return {"score": 0, "cut_off": int(value)}
     elif what == "modules":
         return {"score": 1, "jax": "jax" in sys.modules, "pid": os.getpid()}
     return float(value or 0)
@@ -98,6 +102,12 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def fresh_counts(request: pytest.FixtureRequest) -> None:
     if "pool" in request.fixturenames:
         request.getfixturevalue("pool").take_metrics()
+
+
+def test_a_scorer_says_that_it_might_decide_otherwise(pool: RewardPool):
+    submit(pool, "asked", "cut 1", "cut 0", "say 1", "raise")
+    verdicts = collect(pool)
+    assert [verdicts[i].outside for i in range(5)] == [True, True, False, False, False]
 
 
 def test_many_at_once(pool: RewardPool):

@@ -99,6 +99,8 @@ def test_request_of_a_sample():
     assert (request.source, request.response, request.answer) == ("sums", "4", "4")
     ours = {"prompt": "2+2=", "epoch": 2, "finish_reason": "stop", "response_length": 5}
     assert request.extra == {**ours, "level": 3, "index": "mine"}
+    assert request.limits_s == ()
+    assert ScoreRequest.of(prompt, sample, (2.0, 30.0)).limits_s == (2.0, 30.0)
 
 
 def test_custom_gets_verls_arguments(tmp_path: Path):

@@ -11,12 +11,10 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox.locks import ENVIRONMENT, SCRATCH, Means, readable
-
-if TYPE_CHECKING:
-    from jaxrl.rewards.sandbox.supervisor import Order
+from jaxrl.rewards.sandbox.locks import Limits, Means, environment, readable, scratch_folder
+from jaxrl.rewards.sandbox.roles import Entry, enter
 
 SETUP = 6
 """The descriptor that holds how a process is to lock itself in."""
@@ -28,16 +26,10 @@ _BOOT = (
 )
 
 
-def become(means: Means, order: Order, role: str, user: int, mapped: int) -> NoReturn:
+def become(entry: Entry, user: int) -> NoReturn:
     """Turns this process into bubblewrap, which starts an interpreter inside."""
-    setup = {
-        "path": str(_PACKAGE.parent),
-        "means": replace(means, bubblewrap="", namespaces=False, cgroup="", user_ids=()).as_dict(),
-        "limits": asdict(order.limits),
-        "role": role,
-        "command": list(order.command),
-        "mapped": mapped,
-    }
+    means = replace(entry.means, bubblewrap="", namespaces=False, cgroup="", user_ids=())
+    setup = asdict(replace(entry, means=means)) | {"path": str(_PACKAGE.parent)}
     fd = os.memfd_create("setup")
     os.write(fd, json.dumps(setup).encode())
     os.lseek(fd, 0, os.SEEK_SET)
@@ -46,12 +38,14 @@ def become(means: Means, order: Order, role: str, user: int, mapped: int) -> NoR
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    command = [means.bubblewrap, *arguments(order.limits.file_mib, order.limits.execute), "--"]
-    os.execve(means.bubblewrap, [*command, sys.executable, "-s", "-P", "-c", _BOOT], ENVIRONMENT)
+    bwrap = entry.means.bubblewrap
+    command = [bwrap, *arguments(entry.limits.file_mib, entry.limits.execute), "--"]
+    os.execve(bwrap, [*command, sys.executable, "-s", "-P", "-c", _BOOT], environment())
 
 
 def arguments(file_mib: int, execute: bool) -> list[str]:
     """Bubblewrap's options: nothing of the machine but what may be read."""
+    scratch = scratch_folder()
     words = ["--unshare-all", "--die-with-parent"]
     paths = dict.fromkeys((*readable(), os.path.realpath(sys.executable), sys.executable, str(_PACKAGE)))
     if execute:
@@ -60,22 +54,13 @@ def arguments(file_mib: int, execute: bool) -> list[str]:
         if not path.startswith("/dev/") and os.path.exists(path):
             words += ["--ro-bind", path, path]
     words += ["--dev", "/dev", "--proc", "/proc"]
-    words += ["--size", str(max(file_mib, 1) << 20), "--tmpfs", SCRATCH]
-    return [*words, "--chdir", SCRATCH]
+    words += ["--size", str(max(file_mib, 1) << 20), "--tmpfs", scratch]
+    return [*words, "--chdir", scratch]
 
 
-def inside(setup: dict) -> NoReturn:
+def inside(setup: dict[str, Any]) -> NoReturn:
     """What the interpreter in the namespaces does."""
-    from jaxrl.rewards.sandbox.locks import Limits
-    from jaxrl.rewards.sandbox.supervisor import enter
-
-    means = {**setup["means"], "user_ids": ()}
-    enter(
-        Means(**means),
-        Limits(**setup["limits"]),
-        setup["role"],
-        setup["command"],
-        0,
-        os.getppid(),
-        setup["mapped"],
+    entry = Entry(
+        Means(**setup["means"]), Limits(**setup["limits"]), setup["role"], tuple(setup["command"]), setup["mapped"]
     )
+    enter(entry, 0, os.getppid())

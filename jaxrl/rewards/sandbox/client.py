@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.rewards.sandbox.locks import ENVIRONMENT, Limits, Means
+from jaxrl.rewards.sandbox.locks import Limits, Means, environment
 
 _HEADER_BYTES = 4
 _START_S = 60.0
@@ -85,7 +85,7 @@ class Sandbox:
                 [sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=ENVIRONMENT,
+                env=environment(),
                 cwd="/",
                 pass_fds=[theirs.fileno()],
             )

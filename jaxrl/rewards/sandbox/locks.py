@@ -7,7 +7,7 @@ process, and the execution is reported as one that the sandbox could not run, ne
 - As root: a user and a group id that nothing else has, and no groups. `RLIMIT_NPROC` then counts this program alone.
   As an ordinary user: a user namespace where there is one, in which the limit counts alone as well; else the limit is
   the user's tasks when the program starts, and those that it may have.
-- Where a mount namespace can be made: a tmpfs of limited size at `/tmp`, which ends with its last process. Nothing else
+- Where a mount namespace can be made: a tmpfs of limited size over `/tmp`, which ends with its last process. Nothing else
   can be written.
 - Landlock: Python's own folders and libraries can be read, and nothing else be opened. Where the kernel has none, the
   filter lets no file be opened at all: such a program has the modules that the fork server has imported.
@@ -29,16 +29,7 @@ from jaxrl.rewards.processes import die_with_parent
 from jaxrl.rewards.sandbox import filters, landlock, syscalls
 
 MIB = 1 << 20
-SCRATCH = "/tmp"
-ENVIRONMENT = {
-    "HOME": SCRATCH,
-    "LANG": "C.UTF-8",
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "PYTHONHASHSEED": "0",
-}
-"""All that a program has for an environment: nothing of the run's."""
+_SCRATCH = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
 
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 _PRIVATE, _NOSUID_NODEV = (1 << 18) | (1 << 14), 2 | 4  # MS_PRIVATE | MS_REC
@@ -49,6 +40,28 @@ _OPEN_FILES = 64
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom", "/dev/random")
 _TOOLS = ("/bin", "/sbin", "/usr", "/opt", "/etc/alternatives", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+
+
+def scratch_folder() -> str:
+    """Where a program may write, if it may: a folder that a mount can cover without covering Python."""
+    kept = readable()
+    return next(
+        folder for folder in _SCRATCH if os.path.isdir(folder) and not any(p.startswith(f"{folder}/") for p in kept)
+    )
+
+
+def environment() -> dict[str, str]:
+    """All that a program has for an environment: nothing of the run's."""
+    scratch = scratch_folder()
+    return {
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "LANG": "C.UTF-8",
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+    }
 
 
 @dataclass(frozen=True)
@@ -114,8 +127,8 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
     Raises:
       OSError: a lock cannot be set.
     """
-    scratch = make_scratch(limits.file_mib) if means.namespaces and limits.file_mib else False
-    _set_limits(means, limits, mapped, alone=bool(user_id) or scratch)
+    scratch = make_scratch(limits.file_mib) if means.namespaces and limits.file_mib else ""
+    _set_limits(means, limits, mapped, alone=bool(user_id or scratch))
     if user_id:
         os.setgroups([])
         os.setresgid(user_id, user_id, user_id)
@@ -126,7 +139,7 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
     if not means.seccomp:
         return
     syscalls.prctl(_NO_NEW_PRIVS, 1)
-    writable = ("/dev/null", *((SCRATCH,) if scratch else ()))
+    writable = ("/dev/null", *((scratch,) if scratch else ()))
     if means.landlock:
         read = readable() + (_TOOLS if limits.execute else ())
         landlock.restrict_files(means.landlock, read=read, write=writable, execute=limits.execute)
@@ -134,7 +147,7 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
         os.getpid(),
         machine=syscalls.machine(),
         files=means.landlock > 0,
-        write=scratch,
+        write=bool(scratch),
         execute=limits.execute,
         signals=means.landlock >= landlock.SIGNALS_ABI or user_id > 0,
     )
@@ -173,7 +186,9 @@ def _count_tasks(user: int) -> int:
     return count
 
 
-def make_scratch(size_mib: int) -> bool:
+def make_scratch(size_mib: int) -> str:
+    """Mounts an empty folder of limited size that only this process and what it starts can see; returns its path."""
+    scratch = scratch_folder()
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         syscalls.libc("unshare", _NEWNS)
@@ -184,9 +199,9 @@ def make_scratch(size_mib: int) -> bool:
                 file.write(text)
     syscalls.libc("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
     options = f"size={size_mib}m,nr_inodes=1024,mode=1777".encode()
-    syscalls.libc("mount", b"tmpfs", SCRATCH.encode(), b"tmpfs", ctypes.c_ulong(_NOSUID_NODEV), options)
-    os.chdir(SCRATCH)
-    return True
+    syscalls.libc("mount", b"tmpfs", scratch.encode(), b"tmpfs", ctypes.c_ulong(_NOSUID_NODEV), options)
+    os.chdir(scratch)
+    return scratch
 
 
 def _drop_capabilities() -> None:

@@ -26,7 +26,7 @@ def find_means() -> Means:
         seccomp=_works(_try_filter),
         user_ids=user_ids if user_ids and _works(lambda: _try_id(user_ids[1])) else (),
     )
-    return replace(means, namespaces=_works(lambda: locks.make_scratch(1) or None))
+    return replace(means, namespaces=_works(lambda: locks.make_scratch(1)))
 
 
 def choose_means(sandbox: str, there: Means | None = None, *, needs_files: bool = False) -> Means:
@@ -60,7 +60,7 @@ def choose_means(sandbox: str, there: Means | None = None, *, needs_files: bool 
     return there
 
 
-def _works(attempt: Callable[[], None]) -> bool:
+def _works(attempt: Callable[[], object]) -> bool:
     pid = os.fork()
     if pid == 0:
         try:

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxrl.rewards.sandbox import wire
@@ -71,7 +71,7 @@ def _print_error() -> None:
         sys.stderr.flush()
 
 
-def run_command(command: list[str]) -> NoReturn:
+def run_command(command: Sequence[str]) -> NoReturn:
     """Becomes a command that runs the program's text, which has the name that `{file}` stands for."""
     os.set_inheritable(JOB, True)
     words = [word.replace("{file}", f"/proc/self/fd/{JOB}") for word in command]

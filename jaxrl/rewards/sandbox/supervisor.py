@@ -16,16 +16,14 @@ import json
 import os
 import random
 import select
-import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxrl.rewards.processes import adopt_orphans, close_all_but, descendants, kill, kill_descendants, wake_by_children
-from jaxrl.rewards.sandbox import bubblewrap, groups, program, suites
-from jaxrl.rewards.sandbox.locks import MIB, Limits, Means, lock_in
+from jaxrl.rewards.sandbox import bubblewrap, groups, program, roles
+from jaxrl.rewards.sandbox.locks import MIB, Limits, Means
 
 _MAX_ERROR_BYTES = 2000
 _LOOK_EVERY_S = 0.02  # at the memory of all processes together
@@ -160,9 +158,10 @@ class Supervisor:
             if self._group is not None and role != "tests":
                 self._group.enter()
             _arrange(fds)
+            entry = roles.Entry(self._means, self._order.limits, role, self._order.command, self._mapped)
             if self._means.bubblewrap:
-                bubblewrap.become(self._means, self._order, role, user, self._mapped)
-            enter(self._means, self._order.limits, role, list(self._order.command), user, supervisor, self._mapped)
+                bubblewrap.become(entry, user)
+            roles.enter(entry, user, supervisor)
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 os.write(2, f"the sandbox could not lock the program in: {type(error).__name__}: {error}".encode())
@@ -308,23 +307,3 @@ def _arrange(fds: dict[int, int]) -> None:
             with contextlib.suppress(OSError):
                 os.close(number)
     close_all_but(set(fds))
-
-
-def enter(
-    means: Means, limits: Limits, role: str, command: list[str], user: int, supervisor: int, mapped: int
-) -> NoReturn:
-    """What a process of the sandbox does: locks itself in, then becomes what its role says."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    lock_in(means, limits, user_id=user, parent=supervisor, mapped=mapped)
-    job = program.read_job
-    os_roles: dict[str, Callable[[], NoReturn]] = {
-        "script": lambda: program.run_command(command) if command else program.run_script(_text(job())),
-        "calls": lambda: program.serve_calls(_text(job())),
-        "tests": lambda: suites.run_tests(json.loads(job())),
-    }
-    os_roles[role]()
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
