@@ -19,7 +19,7 @@ from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.programs import Tests, program_of, same_output, tests_of
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
-from jaxrl.rewards.sandbox.locks import Limits
+from jaxrl.rewards.sandbox.locks import Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
 
 _MAX_ERROR = 500
@@ -37,6 +37,9 @@ class _Case:
 class CodeScorer:
     """Runs a response's program against the prompt's tests.
 
+    Attributes:
+      means: what locks programs in; None: what `reward.code.sandbox` comes to where this is loaded.
+
     What it records: `passed` and `cases` (test cases), `correct` (all passed), `case_s` (seconds of each case that was
     run, in order), `cut_off` (cases that their time limit ended), and `error`, why the first wrong case is wrong.
     """
@@ -44,12 +47,19 @@ class CodeScorer:
     code: CodeSection
     preload: tuple[str, ...] = ()
     loads: str = "reward.kind: starting the sandbox"
+    means: Means | None = None
     _sandbox: Sandbox | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def server_pid(self) -> int:
+        """The process of the sandbox's fork server."""
+        assert self._sandbox is not None, "load() comes first"
+        return self._sandbox.pid
 
     def load(self) -> None:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
-        means = choose_means(code.sandbox, needs_files=bool(code.command))
+        means = self.means or choose_means(code.sandbox, needs_files=bool(code.command))
         limits = Limits(code.max_memory_mib, code.max_processes, code.max_file_mib, code.max_output_kib)
         self._sandbox = Sandbox(means, limits)
         self._sandbox.start()

@@ -76,6 +76,12 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        assert self._server is not None, "start() comes first"
+        return self._server.pid
+
     def start(self) -> None:
         """Starts the server, and waits until it is warm. Raises SandboxFailed."""
         self.close()
@@ -119,7 +125,7 @@ class Sandbox:
         default_limit_s: float,
         command: Sequence[str],
     ) -> Execution:
-        if self._server is None or self._server.poll() is not None:
+        if self._sock is None:
             self.start()
         total_s = sum(limits_s) + default_limit_s
         order = {
