@@ -5,7 +5,7 @@
 
 GSM8K: every reference solution is a right response; so is its answer in other forms, and its answer altered is wrong.
 DeepMath: every ground truth verifies against itself, and against a spelling of the same that is made by rule (0.5, 1/2,
-`\\frac{1}{2}`, 50 %); a number altered does not. One line per check, with its rate; then what failed, at most ten of each.
+`\\frac{1}{2}`, 50 %); a number altered does not. One line per check, with its rate; then what failed, ten at most.
 The exit status is 1 if anything failed.
 """
 

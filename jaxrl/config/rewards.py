@@ -191,8 +191,8 @@ class RewardSection:
         float,
         Ge(0),
         MAX_WAIT,
-        "Seconds that scoring one sample by math may take (kind math or auto), where timeout_s is longer; 0: timeout_s. A "
-        "domain's own timeout_s replaces both.",
+        "Seconds that scoring one sample may take with the kinds math and auto, where timeout_s is longer; 0: "
+        "timeout_s. A domain's own timeout_s replaces both.",
     ] = 2.0
     start_timeout_s: Annotated[
         float,
