@@ -280,11 +280,9 @@ class Run:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
-        # with devices of the rollout's own an update may be going on: its weights are not those of the round
-        weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        workers = self.workers = build_workers(config, self.model, self.rollout_mesh, weights)
+        self._executors()
+        workers = self.workers
         engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile)
-        self._join_judge()
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (row_sizes(config, workers), journal, timeline, record.layouts)
@@ -339,12 +337,16 @@ class Run:
         )
         return loop, backend
 
-    def _join_judge(self) -> None:
-        """Has the judge on the rollout's devices score, where there is one."""
-        if judge_kind(self.config.reward) is None:
+    def _executors(self) -> None:
+        """The workers, and the judge beside them where there is one."""
+        config = self.config
+        # with devices of the rollout's own an update may be going on: its weights are not those of the round
+        weights = None if config.rollout.num_devices else lambda: self.trainer.params
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights)
+        if judge_kind(config.reward) is None:
             return
         self.watchdog.beat("loading the judge")
-        self.judge = build_judge(self.config, self.rollout_mesh, self.workers.wait_quiet)
+        self.judge = build_judge(config, self.rollout_mesh, self.workers.wait_quiet)
         assert isinstance(self.pool, RewardStage), "a judge scores in a stage"
         self.pool.join("devices", self.judge)
 

@@ -66,7 +66,9 @@ def drawn(executor: MeshExecutor):
 )
 def test_streamed_layers_give_the_same_numbers(dtype, resident, ahead):
     """Bit for bit, however many layers are resident and whenever their copies begin."""
-    assert drawn(executor_with("smollm2", dtype, resident, ahead=ahead)) == drawn(executor_with("smollm2", dtype, LAYERS))
+    assert drawn(executor_with("smollm2", dtype, resident, ahead=ahead)) == drawn(
+        executor_with("smollm2", dtype, LAYERS)
+    )
 
 
 @pytest.mark.slow
