@@ -25,7 +25,7 @@ PROMPT = Prompt(0, 3, (1,), "?", "s")
 
 
 class Reads:
-    """Reads as many tokens as the response has characters; the reward is the mean of all tokens that the judge wrote."""
+    """Reads as many tokens as the response has characters; the reward is the mean of all tokens that it wrote."""
 
     params = SamplingParams(max_tokens=6)
 
