@@ -45,8 +45,13 @@ class SimulatedScoring:
     per_token_s: Annotated[
         float, Ge(0), _MAX_SECONDS, "Seconds of scoring per response token, besides the drawn ones."
     ] = 0.0
+    correlation: Annotated[
+        float, Interval(ge=0, le=1), "How much of those seconds a response's prompt decides: 0 nothing, 1 all."
+    ] = 0.0
     hang_share: Annotated[
-        float, Interval(ge=0, le=1), "Share of the responses with scoring that only reward.timeout_s ends."
+        float,
+        Interval(ge=0, le=1),
+        "Share of the responses with scoring that only reward.timeout_s ends, or the time limit of a test case.",
     ] = 0.0
     workers: Annotated[
         int,
