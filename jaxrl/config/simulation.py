@@ -59,6 +59,13 @@ class SimulatedScoring:
         Cap(65536, "each is followed one by one"),
         "Processes that score this task alone; 0: it shares the reward.num_workers of all others.",
     ] = 0
+    device_s: Annotated[
+        float,
+        Ge(0),
+        _MAX_SECONDS,
+        "Seconds that scoring a response takes from the rollout's devices, as a judge on them does; 0: it takes none, "
+        "but workers.",
+    ] = 0.0
 
 
 @dataclass(frozen=True)

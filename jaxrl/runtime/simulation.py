@@ -116,7 +116,7 @@ def build(
     backend = RolloutBackend(
         workers,
         executors,
-        _scoring(config, workload, clock, phases, timeouts),
+        _scoring(config, workload, clock, phases, timeouts, executors),
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
         clock=lambda: clock.now_s,
@@ -240,13 +240,16 @@ def _scoring(
     clock: SimulatedClock,
     phases: SimulatedPhases,
     timeouts: AdaptiveTimeouts | None,
+    executors: SimulatedWorkers,
 ) -> ScoringWorkers:
     """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
     chosen, reward = config.simulate, config.reward
     tasks = chosen.tasks or [chosen.task]
     own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
     order = [task.name for task in tasks] if chosen.score_in_turn else []
-    return ScoringWorkers(workload, clock, phases, reward.num_workers, reward.timeout_s, own, order, timeouts)
+    limits = reward.num_workers, reward.timeout_s
+    judged = {task.name: task.scoring.device_s for task in tasks if task.scoring.device_s}
+    return ScoringWorkers(workload, clock, phases, *limits, own, order, timeouts, judged, executors.occupy)
 
 
 def _loop(

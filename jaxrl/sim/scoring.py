@@ -10,6 +10,10 @@ before it has ended, and the stages of a mixed batch add up.
 Source: rewards beside the rollout, RollPacker §4.3; tasks in turn, as its authors' code waits for a batch's rewards
 (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
 
+A task may be scored on the rollout's devices, as by a judge beside the actor: a verdict then takes them for a while,
+between two plans, as soon as its response is there. That is the judge without a rule for when it runs, and without a
+GPU that shares itself out.
+
 A task of code has one test case for each response, which takes all of its scoring's seconds; its limit comes with the
 response, as in a real run (RollPacker §4.3; `jaxrl.scheduling.rounds.adaptive_timeout`).
 
@@ -24,7 +28,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +60,8 @@ class ScoringWorkers:
       timeout_s: when scoring is cut off; 0: never.
       own_workers: by task, the processes that score it alone; `num_workers` score all other tasks.
       in_turn: tasks in the order in which they are scored; empty: all at once.
+      on_devices: by task that is scored on the rollout's devices, the seconds for which a response takes them.
+      occupy: takes the devices from a moment on, for a duration, both in nanoseconds; when that has ended.
       timeouts: says which tasks are of code, and when a test case that comes without a limit is cut off; None: none
         are.
     """
@@ -70,6 +76,8 @@ class ScoringWorkers:
         own_workers: Mapping[str, int] | None = None,
         in_turn: Sequence[str] = (),
         timeouts: AdaptiveTimeouts | None = None,
+        on_devices: Mapping[str, float] | None = None,
+        occupy: Callable[[int, int], int] | None = None,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"reward.num_workers ({num_workers}) must be >= 1")
@@ -77,6 +85,7 @@ class ScoringWorkers:
         self._clock = clock
         self._phases = phases
         self._timeout_s, self._timeouts = timeout_s, timeouts
+        self._on_devices, self._occupy = dict(on_devices or {}), occupy
         # heaps of (free from, worker): by task, and under the empty name the one that other tasks share
         pools = {"": num_workers, **(own_workers or {})}
         first = dict(zip(pools, itertools.accumulate((0, *pools.values())), strict=False))
@@ -119,13 +128,17 @@ class ScoringWorkers:
         seconds = self._workload.reward_s(key, step)
         duration_ns = nanoseconds(min(seconds, limit_s) if limit_s else seconds)
         is_over = 0 < nanoseconds(limit_s) <= duration_ns
-        free = self._free.get(task, self._free[""])
-        free_ns, worker = heapq.heappop(free)
-        start_ns = max(from_ns, free_ns)
-        end_ns = start_ns + duration_ns
-        heapq.heappush(free, (end_ns, worker))
+        if task in self._on_devices:
+            assert self._occupy is not None, "a task is scored on devices, and there are none"
+            duration_ns, is_over = nanoseconds(self._on_devices[task]), False
+            track, end_ns = "judge", self._occupy(from_ns, duration_ns)
+        else:
+            free = self._free.get(task, self._free[""])
+            free_ns, worker = heapq.heappop(free)
+            track, end_ns = f"reward worker {worker}", max(from_ns, free_ns) + duration_ns
+            heapq.heappush(free, (end_ns, worker))
         end_s, duration_s = end_ns / 1e9, duration_ns / 1e9
-        self._phases.complete(f"reward worker {worker}", "score", start_ns / 1e9, end_s)
+        self._phases.complete(track, "score", (end_ns - duration_ns) / 1e9, end_s)
         if is_over and rule is None:
             verdict = Verdict(end_s, key, 0.0, "timeout", {"error": f"no verdict after {duration_s} s"}, duration_s)
         else:
