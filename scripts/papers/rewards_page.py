@@ -48,7 +48,8 @@ Limits and formula are those of `reward.code`. The paper has {_TIMEOUTS} over al
 *First epoch*: no prompt has come before, so only a prompt's other responses of the same round tell anything.
 *Second epoch*: each was answered once before; a prompt has an anchor if one of its responses was right. Half of all
 are, but with a spread of 2 in the logit between prompts, which leaves many prompts without a right response. *No prompt
-much harder*: a spread of 0.5, which leaves few. *Scoring*: seconds of all workers together, of all scorings of a round."""
+much harder*: a spread of 0.5, which leaves few. *Scoring*: seconds of all workers together, of all scorings of a
+round."""
 
 
 def _rows(runs: Runs) -> str:
