@@ -35,8 +35,8 @@ IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduli
 PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
     f"jaxrl.config.{name}"
     for name in (
-        *("checks", "declared", "devices", "layout", "mapping", "options"),
-        *("reference", "rewards", "rollouts", "simulation"),
+        *("checks", "declared", "devices", "domains", "judges", "layout", "mapping", "options", "reference", "rewards"),
+        *("rollouts", "simulation"),
     )
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}

@@ -58,6 +58,11 @@ class Problem:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def question(self) -> str:
+        """What the user asks last, which the response answers."""
+        return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
+
+    @property
     def identity(self) -> str:
         """What tells problems apart: the user's text, white space aside."""
         return " ".join(" ".join(m["content"] for m in self.messages if m["role"] != "system").split())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import pickle
 import queue
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl.rewards.frames import BadFrame, message_of, read_message, read_scored, to_bytes
+from jaxrl.rewards.lanes import LaneQueue, Lanes
 from jaxrl.rewards.scorers import Scored, ScoreRequest
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, crashed, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
@@ -31,8 +32,11 @@ _LOOK_EVERY_S = 1.0  # whether an actor's workers can still answer
 class RayHost:
     """What one ray actor does: it has one worker process, and runs nothing of the user's itself."""
 
-    def __init__(self, settings: bytes, env: dict[str, str]):
-        self._workers = Workers(pickle.loads(settings), num_workers=1, env=env, clock=time.monotonic)
+    def __init__(self, settings: bytes, env: dict[str, str], lanes: bytes):
+        self._workers = Workers(
+            pickle.loads(settings), num_workers=1, env=env, lanes=pickle.loads(lanes), clock=time.monotonic
+        )
+        self._numbers = itertools.count()
 
     def start(self) -> bytes:
         try:
@@ -41,22 +45,37 @@ class RayHost:
             return to_bytes({"error": str(error), "users": isinstance(error, ValueError)})
         return to_bytes({"error": ""})
 
-    def score(self, request: bytes) -> bytes:
-        self._workers.submit(0, request)
+    def score(self, request: bytes, source: str) -> bytes:
+        """Scores one request; one at a time, while `drop` may be called beside it."""
+        number = next(self._numbers)
+        self._scoring = number
+        self._workers.submit(number, request, source)
         while True:
             try:
-                _, scored, _ = self._workers.ended.get(timeout=_LOOK_EVERY_S)
-                break
+                ended, scored, _ = self._workers.ended.get(timeout=_LOOK_EVERY_S)
+                if ended == number:
+                    break
             except queue.Empty:
                 self._workers.check()
-        return to_bytes(message_of(scored, ""))
+        retries: list[str] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                retries.append(self._workers.retries.get_nowait())
+        return to_bytes({**message_of(scored, ""), "retries": retries})
+
+    def drop(self) -> None:
+        """Ends the scoring under way if it does not end by itself at once; `score` returns then, whatever it says."""
+        self._workers.drop({self._scoring})
 
 
 @dataclass(slots=True)
 class _Task:
     key: SampleKey
+    source: str
+    lane: str
+    limit_s: float  # with which a worker may be replaced, and so load the scorer, before each scoring
     request: bytes
-    attempts: int = 0
+    losses: int = 0  # actors that were lost with it
     cancelled: bool = False
 
 
@@ -72,8 +91,8 @@ class RayRewardPool:
 
     An actor has a worker process of its own below it (`jaxrl.rewards.workers`), which keeps the scorer's limits there,
     and what it returns is the JSON text of a verdict. So an actor that dies, or does not answer in time, was not ended
-    by a scorer: its sample is tried again elsewhere, at most `MAX_ATTEMPTS` times. When the cluster has lost every
-    actor and gives no other, the run ends with `RunFailed`: nothing here waits without a limit.
+    by a scorer: its sample is scored again elsewhere, at most `reward.max_retries` times. When the cluster has lost
+    every actor and gives no other, the run ends with `RunFailed`: nothing here waits without a limit.
 
     Samples are handed over inside `submit`, `completed` and `wait`, which a round calls all the time.
     """
@@ -84,6 +103,7 @@ class RayRewardPool:
         *,
         num_workers: int,
         env: Mapping[str, str],
+        lanes: Lanes,
         clock: Callable[[], float] = time.monotonic,
     ):
         try:
@@ -95,15 +115,15 @@ class RayRewardPool:
         if self._owns_ray:
             with _our_signals():
                 ray.init(include_dashboard=False, log_to_driver=False)
-        actor_class = ray.remote(num_cpus=1, max_restarts=0)(RayHost)
+        # two calls at once: one that scores, and one that says that it is not wanted any more
+        actor_class = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(RayHost)
         there = replace(settings, log="")  # a path of this machine
-        self._new_actor = lambda: actor_class.remote(pickle.dumps(there), dict(env))
+        self._new_actor = lambda: actor_class.remote(pickle.dumps(there), dict(env), pickle.dumps(lanes))
         self._start_limit_s = settings.start_timeout_s + SLACK_S
-        # a worker may be replaced, and so load the scorer, before it can score
-        self._score_limit_s = (settings.timeout_s or math.inf) + settings.start_timeout_s + SLACK_S
+        self._settings, self._lanes = settings, lanes
         self._clock = clock
         self._counts = VerdictCounts()
-        self._waiting: deque[_Task] = deque()
+        self._waiting = LaneQueue[_Task](lanes, num_workers)
         self._starting: dict[Any, tuple[Any, float]] = {}  # ref of start() -> actor, since when
         self._idle: list[Any] = []
         self._running: dict[Any, _Running] = {}  # by ref of score()
@@ -119,13 +139,19 @@ class RayRewardPool:
             self._take_started(0.2)
 
     def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
-        self._waiting.append(_Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample, limits_s))))
+        lane = self._lanes.lane(prompt.source)
+        once_s = (self._lanes.by_source[lane].timeout_s or math.inf) + self._settings.start_timeout_s
+        limit_s = once_s * (1 + self._settings.max_retries) + SLACK_S
+        request = pickle.dumps(ScoreRequest.of(prompt, sample, limits_s))
+        self._waiting.put(lane, _Task(sample.key, prompt.source, lane, limit_s, request))
         self._hand_over()
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        self._waiting = deque(task for task in self._waiting if task.key not in keys)
+        self._waiting.keep(lambda task: task.key not in keys)
         for running in self._running.values():
-            running.task.cancelled |= running.task.key in keys
+            if running.task.key in keys and not running.task.cancelled:
+                running.task.cancelled = True
+                running.actor.drop.remote()
 
     def completed(self) -> list[Verdict]:
         return self._poll(0.0)
@@ -150,7 +176,7 @@ class RayRewardPool:
             for actor in actors + [running.actor for running in self._running.values()]:
                 self._kill(actor)
         self._idle, self._starting, self._running = [], {}, {}
-        self._waiting.clear()
+        self._waiting.take_all()
         if self._owns_ray:
             self._ray.shutdown()
 
@@ -181,10 +207,10 @@ class RayRewardPool:
                 self._lost(actor, why)
 
     def _hand_over(self) -> None:
-        while self._waiting and self._idle:
-            task, actor = self._waiting.popleft(), self._idle.pop()
-            task.attempts += 1
-            self._running[actor.score.remote(task.request)] = _Running(task, actor, time.monotonic())
+        while self._idle and (task := self._waiting.pop()) is not None:
+            actor = self._idle.pop()
+            ref = actor.score.remote(task.request, task.source)
+            self._running[ref] = _Running(task, actor, time.monotonic())
 
     def _poll(self, timeout_s: float) -> list[Verdict]:
         self._take_started(0.0)
@@ -193,17 +219,21 @@ class RayRewardPool:
         for ref in self._finished(list(self._running), timeout_s):
             running = self._running.pop(ref)
             try:
-                scored = read_scored(read_message(self._ray.get(ref, timeout=GET_S)))
+                message = read_message(self._ray.get(ref, timeout=GET_S))
+                scored = read_scored(message)
             except (*self._failures, BadFrame) as error:
                 verdicts += self._try_again(running, f"a ray actor failed: {type(error).__name__}")
                 continue
+            for why in message.get("retries", ()):
+                self._counts.retried(why)
             self._lost_in_a_row = 0
             self._idle.append(running.actor)
+            self._waiting.done(running.task.lane)
             verdicts += self._verdict(running.task, scored)
         for ref, running in list(self._running.items()):
-            if time.monotonic() - running.since_s > self._score_limit_s:
+            if time.monotonic() - running.since_s > running.task.limit_s:
                 del self._running[ref]
-                verdicts += self._try_again(running, f"a ray actor was silent for {self._score_limit_s:.0f} s")
+                verdicts += self._try_again(running, f"a ray actor was silent for {running.task.limit_s:.0f} s")
         self._hand_over()
         return verdicts
 
@@ -214,10 +244,12 @@ class RayRewardPool:
     def _try_again(self, running: _Running, why: str) -> list[Verdict]:
         self._lost(running.actor, why)
         task = running.task
-        if task.attempts >= MAX_ATTEMPTS:
-            return self._verdict(task, crashed(f"{MAX_ATTEMPTS} ray actors in a row were lost with this sample"))
-        if not task.cancelled:
-            self._waiting.appendleft(task)
+        task.losses += 1
+        if task.losses > self._settings.max_retries or task.cancelled:
+            self._waiting.done(task.lane)
+            return self._verdict(task, crashed(why, task.losses))
+        self._counts.retried(why)
+        self._waiting.put_back(task.lane, task)
         return []
 
     def _lost(self, actor: Any, why: str) -> None:
@@ -248,7 +280,7 @@ class RayRewardPool:
         """The verdict of a task; none if it was cancelled."""
         if task.cancelled:
             return []
-        return [self._counts.add(verdict_of(self._clock(), task.key, scored))]
+        return [self._counts.add(verdict_of(self._clock(), task.key, self._lanes.named(task.source, scored)))]
 
 
 @contextlib.contextmanager

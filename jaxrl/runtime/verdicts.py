@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -70,6 +71,7 @@ class Verdicts:
         self._arrived: dict[SampleKey, Verdict] = {}
         self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
         self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
+        self._busy = BusyTime()
 
     @property
     def due(self) -> SampleKey | None:
@@ -90,6 +92,7 @@ class Verdicts:
             limits_s = self._timeouts.limits(prompt)
             self._sent[key] = prompt, limits_s
         if entry is None:
+            self._busy.begin(key, self._clock())
             self._scoring.submit(prompt, sample, limits_s)
         else:
             verdict = self._arrived[key] = replayed(entry, self._clock(), key)
@@ -109,6 +112,9 @@ class Verdicts:
     def cancel(self, keys: Collection[SampleKey]) -> None:
         """No verdict on these samples is handed over."""
         self._scoring.cancel(keys)
+        now_s = self._clock()
+        for key in keys:
+            self._busy.end(key, now_s)
         self._due = deque(key for key in self._due if key not in keys)
         for key in keys:
             self._arrived.pop(key, None)
@@ -119,16 +125,18 @@ class Verdicts:
         self._scoring.cancel(set(self._due))
         for kept in (self._due, self._arrived, self._sent, self._replayed):
             kept.clear()
+        self._busy = BusyTime()
 
     def end(self) -> dict[str, float]:
         """The round is over; its counts, and those of the verdicts that the journal gave in the scoring's place: a
-        step that runs again counts the same."""
+        step that runs again counts the same. `reward/busy_s`: the seconds in which anything was being scored."""
         assert not self._due, "a round ends while something of it is being scored"
         measured = self._scoring.take_metrics()
         for status, count in self._replayed.items():
             for name in ("reward/num_scored", *([_COUNT_OF[status]] if status in _COUNT_OF else [])):
                 measured[name] = measured.get(name, 0.0) + count
         self._replayed.clear()
+        measured["reward/busy_s"] = self._busy.take()
         return measured | ({} if self._timeouts is None or self._round else self._timeouts.take_metrics())
 
     def _take(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -138,6 +146,7 @@ class Verdicts:
                 self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
             self._learn(verdict)
             self._arrived[verdict.key] = verdict
+            self._busy.end(verdict.key, verdict.time_s)
         ready: list[Verdict] = []
         while self._due and self._due[0] in self._arrived:
             ready.append(self._arrived.pop(self._due.popleft()))

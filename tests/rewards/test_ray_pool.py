@@ -3,6 +3,7 @@
 `tests/rewards/test_pool.py` runs the pool on ray itself, where it is installed.
 """
 
+import itertools
 import queue
 import signal
 import sys
@@ -16,9 +17,9 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.rewards import ray_pool
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.frames import message_of, to_bytes
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 
@@ -96,7 +97,7 @@ def make(folder: Path) -> RewardPool:
     path.write_text("def compute_score(**kwargs):\n    return 1.0\n")
     reward = {
         **{"kind": "custom", "path": str(path), "pool": "ray", "num_workers": 2},
-        **{"timeout_s": 0.2, "start_timeout_s": 0.2},
+        **{"timeout_s": 0.2, "start_timeout_s": 0.2, "max_retries": 2},
     }
     config = from_mapping({"model": {"path": "x"}, "reward": reward})
     return build_pool(config, build_scorer(config))
@@ -121,11 +122,12 @@ def test_an_actor_that_dies_is_replaced(ray: FakeRay, tmp_path: Path):
     pool.warm()
     submit(pool)
     assert [verdict.status for verdict in pool.wait(5)] == ["ok"]
-    assert pool.take_metrics()["reward/pool_restarts"] == 3
+    metrics = pool.take_metrics()
+    assert (metrics["reward/pool_restarts"], metrics["reward/retries"]) == (3, 2)
     ray.scores[:] = [Died(), None, b"\x80garbage"]  # the second is silent
     submit(pool)
-    (verdict,) = pool.wait(5)
-    assert (verdict.status, verdict.info["error"]) == ("crash", "3 ray actors in a row were lost with this sample")
+    (verdict,) = pool.wait(9)
+    assert (verdict.status, verdict.info["error"]) == ("crash", "a ray actor failed: BadFrame (3 times in a row)")
     pool.close()
 
 
@@ -167,9 +169,10 @@ def test_an_actor_whose_workers_are_gone_does_not_wait_for_ever():
         raise RunFailed("reward: the pool's own thread ended")
 
     host = ray_pool.RayHost.__new__(ray_pool.RayHost)
+    host._numbers = itertools.count()
     host._workers = types.SimpleNamespace(submit=lambda *_: None, ended=queue.SimpleQueue(), check=check)  # pyright: ignore
     with pytest.raises(RunFailed, match="own thread ended"):
-        host.score(b"")
+        host.score(b"", "")
 
 
 def test_signals_when_ray_does_not_start(monkeypatch: pytest.MonkeyPatch):

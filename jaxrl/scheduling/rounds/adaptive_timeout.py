@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.config.domains import domains
 from jaxrl.config.options import Config
 from jaxrl.config.rewards import CodeSection
 from jaxrl.types import Prompt
@@ -92,10 +93,11 @@ class AdaptiveTimeouts:
     @classmethod
     def configured(cls, config: Config) -> AdaptiveTimeouts | None:
         """Those of `reward.code`, without anchors; None where no prompt has test cases."""
-        reward = config.reward
-        is_code = {source: domain.kind == "code" for source, domain in reward.domains.items()}
-        others = reward.kind == "code"
-        return cls(TimeoutRule.of(reward.code), is_code, others) if others or any(is_code.values()) else None
+        is_code = {source: domain.kind == "code" for source, domain in domains(config.reward).items()}
+        if not any(is_code.values()):
+            return None
+        others = is_code.pop("")
+        return cls(TimeoutRule.of(config.reward.code), is_code, others)
 
     def has_tests(self, source: str) -> bool:
         """Whether the prompts of a source have test cases."""
