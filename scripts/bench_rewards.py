@@ -35,8 +35,8 @@ from bench.measure import say
 from bench.reward_rounds import Devices, RewardRounds, Timed
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
-from jaxrl.rewards.scorers import build_scorer
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.sim.workload import ModelledWorkload, uniform
 from jaxrl.types import Prompt, Sample, SampleKey

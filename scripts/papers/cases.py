@@ -126,11 +126,13 @@ _AGAIN = replace(_CODE, epoch_steps=REWARDS_STEPS, steps=2 * REWARDS_STEPS)
 REWARDS_TIMEOUTS = {
     "first epoch": tuple(replace(_CODE, timeout=each) for each in ("fixed", "adaptive")),
     "second epoch": tuple(replace(_AGAIN, timeout=each) for each in ("fixed", "adaptive")),
-    "second epoch, no prompt much harder": tuple(
-        replace(_AGAIN, timeout=each, pass_spread=0.5) for each in ("fixed", "adaptive")
+    "second epoch, no prompt much harder": (
+        replace(_AGAIN, timeout="fixed"),
+        replace(_AGAIN, timeout="adaptive", pass_spread=0.5),
     ),
 }
-"""RollPacker Fig. 14c, fixed and adaptive time-outs, by what is known of the prompts."""
+"""RollPacker Fig. 14c, fixed and adaptive time-outs, by what is known of the prompts. What is right makes no difference
+to how long fixed time-outs take."""
 
 _JUDGED = replace(_CODE, tasks=("judge",))
 REWARDS_JUDGE = {
@@ -153,8 +155,8 @@ def rewards_rows(setup: str) -> dict[str, Case]:
 
 
 def _rewards(steps: int) -> list[Case]:
-    found = [case for pair in REWARDS_TIMEOUTS.values() for case in pair]
-    found += REWARDS_JUDGE.values()
+    found = dict.fromkeys(case for pair in REWARDS_TIMEOUTS.values() for case in pair)
+    found |= dict.fromkeys(REWARDS_JUDGE.values())
     return [*found, *(case for setup in ROLLPACKER_SETUPS.values() for case in rewards_rows(setup).values())]
 
 
