@@ -12,40 +12,49 @@ is a `bwrap` on PATH. Each runs in a process of its own. The hostile programs ar
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
+import stat
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bench.canaries import Canaries, attack_once, trivial
-from bench.hostile import ATTACKS
+from bench.hostile import ATTACKS, Attack
 
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.sandbox import syscalls
 from jaxrl.rewards.sandbox.locks import Means
-from jaxrl.rewards.sandbox.probe import choose_means
+from jaxrl.rewards.sandbox.probe import choose_means, find_means
 from jaxrl.rewards.sandbox.syscalls import machine
 
 ORDINARY_USER = 64_321
 LIMIT_S = 0.6
+_SET_DUMPABLE = 4
+_NEWNS, _PRIVATE, _BIND = 0x00020000, (1 << 18) | (1 << 14), (1 << 12) | (1 << 14)
 
 
 def paths() -> list[str]:
     """What there is to try here."""
     users = ["root", "user"] if os.geteuid() == 0 else ["user"]
-    ways = ["", "-without-landlock", "-without-namespaces", "-bare"] + (["-bubblewrap"] if shutil.which("bwrap") else [])
+    ways = ["", "-without-landlock", "-without-namespaces", "-bare"] + (
+        ["-bubblewrap"] if shutil.which("bwrap") else []
+    )
     return [user + way for user in users for way in ways]
 
 
 def means_of(path: str) -> Means:
     """What locks programs in on a path; this process has become its user."""
     user, _, way = path.partition("-")
-    means = choose_means("bubblewrap" if way == "bubblewrap" else "auto")
+    means = choose_means("bubblewrap" if way == "bubblewrap" else "auto", find_means())
     if way in ("without-landlock", "bare"):
         means = replace(means, landlock=0)
     if way in ("without-namespaces", "bare"):
@@ -53,12 +62,32 @@ def means_of(path: str) -> Means:
     return means
 
 
+def open_python() -> None:
+    """Lets ordinary users into the folder of this Python, for this process and those below it, if it is root's alone."""
+    parents = reversed(Path(sys.base_prefix).parents)
+    closed = next((folder for folder in parents if not folder.stat().st_mode & stat.S_IXOTH), None)
+    if closed is None:
+        return
+    inner = closed / Path(sys.base_prefix).relative_to(closed).parts[0]
+    syscalls.libc("unshare", _NEWNS)
+    syscalls.libc("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
+    fd = os.open(inner, os.O_PATH | os.O_DIRECTORY)
+    syscalls.libc("mount", b"none", str(closed).encode(), b"tmpfs", ctypes.c_ulong(0), b"mode=755,size=1m")
+    inner.mkdir()
+    place = str(inner).encode()
+    syscalls.libc("mount", f"/proc/self/fd/{fd}".encode(), place, None, ctypes.c_ulong(_BIND), None)
+    os.close(fd)
+
+
 def measure(path: str, rounds: int, names: list[str], quick: bool) -> dict[str, Any]:
     """One path, in this process: verdicts' times, and what each attack broke."""
-    if path.startswith("user") and os.geteuid() == 0:
+    if os.geteuid() == 0 and (path.startswith("user") or path.endswith("bubblewrap")):
+        open_python()
+    if os.geteuid() == 0 and path.startswith("user"):
         os.setgroups([])
         os.setresgid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
         os.setresuid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
+        syscalls.prctl(_SET_DUMPABLE, 1)  # as it is for a user who logged in: /proc/self is the process's own
     scorer = CodeScorer(CodeSection(max_memory_mib=256), means=means_of(path))
     scorer.load()
     times = []
@@ -68,6 +97,11 @@ def measure(path: str, rounds: int, names: list[str], quick: bool) -> dict[str, 
         times.append(time.perf_counter() - start)
         if reward != 1:
             raise SystemExit(f"{path}: a program that is right did not score: {info}")
+    with Canaries() as canaries:
+        begin = Attack("", "print(input() + '!')").program(canaries.places())
+    reward, info = scorer(ScoreRequest("bench", begin, None, {"inputs": ["1"], "outputs": ["1!"]}))
+    if reward != 1:
+        raise SystemExit(f"{path}: attacks could not begin, so that none shows anything: {info}")
     found: dict[str, list[str]] = {}
     after: list[float] = []
     for attack in ATTACKS:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.config.rewards import CodeSection
-from jaxrl.rewards.programs import Tests, program_of, same_output, tests_of
+from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
 from jaxrl.rewards.sandbox.locks import Limits, Means
@@ -59,17 +59,18 @@ class CodeScorer:
     def load(self) -> None:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
-        means = self.means or choose_means(code.sandbox, needs_files=bool(code.command))
         limits = Limits(code.max_memory_mib, code.max_processes, code.max_file_mib, code.max_output_kib)
-        self._sandbox = Sandbox(means, limits)
-        self._sandbox.start()
+        self._sandbox = Sandbox(limits, self.means)
+        there = self._sandbox.start()
+        if self.means is None:
+            self._sandbox.means = choose_means(code.sandbox, there, needs_files=bool(code.command))
 
     def close(self) -> None:
         if self._sandbox is not None:
             self._sandbox.close()
 
     def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
-        tests = tests_of(request, self.code.tests_key)
+        tests = checks_of(request, self.code.tests_key)
         if self.code.command and tests.shape != "stdin":
             raise ValueError(f"{request.source}: reward.code.command takes tests with inputs and outputs alone")
         program = program_of(request, tests)
@@ -88,7 +89,7 @@ class CodeScorer:
         info = _info(cases, count, why)
         return (float(info["correct"]) if self.code.score == "all" else info["passed"] / count), info
 
-    def _scripts(self, program: str, tests: Tests, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
+    def _scripts(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
         """Each case in a process of its own, which reads the input and is compared by what it writes."""
         for i, (given, wanted) in enumerate(tests.pairs):
             limit_s = limits_s[i] if i < len(limits_s) else self.code.max_timeout_s
@@ -98,13 +99,12 @@ class CodeScorer:
                 why = f"it wrote {ran.output[:100]!r}"
             yield _Case(not why, ran.seconds, why, ran.end == "time"), len(tests.pairs)
 
-    def _checks(self, program: str, tests: Tests, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
+    def _checks(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
         """All cases in one process, and in another from behind a case that ended the first."""
-        first, count = 0, tests.count
+        first, count, default_s = 0, tests.count, self.code.max_timeout_s
         while count is None or first < count:
             job = {**tests.job, "first": first, "stop": self.code.score == "all"}
-            default_s = self.code.max_timeout_s
-            ran = self._run(lambda sandbox, j=job, n=first: sandbox.tests(program, j, limits_s, default_s))
+            ran = self._run(lambda sandbox, j=job: sandbox.tests(program, j, limits_s, default_s))
             if ran.broken:
                 raise ValueError(f"the tests cannot be read: {ran.broken}")
             if ran.cases is None:  # no time was left for it: only a test that takes it as it is read

@@ -23,7 +23,7 @@ _LANGUAGES = ("", "python", "python3", "py")
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class Checks:
     """Tests of one prompt.
 
     Attributes:
@@ -43,7 +43,7 @@ class Tests:
     prompt: str = ""
 
 
-def tests_of(request: ScoreRequest, key: str = "") -> Tests:
+def checks_of(request: ScoreRequest, key: str = "") -> Checks:
     """The tests of a prompt.
 
     Args:
@@ -70,7 +70,7 @@ def tests_of(request: ScoreRequest, key: str = "") -> Tests:
     )
 
 
-def _read(value: Any, extra: Mapping[str, Any], where: str) -> Tests:
+def _read(value: Any, extra: Mapping[str, Any], where: str) -> Checks:
     if isinstance(value, str):
         read = _json(value)
         if not isinstance(read, list | dict):
@@ -96,18 +96,18 @@ def _function(extra: Mapping[str, Any]) -> str:
     return str(read.get("func_name") or "") if isinstance(read, Mapping) else ""
 
 
-def _program(text: str, extra: Mapping[str, Any]) -> Tests:
+def _program(text: str, extra: Mapping[str, Any]) -> Checks:
     setup = "\n".join((*(_list(extra.get("test_imports")) or []), str(extra.get("test_setup_code") or "")))
     entry = str(extra.get("entry_point") or "")
     prompt = str(extra.get("prompt") or "") if entry else ""
     job = {"shape": "tests", "text": f"{setup}\n{text}", "entry_point": entry, "prompt": prompt}
-    return Tests("tests", job=job, entry_point=entry, prompt=prompt)
+    return Checks("tests", job=job, entry_point=entry, prompt=prompt)
 
 
-def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str) -> Tests:
+def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str) -> Checks:
     if not name:
         texts = [(_as_text(given), _as_text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
-        return Tests("stdin", pairs=tuple(texts), count=len(texts))
+        return Checks("stdin", pairs=tuple(texts), count=len(texts))
     cases: list[list[Any]] = []
     for given, wanted in zip(inputs, outputs, strict=True):
         if isinstance(given, str):  # an argument a line, each as JSON
@@ -119,7 +119,7 @@ def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str) -> Test
                 f"{where}: the input of a function is a list of arguments or lines of JSON, not {given!r:.80}"
             )
         cases.append([arguments, _json(wanted, wanted) if isinstance(wanted, str) else wanted])
-    return Tests("calls", job={"shape": "calls", "name": name, "cases": cases}, count=len(cases))
+    return Checks("calls", job={"shape": "calls", "name": name, "cases": cases}, count=len(cases))
 
 
 def _as_text(value: Any) -> str:
@@ -139,7 +139,7 @@ def _json(text: str, otherwise: Any = None) -> Any:
         return otherwise
 
 
-def program_of(request: ScoreRequest, tests: Tests) -> str:
+def program_of(request: ScoreRequest, tests: Checks) -> str:
     """The program in a response: its last fenced block, or all of it; what continues the prompt, behind the prompt."""
     block = last_block(request.response)
     program = request.response if block is None else block

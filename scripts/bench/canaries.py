@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 from bench.hostile import Attack
-
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.processes import descendants
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.sandbox.client import SandboxFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 _WATCHED = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/run/lock", str(ROOT), os.path.dirname(os.__file__))
@@ -131,7 +131,10 @@ def attack_once(scorer: CodeScorer, attack: Attack, canaries: Canaries, limit_s:
         tests = {"entry_point": "f", "prompt": "", "test": check}
     pid = scorer.server_pid
     opened = len(os.listdir(f"/proc/{pid}/fd"))
-    reward, info = scorer(ScoreRequest("bench", program, None, tests, (limit_s, limit_s)))
+    try:
+        reward, info = scorer(ScoreRequest("bench", program, None, tests, (limit_s, limit_s)))
+    except (ValueError, SandboxFailed) as error:
+        return [f"no verdict: {error}"], 0.0
     broken = [] if reward == 0 else [f"it scored {reward:g}"]
     said = json.dumps(info)
     broken += [f"it said {said[:300]}"] if "BROKE" in said or canaries.secret in said else []

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 from jaxrl.rewards.sandbox.locks import Limits, Means, environment, readable, scratch_folder
 from jaxrl.rewards.sandbox.roles import Entry, enter
 
-SETUP = 6
+SETUP = 7
 """The descriptor that holds how a process is to lock itself in."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 _BOOT = (
-    "import json, os, sys; setup = json.loads(open(6, 'rb').read()); os.closerange(6, 7); "
+    "import json, os, sys; setup = json.loads(open(7, 'rb').read()); os.close(7); "
     "sys.path.insert(0, setup['path']); from jaxrl.rewards.sandbox.bubblewrap import inside; sys.path.pop(0); "
     "inside(setup)"
 )

@@ -145,10 +145,9 @@ def _change(old: Any, new: Any) -> None:
     if isinstance(old, list | bytearray):
         if old != new or any(isinstance(item, list | dict | set) for item in old):
             old[:] = new
-    elif isinstance(old, dict | set):
-        if old != new:
-            old.clear()
-            old.update(new)
+    elif isinstance(old, dict | set) and old != new:
+        old.clear()
+        old.update(new)
 
 
 class Remote:

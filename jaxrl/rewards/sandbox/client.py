@@ -59,13 +59,15 @@ class Execution:
 
 
 class Sandbox:
-    """Programs locked in by `means`; one at a time. The server starts with the first one, or with `start`.
+    """Runs programs, one at a time. A context manager; without it, the server ends with this process.
 
-    A context manager; without it, the server ends with this process.
+    Attributes:
+      means: what locks programs in; as long as there is nothing, nothing is run.
     """
 
-    def __init__(self, means: Means, limits: Limits):
-        self.means, self.limits = means, limits
+    def __init__(self, limits: Limits, means: Means | None = None):
+        self.limits = limits
+        self.means = means
         self._server: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._owner = 0
@@ -82,8 +84,12 @@ class Sandbox:
         assert self._server is not None, "start() comes first"
         return self._server.pid
 
-    def start(self) -> None:
-        """Starts the server, and waits until it is warm. Raises SandboxFailed."""
+    def start(self) -> Means:
+        """Starts the server, waits until it is warm, and returns what it finds on this machine to lock programs in.
+
+        Raises:
+          SandboxFailed: it does not start.
+        """
         self.close()
         ours, theirs = socket.socketpair()
         try:
@@ -101,8 +107,7 @@ class Sandbox:
         finally:
             theirs.close()
         self._sock, self._owner = ours, os.getpid()
-        if self._receive(time.monotonic() + _START_S) != {"ready": True}:
-            raise SandboxFailed("the sandbox's fork server did not start")
+        return Means(**self._receive(time.monotonic() + _START_S))
 
     def script(self, text: str, stdin: str, limit_s: float, command: Sequence[str] = ()) -> Execution:
         """Runs a program that reads its standard input and writes to its standard output."""
@@ -127,6 +132,7 @@ class Sandbox:
     ) -> Execution:
         if self._sock is None:
             self.start()
+        assert self.means is not None, "start() says what there is to choose from"
         total_s = sum(limits_s) + default_limit_s
         order = {
             "mode": mode,

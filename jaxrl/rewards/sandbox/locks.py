@@ -5,10 +5,12 @@ process, and the execution is reported as one that the sandbox could not run, ne
 
 - `RLIMIT_AS`, `CPU`, `FSIZE`, `NOFILE`, `NPROC`, `CORE`, `STACK`, `MEMLOCK`, `MSGQUEUE`.
 - As root: a user and a group id that nothing else has, and no groups. `RLIMIT_NPROC` then counts this program alone.
-  As an ordinary user: a user namespace where there is one, in which the limit counts alone as well; else the limit is
+  Where the Python that runs stands in a folder of root's, the program keeps the right to read any file, of which
+  Landlock leaves Python's.
+- As an ordinary user: a user namespace where there is one, in which the limit counts alone as well; else the limit is
   the user's tasks when the program starts, and those that it may have.
-- Where a mount namespace can be made: a tmpfs of limited size over `/tmp`, which ends with its last process. Nothing else
-  can be written.
+- Where a mount namespace can be made: a tmpfs of limited size over `/tmp`, which ends with its last process. Nothing
+  else can be written.
 - Landlock: Python's own folders and libraries can be read, and nothing else be opened. Where the kernel has none, the
   filter lets no file be opened at all: such a program has the modules that the fork server has imported.
 - seccomp: the calls in `syscalls`.
@@ -17,12 +19,15 @@ process, and the execution is reported as one that the sandbox could not run, ne
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import resource
+import stat
 import struct
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxrl.rewards.processes import die_with_parent
@@ -34,7 +39,8 @@ _SCRATCH = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 _PRIVATE, _NOSUID_NODEV = (1 << 18) | (1 << 14), 2 | 4  # MS_PRIVATE | MS_REC
 _NO_NEW_PRIVS = 38
-_CAPABILITY_VERSION = 0x20080522
+_KEEP_CAPABILITIES = 8
+_CAPABILITY_VERSION, _READ_ALL = 0x20080522, 1 << 2
 _STACK = 64 * MIB
 _OPEN_FILES = 64
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
@@ -42,6 +48,14 @@ _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom", "/d
 _TOOLS = ("/bin", "/sbin", "/usr", "/opt", "/etc/alternatives", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 
 
+@functools.cache
+def python_is_closed() -> bool:
+    """Whether other users cannot read this Python, as when it stands in root's home folder."""
+    paths = [Path(os.path.realpath(prefix)) for prefix in (sys.prefix, sys.base_prefix)]
+    return any(not folder.stat().st_mode & stat.S_IXOTH for path in paths for folder in (path, *path.parents))
+
+
+@functools.cache
 def scratch_folder() -> str:
     """Where a program may write, if it may: a folder that a mount can cover without covering Python."""
     kept = readable()
@@ -109,6 +123,7 @@ class Limits:
     cpu_s: float = 60.0
 
 
+@functools.cache
 def readable() -> tuple[str, ...]:
     """Folders and files that a program may read: Python's own, and the libraries of the system."""
     homes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
@@ -130,11 +145,9 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
     scratch = make_scratch(limits.file_mib) if means.namespaces and limits.file_mib else ""
     _set_limits(means, limits, mapped, alone=bool(user_id or scratch))
     if user_id:
-        os.setgroups([])
-        os.setresgid(user_id, user_id, user_id)
-        os.setresuid(user_id, user_id, user_id)
-    elif os.geteuid() != 0 or means.seccomp:
-        _drop_capabilities()
+        _become(user_id, reads_all=python_is_closed() and means.landlock > 0)
+    elif means.seccomp:
+        _set_capabilities(0)
     die_with_parent(parent)
     if not means.seccomp:
         return
@@ -204,7 +217,17 @@ def make_scratch(size_mib: int) -> str:
     return scratch
 
 
-def _drop_capabilities() -> None:
-    """Those that a user namespace gave."""
+def _become(user: int, *, reads_all: bool) -> None:
+    """Takes a user id, and loses all rights but, perhaps, that to read what Landlock lets it open."""
+    if reads_all:
+        syscalls.prctl(_KEEP_CAPABILITIES, 1)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    _set_capabilities(_READ_ALL if reads_all else 0)
+
+
+def _set_capabilities(bits: int) -> None:
+    """These and no others: not those of a user namespace either."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
-    syscalls.call("capset", header, bytes(24))
+    syscalls.call("capset", header, struct.pack("=6I", bits, bits, 0, 0, 0, 0))

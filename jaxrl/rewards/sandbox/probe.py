@@ -1,4 +1,7 @@
-"""What this machine can lock programs in with, found out by doing it in a fork that ends at once."""
+"""What this machine can lock programs in with, found out by doing it in a fork that ends at once.
+
+The fork server looks, not the scorer's process: that may have threads, which do not survive a fork.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,11 @@ def find_means() -> Means:
     return replace(means, namespaces=_works(lambda: locks.make_scratch(1)))
 
 
-def choose_means(sandbox: str, there: Means | None = None, *, needs_files: bool = False) -> Means:
+def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Means:
     """What `reward.code.sandbox` comes to on this machine.
 
     Args:
-      there: what this machine has; none: it is found out.
+      there: what this machine has (`find_means`).
       needs_files: whether programs are run by a command, which must read its own files.
 
     Raises:
@@ -41,11 +44,15 @@ def choose_means(sandbox: str, there: Means | None = None, *, needs_files: bool 
     """
     if sandbox == "none":
         return Means()
-    there = find_means() if there is None else there
     if sandbox == "bubblewrap":
         command = shutil.which("bwrap")
         if command is None:
             raise ValueError("reward.code.sandbox=bubblewrap: there is no bwrap on PATH")
+        if there.user_ids and locks.python_is_closed():
+            raise ValueError(
+                f"reward.code.sandbox=bubblewrap: as root, programs get a user of their own, to whom {sys.base_prefix} "
+                "is closed; use reward.code.sandbox=fork, or a Python that others may read"
+            )
         return replace(there, bubblewrap=command, cgroup=groups.writable_group())
     if not there.seccomp:
         raise ValueError(

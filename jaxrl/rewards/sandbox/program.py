@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 
 from jaxrl.rewards.sandbox import wire
 
-CALLS, JOB, RESULT = 3, 4, 5
-"""Descriptors: where calls come from, the program's text (or the tests'), and where a checker's results go."""
+CALLS, JOB, RESULT, READY = 3, 4, 5, 6
+"""Descriptors: where calls come from, the program's text (or the tests'), where a checker's results go, and where a
+process says that it is locked in."""
 
 _MAX_ERROR = 500
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from dataclasses import dataclass
 from typing import NoReturn
 
 from jaxrl.rewards.sandbox import program, suites
 from jaxrl.rewards.sandbox.locks import Limits, Means, lock_in
+
+LOCKED_IN = b"locked in"
+"""What a process says on `program.READY` before it sees any text of a model's; anything else is why it could not."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,13 @@ def enter(entry: Entry, user: int, parent: int) -> NoReturn:
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    lock_in(entry.means, entry.limits, user_id=user, parent=parent, mapped=entry.mapped)
+    try:
+        lock_in(entry.means, entry.limits, user_id=user, parent=parent, mapped=entry.mapped)
+    except BaseException as error:
+        os.write(program.READY, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.write(program.READY, LOCKED_IN)
+    os.close(program.READY)
     match entry.role:
         case "script" if entry.command:
             program.run_command(entry.command)

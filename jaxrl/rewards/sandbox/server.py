@@ -20,16 +20,19 @@ from typing import Any, NoReturn
 
 from jaxrl.rewards.processes import adopt_orphans, die_with_parent, kill_descendants
 from jaxrl.rewards.sandbox.locks import Limits, Means
+from jaxrl.rewards.sandbox.probe import find_means
 from jaxrl.rewards.sandbox.supervisor import Order, Supervisor
 
 HEADER = struct.Struct("!I")
 _MAX_ORDER = 1 << 20
 _PRELOADED = """
-    abc array ast asyncio base64 bisect calendar cmath collections collections.abc concurrent.futures
-    concurrent.futures.thread contextlib copy csv dataclasses datetime decimal difflib enum fractions functools gc hashlib
-    heapq html inspect io itertools json keyword linecache locale math numbers operator pprint queue random re secrets
-    select statistics string struct sys textwrap threading time traceback types typing unicodedata unittest uuid
-    warnings weakref zlib _strptime encodings.idna encodings.latin_1 encodings.ascii encodings.utf_8_sig
+    abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc concurrent.futures
+    concurrent.futures.thread contextlib copy csv ctypes dataclasses datetime decimal difflib enum fcntl fractions
+    functools gc glob hashlib heapq html inspect io itertools json keyword linecache locale logging math mmap numbers
+    operator os pathlib pickle platform pprint queue random re resource secrets select selectors shutil signal socket
+    statistics string struct subprocess sys tempfile textwrap threading time timeit traceback types typing unicodedata
+    unittest uuid warnings weakref zlib zoneinfo _strptime encodings.idna encodings.latin_1 encodings.ascii
+    encodings.utf_8_sig
 """
 
 
@@ -47,7 +50,7 @@ def main() -> NoReturn:
     _keep_only_pythons_folders()
     gc.collect()
     gc.freeze()
-    _say(sock, {"ready": True})
+    _say(sock, find_means().as_dict())
     while (found := _next(sock)) is not None:
         order, fds = found
         _say(sock, _execute(sock, order, fds))

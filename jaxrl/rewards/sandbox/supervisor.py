@@ -28,7 +28,6 @@ from jaxrl.rewards.sandbox.locks import MIB, Limits, Means
 _MAX_ERROR_BYTES = 2000
 _LOOK_EVERY_S = 0.02  # at the memory of all processes together
 _REPORT_BYTES = 4 << 20
-_LOCKED_OUT = 99  # exit code of a process that could not be locked in
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Order:
 @dataclass
 class _Child:
     pid: int
+    ready: int  # where it says that it is locked in
     code: int | None = None
 
 
@@ -148,24 +148,25 @@ class Supervisor:
 
     def _fork(self, fds: dict[int, int], user: int, role: str) -> _Child:
         supervisor = os.getpid()
+        ready, theirs = os.pipe()
         pid = os.fork()
         if pid:
+            os.close(theirs)
+            os.set_blocking(ready, False)
             with contextlib.suppress(OSError):  # it does so itself, if it is first
                 os.setpgid(pid, pid)
-            return _Child(pid)
+            return _Child(pid, ready)
         try:
             os.setpgid(0, 0)
-            if self._group is not None and role != "tests":
+            if self._group is not None:
                 self._group.enter()
-            _arrange(fds)
+            _arrange({**fds, program.READY: theirs})
             entry = roles.Entry(self._means, self._order.limits, role, self._order.command, self._mapped)
             if self._means.bubblewrap:
                 bubblewrap.become(entry, user)
             roles.enter(entry, user, supervisor)
-        except BaseException as error:
-            with contextlib.suppress(BaseException):
-                os.write(2, f"the sandbox could not lock the program in: {type(error).__name__}: {error}".encode())
-        os._exit(_LOCKED_OUT)
+        finally:
+            os._exit(1)
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -248,8 +249,6 @@ class Supervisor:
         assert decisive is not None
         if decisive.code is not None and not self._outcome.end:
             self._outcome.end, self._outcome.code = "exit", decisive.code
-        elif self._program is not None and self._program.code == _LOCKED_OUT:
-            self._outcome.end, self._outcome.code = "exit", _LOCKED_OUT
 
     def _look_at_memory(self) -> None:
         """One process keeps its limit itself; of several, the sum counts as well."""
@@ -281,8 +280,8 @@ class Supervisor:
         outcome = self._outcome
         errors = outcome.errors.decode("utf-8", "replace")
         for child in (self._program, self._checker):
-            if child is not None and child.code == _LOCKED_OUT and "could not lock" in errors:
-                return {"failed": errors}
+            if child is not None and (why := self._not_locked_in(child)):
+                return {"failed": f"{why} {errors}".strip()}
         return {
             "end": outcome.end,
             "code": outcome.code,
@@ -296,13 +295,22 @@ class Supervisor:
             "broken": outcome.broken,
         }
 
+    def _not_locked_in(self, child: _Child) -> str:
+        """Why a process was never locked in, so that what came of it is no verdict; empty if it was."""
+        try:
+            said = os.read(child.ready, 4096)
+        except BlockingIOError:  # it had not come so far when its time was up
+            said = b"" if self._outcome.end == "exit" else roles.LOCKED_IN
+        os.close(child.ready)
+        return "" if said == roles.LOCKED_IN else f"a process was not locked in: {said.decode('utf-8', 'replace')}"
+
 
 def _arrange(fds: dict[int, int]) -> None:
     """Makes these the only descriptors of the process, under these numbers."""
-    copies = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, program.RESULT + 1) for number, fd in fds.items()}
+    copies = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, program.READY + 1) for number, fd in fds.items()}
     for number, fd in copies.items():
         os.dup2(fd, number, inheritable=True)
-    for number in range(3, program.RESULT + 1):
+    for number in range(3, program.READY + 1):
         if number not in fds:
             with contextlib.suppress(OSError):
                 os.close(number)
