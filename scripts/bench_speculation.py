@@ -8,7 +8,10 @@ Two comparisons; the cases of each take turns.
 
 - *Oracle*, for every number of rows in `--batches`: an index that has a draft at every place of the response that will
   be drawn, of which each token is right with a chance of `--acceptance`. That shows what verification costs and gains,
-  whatever a model's responses are like. `--width` drafted tokens of each row are verified in a step.
+  whatever a model's responses are like. `--width` drafted tokens of each row are verified in a step. `foreseen` is how
+  many times as fast the profile says a case is: the tokens that its rows gained in a step, over the time of a step that
+  verifies, in steps without; both measured as `jaxrl profile` does. The number of rows from which on drafts stop to pay
+  is printed by the profile and as measured.
 - *History*, with `--data` (a file of GSM8K's form): `--epochs` rollouts of the first `--prompts` problems with
   `--samples` responses each, in `--rows` rows, with and without drafts from the rollout before, as runs have it. The
   weights stay the same, so two epochs resemble each other as two draws of one policy do. Nothing is scored: every
@@ -43,8 +46,10 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.profiler import Profiler
 from jaxrl.runtime.history import build_index, draft_lengths, spec_metrics
 from jaxrl.runtime.rules import draft_window
+from jaxrl.scheduling.layouts.latency_profile import ProfilePoint
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
@@ -109,6 +114,11 @@ class House:
         figures = {name: measured[f"rollout/spec/{name}"] for name in _FIGURES}
         return samples, {"seconds": seconds, "tokens": float(sum(map(len, samples))), **figures}
 
+    def step_costs(self, rows: int, context: int) -> tuple[float, float]:
+        """Seconds of a step without drafts, and of one that verifies them, by the profiler."""
+        profiler, point = Profiler(self.executor), ProfilePoint(1, rows, context)
+        return profiler.decode(point).seconds, profiler.verify(point).seconds
+
     def close(self) -> None:
         self.executor.release(weights=True)
 
@@ -130,9 +140,12 @@ def differing(samples: Sequence[Sample], others: Sequence[Sample]) -> int:
     return sum(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(samples, others, strict=True))
 
 
-def oracle(options: argparse.Namespace, build: Callable[..., House], vocabulary: int, bench: Bench) -> list[str]:
-    """Times drafts of fixed acceptance for every number of rows; returns the cases."""
-    names: list[str] = []
+def oracle(
+    options: argparse.Namespace, build: Callable[..., House], vocabulary: int, bench: Bench
+) -> dict[str, tuple[float, float]]:
+    """Times drafts of fixed acceptance for every number of rows; returns the cases with what a step costs in each,
+    without drafts and with."""
+    names: dict[str, tuple[float, float]] = {}
     for rows in options.batches:
         num_tokens = options.new * (OPTIONS.max_prefix + options.width)
         house, rng = build(rows, options.new, num_tokens, rows * options.width), np.random.default_rng(options.seed)
@@ -150,9 +163,21 @@ def oracle(options: argparse.Namespace, build: Callable[..., House], vocabulary:
                 house, chosen, drawn
             )
         bench.interleave(cases, options.repetitions)
+        costs = house.step_costs(rows, options.prompt + options.new // 2)
+        say(f"{rows} rows by the profile: {costs[0] * 1e3:.1f} ms a step, {costs[1] * 1e3:.1f} ms with drafts")
         house.close()
-        names += cases
+        names |= dict.fromkeys(cases, costs)
     return names
+
+
+def pays_up_to(cases: Sequence[Values], acceptance: float, by: str) -> str:
+    """The most rows with which drafts of an acceptance are faster than none, fewer rows being so as well."""
+    most = 0
+    for case in sorted((c for c in cases if c.get("acceptance") == acceptance), key=lambda c: c["rows"]):
+        if case[by] <= 1:
+            break
+        most = int(case["rows"])
+    return f"up to {most} rows" if most else "with none"
 
 
 def _case(house: House, requests: Sequence[Request], drawn: Sequence[Sample]) -> Callable[[], Values]:
@@ -251,29 +276,45 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     def build(*sizes: int) -> House:
         return House(options, config, params, layout, *sizes)
 
-    names = oracle(options, build, config.vocab_size, bench)
+    costs = oracle(options, build, config.vocab_size, bench)
+    names = list(costs)
     if options.data:
         names += history(options, build, Tokenizer.from_path(model.resolved()), bench)
     if bench.gauge is not None:
         bench.gauge.close()
     say(verdict(bench))
-    found = summarise(bench.runs)
-    cases = []
-    for name in names:
-        summary = found[name]
-        values = summary.medians
-        group = name.partition(", ")[0]
-        values["faster"] = found[f"{group}, plain"].medians["seconds"] / values["seconds"]
-        say(
-            f"{name}: {values['seconds']:.2f} s, {values['faster']:.2f} times as fast; {values['accept_rate']:.0%} of "
-            f"drafts accepted, {values['drafted_share']:.0%} of tokens from them, {values['tokens_per_step']:.2f} "
-            f"tokens a step; other: {values['other']:.0f}{'  DISTURBED' if summary.disturbed else ''}"
-        )
-        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
-        cases.append({"case": name} | values | judged)
+    cases = _cases(bench, names, costs)
+    for acceptance in options.acceptance if costs else ():
+        seen, told = pays_up_to(cases, acceptance, "faster"), pays_up_to(cases, acceptance, "foreseen")
+        say(f"acceptance {acceptance:g}: faster than without {seen}; by the profile {told}")
     kept, dropped = bench.counts()
     shape = {"model": model.name, "devices": len(devices), "kept": kept, "dropped": dropped}
     return head | shape | {"results": {"cases": cases}}
+
+
+def _cases(bench: Bench, names: Sequence[str], costs: dict[str, tuple[float, float]]) -> list[dict[str, Any]]:
+    """What each case came to, said and returned."""
+    found, cases = summarise(bench.runs), []
+    for name in names:
+        summary = found[name]
+        values = summary.medians
+        group, _, kind = name.partition(", ")
+        values["faster"] = found[f"{group}, plain"].medians["seconds"] / values["seconds"]
+        told = ""
+        if name in costs and kind != "plain":
+            decode_s, verify_s = costs[name]
+            values |= {"rows": float(group.split()[0]), "acceptance": float(kind), "decode_s": decode_s}
+            values |= {"verify_s": verify_s, "foreseen": values["tokens_per_step"] * decode_s / verify_s}
+            told = f" (foreseen {values['foreseen']:.2f})"
+        say(
+            f"{name}: {values['seconds']:.2f} s, {values['faster']:.2f} times as fast{told}; "
+            f"{values['accept_rate']:.0%} of drafts accepted, {values['drafted_share']:.0%} of tokens from them, "
+            f"{values['tokens_per_step']:.2f} tokens a step; "
+            f"other: {values['other']:.0f}{'  DISTURBED' if summary.disturbed else ''}"
+        )
+        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        cases.append({"case": name} | values | judged)
+    return cases
 
 
 if __name__ == "__main__":
