@@ -15,7 +15,8 @@ Two comparisons; the cases of each take turns.
 - *History*, with `--data` (a file of GSM8K's form): `--epochs` rollouts of the first `--prompts` problems with
   `--samples` responses each, in `--rows` rows, with and without drafts from the rollout before, as runs have it. The
   weights stay the same, so two epochs resemble each other as two draws of one policy do. Nothing is scored: every
-  response weighs the same.
+  response weighs the same. `drafted`: every plan verifies that has drafts and room; `by the profile`: as a run with
+  `rollout.layout.profile` has it, only where it is expected to pay.
 
 Printed for each case: seconds in the middle, from the first prefill to the last token; times as fast as without drafts;
 the share of drafted tokens that was accepted, the share of decoded tokens that came from drafts, and the tokens that a
@@ -53,7 +54,7 @@ from jaxrl.scheduling.layouts.latency_profile import ProfilePoint
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig, default_verify_tokens
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, default_verify_tokens
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
@@ -100,17 +101,22 @@ class House:
         self.executor = MeshExecutor(model, layout, sizes)
         self.executor.sync_weights(params, 0)
         self.executor.allocate()
-        self.engine = Engine(
-            self.executor, BatcherConfig(options.decode_steps, drafts=DraftConfig(window, verify_tokens))
-        )
+        self.drafts, self.decode_steps = DraftConfig(window, verify_tokens), options.decode_steps
+        self.engine = Engine(self.executor, BatcherConfig(options.decode_steps, drafts=self.drafts))
         say(f"{num_rows} rows: {self.executor.warm_up()} programs, {verify_tokens} tokens verified in a step")
 
-    def run(self, requests: Sequence[Request]) -> tuple[list[Sample], Values]:
-        """Samples, seconds, and what was drafted."""
-        before, began = replace(self.engine.counters), time.perf_counter()
-        samples = self.engine.generate(requests)
+    def engine_of(self, decode_s: float, verify_s: float) -> Engine:
+        """An engine of which plans verify where that is expected to pay, if steps take so long."""
+        costs = StepCosts(lambda rows, context: decode_s, lambda rows, context: verify_s)
+        return Engine(self.executor, BatcherConfig(self.decode_steps, drafts=replace(self.drafts, costs=costs)))
+
+    def run(self, requests: Sequence[Request], engine: Engine | None = None) -> tuple[list[Sample], Values]:
+        """Samples, seconds, and what was drafted. `engine`: another than the house's own."""
+        engine = engine or self.engine
+        before, began = replace(engine.counters), time.perf_counter()
+        samples = engine.generate(requests)
         seconds = time.perf_counter() - began
-        measured = spec_metrics(self.engine.counters.since(before))
+        measured = spec_metrics(engine.counters.since(before))
         figures = {name: measured[f"rollout/spec/{name}"] for name in _FIGURES}
         return samples, {"seconds": seconds, "tokens": float(sum(map(len, samples))), **figures}
 
@@ -180,9 +186,11 @@ def pays_up_to(cases: Sequence[Values], acceptance: float, by: str) -> str:
     return f"up to {most} rows" if most else "with none"
 
 
-def _case(house: House, requests: Sequence[Request], drawn: Sequence[Sample]) -> Callable[[], Values]:
+def _case(
+    house: House, requests: Sequence[Request], drawn: Sequence[Sample], engine: Engine | None = None
+) -> Callable[[], Values]:
     def run() -> Values:
-        samples, values = house.run(requests)
+        samples, values = house.run(requests, engine)
         return values | {"other": float(differing(samples, drawn))}
 
     return run
@@ -196,6 +204,8 @@ def history(options: argparse.Namespace, build: Callable[..., House], tokenizer:
     ids = [each for each in ids if len(each) <= options.prompt][: options.prompts]
     verify_tokens = options.verify_tokens or default_verify_tokens("cpu" if bench.gauge else "gpu")
     house = build(options.rows, options.samples, options.samples * options.new, verify_tokens)
+    costs = house.step_costs(options.rows, options.prompt + options.new // 2)
+    say(f"{options.rows} rows by the profile: {costs[0] * 1e3:.1f} ms a step, {costs[1] * 1e3:.1f} ms with drafts")
     params = SamplingParams(
         max_tokens=options.new, temperature=options.temperature, stop_token_ids=tokenizer.stop_token_ids
     )
@@ -213,8 +223,10 @@ def history(options: argparse.Namespace, build: Callable[..., House], tokenizer:
             indexes = [build_index(each, OPTIONS) for each in kept if each is not None]
             drafted = [replace(request, history=indexes[request.key.prompt_index]) for request in plain]
         drawn[epoch], _ = house.run(plain)
-        for name, requests in (("plain", plain), ("drafted", drafted)):
-            cases[f"epoch {epoch + 1}, {name}"] = _case(house, requests, drawn[epoch])
+        cases[f"epoch {epoch + 1}, plain"] = _case(house, plain, drawn[epoch])
+        if epoch:
+            cases[f"epoch {epoch + 1}, drafted"] = _case(house, drafted, drawn[epoch])
+            cases[f"epoch {epoch + 1}, by the profile"] = _case(house, drafted, drawn[epoch], house.engine_of(*costs))
         store.add(_groups(drawn[epoch], ids))
     bench.interleave(cases, options.repetitions)
     house.close()
