@@ -11,8 +11,9 @@ the machine's clock; or modelled devices and scoring, both on one simulated cloc
 plan's end before it looks for verdicts: the round first hears of the responses that ended in the plan, then of the
 verdicts that came in meanwhile.
 
-A clock decides only one thing here: that a scorer timed out or crashed. That is journalled before the round hears of
-it, so a step that runs again after a crash gets the same verdict. A simulated clock needs no journal.
+A clock, or something outside the run, decides only one thing here: verdicts, such as that a scorer timed out. Those are
+journalled before the round hears of them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
+same. A simulated clock needs no journal.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,8 +33,10 @@ from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
 from jaxrl.runtime.ranking import RankingSession
 from jaxrl.runtime.streaming import StreamSession
+from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -49,6 +52,7 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.rounds.judge_turns import Judge, busy_rows
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
@@ -57,7 +61,6 @@ from jaxrl.scheduling.tokens.workers import By, Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 _log = logging.getLogger(__name__)
-_COUNT_OF = {"timeout": "reward/timeouts", "crash": "reward/crashes"}  # what a clock decides, by status
 POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 
@@ -74,24 +77,6 @@ class Worker(Protocol):
     def allocate(self) -> None: ...
 
     def release(self, *, weights: bool = False) -> None: ...
-
-
-class Scoring(Protocol):
-    """Scores samples beside the rollout: a reward pool (`jaxrl.rewards.pool.RewardPool` says what each method does), or
-    `jaxrl.sim.scoring.ScoringWorkers`."""
-
-    def submit(self, prompt: Prompt, sample: Sample, /) -> None: ...
-
-    def cancel(self, keys: Collection[SampleKey], /) -> None: ...
-
-    def completed(self) -> list[Verdict]: ...
-
-    def wait(self, timeout_s: float, /) -> list[Verdict]: ...
-
-    @property
-    def num_pending(self) -> int: ...
-
-    def take_metrics(self) -> dict[str, float]: ...
 
 
 def text_by(tokenizer: TextDecoder) -> Callable[[Sample], str]:
@@ -116,6 +101,8 @@ class RolloutBackend:
       layouts: changes the layout between rounds and inside them; None: it stays.
       stream: frees workers in the middle of a round, for gradients; None: none is freed.
       history: what responses of earlier rounds are kept for; None: they are not kept.
+      timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
+      judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
     """
 
     def __init__(
@@ -135,14 +122,15 @@ class RolloutBackend:
         layouts: Layouts | None = None,
         stream: StreamSession | None = None,
         history: HistorySession | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
-        self._rewards = rewards
+        self._verdicts = Verdicts(rewards, clock, journal, timeouts)
         self._text_of = text_of
         self._weights = weights
         self._clock = clock
-        self._journal = journal
         self._timeline = timeline
         self._lanes = PlanLanes(self.engine.engines, timeline)
         self._on_progress = on_progress
@@ -152,15 +140,13 @@ class RolloutBackend:
         self._stream = stream
         self._ranking: RankingSession | None = None
         self._history = history
+        self._judge = judge
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
-        self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
         self._awaited: set[SampleKey] = set()  # no plan is made before these verdicts are there
-        self._arrived: dict[SampleKey, Verdict] = {}
-        self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
         self._under_way = Counter[tuple[int, int]]()  # samples by (epoch, prompt index), of every prompt of the round
@@ -191,6 +177,8 @@ class RolloutBackend:
 
     def leave_rollout(self) -> None:
         """Gives the memory of the KV pool and the rollout weights to the update; not while the next round has begun."""
+        if self._judge is not None:
+            self._judge.release()
         if self._ready and not (self._ranking is not None and self._ranking.ahead.is_on):
             self.worker.release(weights=True)
             self._ready = False
@@ -206,6 +194,7 @@ class RolloutBackend:
         # with one-step-off the training round of the next step comes between.
         self._round = int(kind == "eval")
         self._step, self._params = step, params
+        self._verdicts.begin(step, self._round)
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
         self._under_way.clear()
@@ -248,15 +237,17 @@ class RolloutBackend:
         while not self._events:
             if self._interrupted():
                 raise Interrupted
-            self._take(self._rewards.completed())  # even if none came: after a cancellation one may be due
+            self._events += self._verdicts.completed()
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
+                if self._judge is not None:
+                    num_rows = self.engine.num_rows
+                    self._judge.turn(busy_rows(len(self.engine.unfinished()), num_rows), num_rows)
                 self._run_plan()
-            elif self._due:
-                if not self._rewards.num_pending:
-                    raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
-                self._take(self._rewards.wait(POLL_S))
+            elif self._verdicts.due is not None:
+                if self._judge is None or not self._judge.turn(0, self.engine.num_rows):
+                    self._events += self._verdicts.wait(POLL_S)
                 self._beat()
                 if self._stream is not None:
                     self._stream.after_plan()
@@ -274,7 +265,7 @@ class RolloutBackend:
             case Launch():
                 self._launch(command)
             case Score(prompt=prompt, sample=sample):
-                self._score(prompt, sample)
+                self._verdicts.send(prompt, sample)
             case Abort(keys=keys, keep=keep):
                 self._abort(keys, keep)
             case CancelScore(keys=keys):
@@ -295,8 +286,8 @@ class RolloutBackend:
             self._ranking.ahead.cancel()
         if self._history is not None:
             self._history.cancel()
-        self._rewards.cancel(set(self._due))
-        for kept in (self._events, self._due, self._awaited, self._arrived, self._requests, self._replayed):
+        self._verdicts.clear()
+        for kept in (self._events, self._awaited, self._requests):
             kept.clear()
 
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
@@ -307,7 +298,6 @@ class RolloutBackend:
         if not self._num_ahead:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._lanes.follow()
-        assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
         of_workers = [
             engine.counters.since(before) for engine, before in zip(self.engine.engines, self._before, strict=True)
@@ -321,7 +311,7 @@ class RolloutBackend:
             "rollout/decode_steps": done.steps,
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
-            **self._scoring_metrics(),
+            **self._verdicts.end(),
             **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
             **(self._stream.end() if self._stream is not None else {}),
             **(self._ranking.end() if self._ranking is not None and not self._round else {}),
@@ -329,16 +319,6 @@ class RolloutBackend:
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _scoring_metrics(self) -> dict[str, float]:
-        """The scoring's counts, and the verdicts that the journal gave in its place: a step that runs again counts the
-        same. Their seconds are not counted again."""
-        measured = self._rewards.take_metrics()
-        for status, count in self._replayed.items():
-            for name in ("reward/num_scored", _COUNT_OF[status]):
-                measured[name] = measured.get(name, 0.0) + count
-        self._replayed.clear()
-        return measured
 
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
@@ -458,39 +438,8 @@ class RolloutBackend:
             tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
             self._on_progress(busy, self.engine.num_rows, tokens, self._num_finished, self._num_launched)
 
-    def _score(self, prompt: Prompt, sample: Sample) -> None:
-        key = sample.key
-        self._due.append(key)
-        journal = self._journal
-        earlier = None if journal is None else journal.find(self._step, "verdict", self._place(key))
-        if earlier is None:
-            self._rewards.submit(prompt, sample)
-        else:
-            self._arrived[key] = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
-            self._replayed[earlier["status"]] += 1
-
-    def _take(self, verdicts: list[Verdict]) -> None:
-        """Notes verdicts as they arrive, and hands over those that are due and have arrived.
-
-        Verdicts that a clock decided are on the disk before the round hears of them.
-        """
-        for verdict in verdicts:
-            if self._journal is not None and verdict.status in _COUNT_OF:
-                decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
-                self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
-            self._arrived[verdict.key] = verdict
-        while self._due and self._due[0] in self._arrived:
-            self._events.append(self._arrived.pop(self._due.popleft()))
-
     def _cancel_score(self, keys: Sequence[SampleKey]) -> None:
         gone = set(keys)
-        self._rewards.cancel(gone)
-        self._due = deque(key for key in self._due if key not in gone)
+        self._verdicts.cancel(gone)
         self._awaited -= gone
-        for key in keys:
-            self._arrived.pop(key, None)
         self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in gone))
-
-    def _place(self, key: SampleKey) -> tuple[int, ...]:
-        """The key of a verdict in the journal."""
-        return (self._round, key.epoch, key.prompt_index, key.sample_index, key.attempt)

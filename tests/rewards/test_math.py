@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.rewards.math import equal, extract_answer, last_number, score
+from jaxrl.rewards.answers import last_number
+from jaxrl.rewards.math import equal, extract_answer, score
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,12 @@ def test_extract(text: str, how, answer: str | None, mark: str):
         ("1/0", "1", False, "math_verify"),
         ("yes.", r"\text{Yes}", True, "words"),
         ("sey", "Yes", False, "words"),  # e*s*y commutes
-        ("x=5", "5", True, "math_verify"),
-        ("[0,1)", "[0, 1)", True, "math_verify"),
-        ("(0,1)", "[0, 1)", False, "math_verify"),
+        ("x=5", "5", True, "text"),
+        ("[0,1)", "[0, 1)", True, "text"),
+        ("(0,1)", "[0, 1)", False, "elements"),
         (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"),
         ("1+x^2", "x^2+1", True, "math_verify"),
-        (r"50\%", "50", True, "math_verify"),
+        (r"50\%", "50", True, "number"),
         ("1,2", "12", False, "math_verify"),
         (r"\frac{", "12", False, "math_verify"),
         ("9" * 5000, "9", False, "length"),

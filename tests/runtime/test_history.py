@@ -265,7 +265,7 @@ class Pool:
 
     num_pending = 0
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         self.sent.append(sample)
 
     def cancel(self, keys: Any) -> None: ...
