@@ -39,7 +39,7 @@ def gsm8k_checks(solutions: Sequence[str]) -> Iterator[tuple[str, bool, list[Cas
     ):
         yield name, True, [(form.format(gold), gold) for gold in golds]
     yield "next number", False, [(f"#### {_plus(gold, 1)}", gold) for gold in golds]
-    yield "ten times", False, [(rf"\boxed{{{gold}0}}", gold) for gold in golds if gold.strip("0.")]
+    yield "ten times", False, [(rf"\boxed{{{gold}0}}", gold) for gold in golds if gold != "0" and "." not in gold]
     yield "two answers", False, [(f"#### {gold} or {_plus(gold, 1)}", gold) for gold in golds]
 
 
