@@ -140,9 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gsm8k:
         wrong += check("GSM8K", gsm8k_checks(_column(options.gsm8k, "answer")), lambda a, b: score(a, b)[0] == 1.0)
     if options.deepmath:
-        wrong += check(
-            "DeepMath", deepmath_checks(_column(options.deepmath, "ground_truth")), lambda a, b: equal(a, b)[0]
-        )
+        wrong += check("DeepMath", deepmath_checks(_column(options.deepmath, "ground_truth")), _is_equal)
     return int(wrong > 0)
 
 
