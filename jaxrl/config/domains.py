@@ -92,7 +92,10 @@ def domains(reward: RewardSection) -> dict[str, Domain]:
 
 
 def _timeout(kind: RewardKind, reward: RewardSection) -> tuple[float, str]:
-    """Seconds that scoring may take where a domain does not say (0: no limit), and the option that sets them."""
+    """Seconds that scoring may take where a domain does not say (0: no limit), and the option that sets them. Of code
+    each test case has a limit, which the sandbox keeps."""
+    if kind == "code":
+        return 0.0, "reward.timeout_s"
     of_math, of_all = reward.math_timeout_s, reward.timeout_s
     if kind in ("math", "auto") and of_math and (not of_all or of_math < of_all):
         return of_math, "reward.math_timeout_s"

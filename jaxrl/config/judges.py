@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Callable, Collection
+from typing import Literal
 
 from jaxrl.config.declared import shown
-from jaxrl.config.rewards import JudgeSection
+from jaxrl.config.rewards import JudgeSection, RewardSection
 
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
@@ -24,6 +25,14 @@ def template_fields(template: str) -> list[str]:
 def fill_template(template: str, value_of: Callable[[str], str]) -> str:
     """The template with its fields' values in one pass: braces in a value are text."""
     return _FIELD.sub(lambda match: value_of(match[2]) if match[2] else "{" + match[1] + "}", template)
+
+
+def judge_kind(reward: RewardSection) -> Literal["judge", "model"] | None:
+    """The kind of reward that a model on the run's devices gives; None: there is no such model."""
+    kinds = {reward.kind, *(domain.kind for domain in reward.domains.values())}
+    if "model" in kinds:
+        return "model"
+    return "judge" if "judge" in kinds and reward.judge.model else None
 
 
 def judge_problem(judge: JudgeSection, kinds: Collection[str], *, has_answers: bool) -> str | None:

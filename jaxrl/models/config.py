@@ -108,8 +108,11 @@ class ModelConfig:
             )
         eos: int | list[int] | None = list(self.eos_token_ids) or None
         rope = self.rope_scaling.to_hf()
+        architecture = ARCHITECTURES[self.family]
+        if self.scalar_head:
+            architecture = next(name for name, kind in _REWARD_MODELS.items() if kind == self.family)
         out = {
-            "architectures": [ARCHITECTURES[self.family]],
+            "architectures": [architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -133,6 +136,8 @@ class ModelConfig:
             out["use_sliding_window"] = False
         if self.family != "qwen2":
             out["attention_bias"] = False
+        if self.scalar_head:
+            out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": self.pad_token_id}
         return out
 
     @property

@@ -1,7 +1,7 @@
 """What a judge on the run's devices reads, as token ids, and what its responses come to.
 
-Two kinds: a model that writes verdicts (`Verdicts`, over `jaxrl.rewards.judge`), and a reward model with a scalar head
-(`Scalars`), which reads the question and the response as a conversation and writes nothing.
+Two kinds: a model that writes verdicts (`WrittenVerdicts`, over `jaxrl.rewards.judge`), and a reward model with a
+scalar head (`Scalars`), which reads the question and the response as a conversation and writes nothing.
 
 A text that is too long loses the middle of its response: its beginning and its end, where the answer is, stay. Special
 tokens that a response spells out are broken up, so that it cannot end its own turn and write the judge's.
@@ -47,7 +47,7 @@ class Reading(Protocol):
         ...
 
 
-class Verdicts:
+class WrittenVerdicts:
     """A model that writes its verdicts (reward.kind=judge).
 
     Args:

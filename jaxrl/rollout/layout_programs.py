@@ -242,12 +242,12 @@ class LayoutPrograms(CompiledPrograms):
             return {}  # a copy from the host's memory is not what a graph is made of
         return {"xla_gpu_enable_command_buffer": _GRAPHS}
 
-    def lower(self, kind: str, *sizes: int) -> Any:
-        """The program of a `Shape`, traced for this layout's devices."""
+    def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
+        """The program of a `Shape`, traced for this layout's devices; lowered for `platforms` where they are given."""
         program, donated, arguments, out = self._program(kind, *sizes)
         jitted = jax.jit(program, donate_argnums=donated, out_shardings=out)
         with products_of(self.dtype, self.platform):
-            return jitted.lower(*arguments)
+            return jitted.trace(*arguments).lower(lowering_platforms=platforms)
 
     def _program(self, kind: str, rows: int, length: int, width: int) -> tuple[Any, tuple[int, ...], Any, Any]:
         """(function, the arguments that it may overwrite, their shapes, shardings of what it returns)."""

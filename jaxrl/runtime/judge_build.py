@@ -10,18 +10,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
-from jaxrl.rewards.judge_tokens import Reading, Scalars, Verdicts
+from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.runtime.build import host_bytes
 from jaxrl.runtime.judge import JudgePool
-from jaxrl.runtime.judge_memory import JudgeMemory, judge_kind, judge_length, judge_memory
+from jaxrl.runtime.judge_memory import JudgeMemory, judge_length, judge_memory
 from jaxrl.runtime.memory import in_bytes
 from jaxrl.scheduling.rounds.judge_turns import JudgeTurns
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -66,7 +67,7 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
     Raises:
       ValueError: they do not, or a file is damaged.
     """
-    judge, kind = config.reward.judge, judge_kind(config)
+    judge, kind = config.reward.judge, judge_kind(config.reward)
     path = resolve_path(judge.model)
     folder, model = str(checked_path(path)), config_of(path)
     if model.scalar_head != (kind == "model"):
@@ -113,7 +114,7 @@ def build_judge(
     if model.scalar_head:
         reading = Scalars(judge, tokenizer, model.pad_token_id)
     else:
-        reading = Verdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
+        reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
     engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
     machine = JudgeMachine(executor, weights, quiet if collectives else lambda: None)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from jaxrl.config import Config
 from jaxrl.config.devices import prime_factors
+from jaxrl.config.judges import judge_kind
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.streaming import STREAMED
@@ -55,15 +55,6 @@ class JudgeMemory:
         return sum(self.parts.values())
 
 
-def judge_kind(config: Config) -> Literal["judge", "model"] | None:
-    """The kind of reward that a model on the run's devices gives; None: there is no such model."""
-    reward = config.reward
-    kinds = {reward.kind, *(domain.kind for domain in reward.domains.values())}
-    if "model" in kinds:
-        return "model"
-    return "judge" if "judge" in kinds and reward.judge.model else None
-
-
 def planned_judge(config: Config, num_devices: int) -> JudgeMemory | None:
     """Of the model that `reward.judge.model` names, of which the config is read; None where there is no judge.
 
@@ -73,7 +64,7 @@ def planned_judge(config: Config, num_devices: int) -> JudgeMemory | None:
     Raises:
       ValueError: as `judge_memory`, and what reading the model's config may raise.
     """
-    if judge_kind(config) is None:
+    if judge_kind(config.reward) is None:
         return None
     return judge_memory(config, config_of(resolve_path(config.reward.judge.model)), num_devices)
 
@@ -81,7 +72,7 @@ def planned_judge(config: Config, num_devices: int) -> JudgeMemory | None:
 def judge_length(config: Config) -> int:
     """Tokens of the judge's longest sequence."""
     judge = config.reward.judge
-    return judge.max_prompt_tokens + (1 if judge_kind(config) == "model" else judge.max_tokens)
+    return judge.max_prompt_tokens + (1 if judge_kind(config.reward) == "model" else judge.max_tokens)
 
 
 def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeMemory:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_server import chat_server, closes, hangs, raw, says, status
 from runs import STEPS, Runs, assert_same_end, end, kill, wait_for_steps
 
 REWARD = """
@@ -115,3 +116,54 @@ def test_a_run_with_domains_that_is_killed_ends_with_the_same_bits(
     assert_same_end(run_dir, whole)
     assert lines_of(run_dir, "samples.jsonl") == lines_of(whole, "samples.jsonl")
     assert len(lines_of(run_dir, "metrics.jsonl")) == STEPS
+
+
+JUDGED = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    flag = extra_info["flags"] + f"/{extra_info['epoch']}-{extra_info['index']}"
+    if not os.path.exists(flag):
+        open(flag, "w").close()
+        os.kill(os.getppid(), 9)  # the process that looks after it, too
+        os.kill(os.getpid(), 9)
+    return sum(solution_str.encode()) % 7 / 6
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_workers_are_killed_and_whose_endpoint_hangs(tmp_path: Path, tiny_model: Path):
+    """Nothing is lost, each fault is counted, and the page shows them."""
+    runs, run_dir = mixed(tmp_path, tiny_model), tmp_path / "run"
+    (tmp_path / "reward.py").write_text(JUDGED)
+    bad = [hangs, raw(b"<html>"), status(500), closes, says("I cannot tell."), hangs, status(400)]
+    with chat_server([says("Score: 3"), *bad]) as server:
+        runs.config["reward"] |= {
+            "domains": {
+                "a": {"kind": "custom", "path": str(tmp_path / "reward.py")},
+                "b": {"kind": "judge", "weight": 0.5},
+            },
+            "judge": {
+                **{"endpoint": server.url, "endpoint_model": "m", "max_retries": 0, "request_timeout_s": 1.0},
+                "num_samples": 1,
+            },
+        }
+        runs.finish(run_dir, "trainer.total_training_steps=2")
+        asked = len(server.seen)
+    lines = lines_of(run_dir, "metrics.jsonl")
+    totals = {name: sum(line.get(name, 0.0) for line in lines) for line in lines for name in line}
+    assert totals["reward/num_scored"] == totals["reward/a/num_scored"] + totals["reward/b/num_scored"] == 32
+    assert totals["reward/b/timeouts"] == 2, "hung requests"
+    assert totals["reward/b/crashes"] == 0, "what could not be reached was asked again"
+    assert totals["reward/b/errors"] >= 2, "a refused request, and a verdict without a score"
+    assert totals["reward/a/crashes"] == totals["reward/a/timeouts"] == 0
+    killed = len(list((tmp_path / "flags").iterdir()))
+    assert killed > 0
+    assert totals["reward/retries"] >= killed
+    assert totals["reward/part/short/mean"] < 0, "parts of judged samples, too"
+    journalled = [entry for entry in lines_of(run_dir, "journal.jsonl") if entry.get("kind") == "verdict"]
+    assert len(journalled) == totals["reward/b/num_scored"], "an endpoint's verdicts are from outside the run"
+    assert asked > totals["reward/b/num_scored"]
+    page = (run_dir / "report.html").read_text()
+    for text in ("Scoring of b", "time-outs", "scored again", "errors"):
+        assert text in page

@@ -2,9 +2,9 @@
 
 Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU share itself out (MPS).
 
-Departure: here they take turns on the devices, by a rule over counts and never over clocks. A plan of the actor and one
-of the judge alternate at the most, so neither starves: while responses decode the judge has gaps, and once only verdicts
-are awaited it has the devices to itself.
+Departure: here they take turns on the devices, by a rule over counts and never over clocks. A plan of the actor and
+one of the judge alternate at the most, so neither starves: while responses decode the judge has gaps, and once only
+verdicts are awaited it has the devices to itself.
 """
 
 from __future__ import annotations
