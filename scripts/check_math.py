@@ -39,7 +39,7 @@ def gsm8k_checks(solutions: Sequence[str]) -> Iterator[tuple[str, bool, list[Cas
     ):
         yield name, True, [(form.format(gold), gold) for gold in golds]
     yield "next number", False, [(f"#### {_plus(gold, 1)}", gold) for gold in golds]
-    yield "ten times", False, [(rf"\boxed{{{gold}0}}", gold) for gold in golds if gold.strip("0.")]
+    yield "ten times", False, [(rf"\boxed{{{gold}0}}", gold) for gold in golds if gold != "0" and "." not in gold]
     yield "two answers", False, [(f"#### {gold} or {_plus(gold, 1)}", gold) for gold in golds]
 
 
@@ -140,9 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gsm8k:
         wrong += check("GSM8K", gsm8k_checks(_column(options.gsm8k, "answer")), lambda a, b: score(a, b)[0] == 1.0)
     if options.deepmath:
-        wrong += check(
-            "DeepMath", deepmath_checks(_column(options.deepmath, "ground_truth")), lambda a, b: equal(a, b)[0]
-        )
+        wrong += check("DeepMath", deepmath_checks(_column(options.deepmath, "ground_truth")), _is_equal)
     return int(wrong > 0)
 
 
