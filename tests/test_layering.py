@@ -146,7 +146,7 @@ def ray_violations(sources: Mapping[str, str]) -> list[str]:
     return [
         f"{module} imports {name}"
         for module in sources
-        if module != "jaxrl.rewards.ray_pool"
+        if module != "jaxrl.rewards.ray_actors"
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]
