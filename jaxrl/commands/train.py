@@ -21,6 +21,7 @@ from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.disk import is_full, reason
+from jaxrl.record.journal import Journal
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
 from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
@@ -48,7 +49,7 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.drafting import asks_profile
+from jaxrl.runtime.drafting import asks_profile, unmeasured_note
 from jaxrl.runtime.history import HistorySession, history_session
 from jaxrl.runtime.judge import JudgePool
 from jaxrl.runtime.judge_build import build_judge, read_judge
@@ -61,6 +62,7 @@ from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.streaming import StreamSession, refuse_devices
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.sharding.layout import Layout
@@ -110,6 +112,7 @@ class Run:
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
         self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
+        self.said += [note] if (note := unmeasured_note(config)) else []
         ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
         self.pace = checked_profile(config, self.model, mesh) if ranks else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
@@ -293,6 +296,7 @@ class Run:
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         history = history_session(config, timeline)
         stack.enter_context(nullcontext() if history is None else closing(history))
+        timeouts = AdaptiveTimeouts.configured(config)
         backend = RolloutBackend(
             engines,
             workers,
@@ -307,17 +311,13 @@ class Run:
             layouts=layouts,
             stream=stream,
             history=history,
+            timeouts=timeouts,
             judge=self.judge,
         )
         ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
-        kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking}
+        kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
 
-        def save(step: int, state: Mapping[str, Any]) -> None:
-            committed = self.store.latest_step()  # for sure only then: saving waits for the save before
-            self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
-            if committed is not None:
-                journal.cut(committed)
-
+        save = partial(self._save, journal)
         loop = Loop(
             config,
             self.prompts,
@@ -336,6 +336,12 @@ class Run:
             kept={name: each for name, each in kept.items() if each is not None},
         )
         return loop, backend
+
+    def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
+        committed = self.store.latest_step()  # for sure only then: saving waits for the save before
+        self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
+        if committed is not None:
+            journal.cut(committed)
 
     def _executors(self) -> None:
         """The workers, and the judge beside them where there is one."""

@@ -31,6 +31,7 @@ class Domain:
       source: whose samples; empty: of all sources without a domain of their own.
       kind, weight, path, name, extract, timeout_s, max_concurrent: as in `reward.domains`.
       inherits_timeout: whether `timeout_s` is that of `reward`.
+      timeout_option: the option that sets `timeout_s`, for errors.
       place: where they are scored.
     """
 
@@ -43,6 +44,7 @@ class Domain:
     timeout_s: float
     max_concurrent: int
     inherits_timeout: bool
+    timeout_option: str
     place: Place
 
     @property
@@ -53,6 +55,7 @@ class Domain:
 
 def domains(reward: RewardSection) -> dict[str, Domain]:
     """All domains by source, that of other sources (the empty name) first."""
+    limit_s, limit_option = _timeout(reward.kind, reward)
     found = {
         "": Domain(
             source="",
@@ -61,13 +64,17 @@ def domains(reward: RewardSection) -> dict[str, Domain]:
             path=reward.path,
             name=reward.name,
             extract=reward.extract,
-            timeout_s=reward.timeout_s,
+            timeout_s=limit_s,
             max_concurrent=0,
             inherits_timeout=True,
+            timeout_option=limit_option,
             place=_place(reward.kind, reward),
         )
     }
     for source, each in reward.domains.items():
+        inherits = each.timeout_s < 0
+        own = each.timeout_s, f"reward.domains.{source}.timeout_s"
+        limit_s, limit_option = _timeout(each.kind, reward) if inherits else own
         found[source] = Domain(
             source=source,
             kind=each.kind,
@@ -75,12 +82,24 @@ def domains(reward: RewardSection) -> dict[str, Domain]:
             path=each.path,
             name=each.name,
             extract=reward.extract if each.extract == "inherit" else each.extract,
-            timeout_s=reward.timeout_s if each.timeout_s < 0 else each.timeout_s,
+            timeout_s=limit_s,
             max_concurrent=each.max_concurrent,
-            inherits_timeout=each.timeout_s < 0,
+            inherits_timeout=inherits,
+            timeout_option=limit_option,
             place=_place(each.kind, reward),
         )
     return found
+
+
+def _timeout(kind: RewardKind, reward: RewardSection) -> tuple[float, str]:
+    """Seconds that scoring may take where a domain does not say (0: no limit), and the option that sets them. Of code
+    each test case has a limit, which the sandbox keeps."""
+    if kind == "code":
+        return 0.0, "reward.timeout_s"
+    of_math, of_all = reward.math_timeout_s, reward.timeout_s
+    if kind in ("math", "auto") and of_math and (not of_all or of_math < of_all):
+        return of_math, "reward.math_timeout_s"
+    return of_all, "reward.timeout_s"
 
 
 def _place(kind: RewardKind, reward: RewardSection) -> Place:

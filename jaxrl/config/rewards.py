@@ -187,6 +187,13 @@ class RewardSection:
         "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
     ] = "auto"
     timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
+    math_timeout_s: Annotated[
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds that scoring one sample may take with the kinds math and auto, where timeout_s is longer; 0: "
+        "timeout_s. A domain's own timeout_s replaces both.",
+    ] = 2.0
     start_timeout_s: Annotated[
         float,
         Gt(0),

@@ -52,7 +52,7 @@ class Lanes:
                 source: Lane(
                     each.max_concurrent,
                     each.timeout_s,
-                    "reward.timeout_s" if each.inherits_timeout else f"{each.option}.timeout_s",
+                    each.timeout_option,
                 )
                 for source, each in domains.items()
             }

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from jaxrl.config import Config
 from jaxrl.config.domains import domains, is_staged, needs_workers
+from jaxrl.rewards.endpoint import EndpointPool
 from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.process_pool import ProcessRewardPool
 from jaxrl.rewards.ray_pool import RayRewardPool
@@ -41,7 +42,8 @@ def build_pool(
     """What scores a run's samples: the pool that `reward.pool` asks for, or a stage over it where domains or parts are
     configured. It begins to start its workers, and does not wait for them.
 
-    What scores on the run's devices is built later, and joins the stage (`RewardStage.join`).
+    An endpoint has joined the stage where one is asked. What scores on the run's devices is built later, and joins
+    then (`RewardStage.join`).
 
     Args:
       scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
@@ -49,13 +51,16 @@ def build_pool(
       log: the file for what the scorer prints, of which some MiB are kept; none: it is dropped.
 
     Raises:
-      ValueError: `reward.env` names a variable that is not set, or ray is not installed.
+      ValueError: `reward.env` or `reward.judge.api_key_env` names a variable that is not set, or ray is not installed.
     """
     reward = config.reward
     if not is_staged(reward):
         return _worker_pool(config, scorer, clock, log)
     pool = _worker_pool(config, scorer, clock, log) if needs_workers(reward) else None
-    return RewardStage(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
+    stage = RewardStage(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
+    if "endpoint" in stage.places:
+        stage.join("endpoint", EndpointPool(reward.judge, seed=config.trainer.seed, clock=clock))
+    return stage
 
 
 def _worker_pool(config: Config, scorer: Scorer, clock: Callable[[], float], log: Path | None) -> RewardPool:

@@ -10,6 +10,7 @@ Kinds (`reward.kind`):
 - `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers give part of the reward to
   a long text that contains the right answer, which a policy learns to exploit; so a marked answer is judged alone.
   Without a mark, a task with numbers as answers takes the response's last number, any other task the whole response.
+- `code`: tests that the response's program must pass, in a sandbox (`jaxrl.rewards.code`).
 - `custom`: the user's function, with the signature that verl uses.
 - `auto`: `task` for a prompt that comes from a task, `math` for one from a file.
 """
@@ -22,7 +23,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
@@ -30,8 +31,9 @@ from jaxrl.config import Config
 from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
+from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.rounds.events import VerdictStatus
-from jaxrl.types import Prompt, Sample
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """What scoring one request came to: status, reward, info, duration_s."""
@@ -41,42 +43,6 @@ OUT_OF_MEMORY = "MemoryError"
 
 _MAX_DEPTH = 64  # of nested values: a reader of JSON takes some hundreds
 _CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """What a scorer sees of a sample: the same few values for every kind of scorer, cheap to send to another process.
-
-    Attributes:
-      source: the prompt's data set or task.
-      response: the decoded response.
-      answer: the reference answer, if there is one.
-      extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
-        `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
-      limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
-        (`jaxrl.scheduling.rounds.adaptive_timeout`); those beyond, and all where it is empty, have
-        `reward.code.max_timeout_s`.
-      num_tokens: of the response.
-    """
-
-    source: str
-    response: str
-    answer: str | None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    limits_s: tuple[float, ...] = ()
-    num_tokens: int = 0
-
-    @classmethod
-    def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:
-        ours = {
-            "prompt": prompt.text,
-            "question": prompt.question or prompt.text,
-            "epoch": prompt.epoch,
-            "index": prompt.index,
-            "finish_reason": sample.finish_reason,
-            "response_length": len(sample),
-        }
-        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, len(sample))
 
 
 class Scorer(Protocol):
@@ -215,6 +181,8 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
     data, option = config.data, f"{domain.option}.kind"
     if domain.kind == "custom":
         return CustomScorer(read_user_file(f"{domain.option}.path", domain.path), domain.name, domain.option)
+    if domain.kind == "code":
+        return CodeScorer(config.reward.code)
     by_math = MathScorer(domain.extract)
     if domain.kind == "math" or not data.task:
         # where all sources have domains, none of the others' samples comes; `source_problem` looks at the data

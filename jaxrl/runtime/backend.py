@@ -36,6 +36,7 @@ from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -100,6 +101,7 @@ class RolloutBackend:
       layouts: changes the layout between rounds and inside them; None: it stays.
       stream: frees workers in the middle of a round, for gradients; None: none is freed.
       history: what responses of earlier rounds are kept for; None: they are not kept.
+      timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
       judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
     """
 
@@ -120,11 +122,12 @@ class RolloutBackend:
         layouts: Layouts | None = None,
         stream: StreamSession | None = None,
         history: HistorySession | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
         judge: Judge | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
-        self._verdicts = Verdicts(rewards, clock, journal)
+        self._verdicts = Verdicts(rewards, clock, journal, timeouts)
         self._text_of = text_of
         self._weights = weights
         self._clock = clock

@@ -143,7 +143,7 @@ OPTIONS = [
     Wrong("no path", "reward.path is missing: reward.kind is custom, which needs a Python file", reward={"path": ""}),
     Wrong(
         "kind",
-        "reward.kind must be one of auto, math, task, custom, found 'maths'; did you mean math?",
+        "reward.kind must be one of auto, math, task, code, judge, model, custom, found 'maths'; did you mean math?",
         reward={"kind": "maths"},
     ),
     Wrong("pool", "reward.pool must be one of process, ray, found 'threads'", reward={"pool": "threads"}),

@@ -1,5 +1,7 @@
 """Lanes of domains: who is next, and that a slow domain leaves workers to the others."""
 
+from typing import Any
+
 import pytest
 
 from jaxrl.config import from_mapping
@@ -70,7 +72,11 @@ def test_what_is_put_back_comes_first_and_frees_its_place():
 
 
 def test_lanes_of_a_configuration():
-    reward = {"timeout_s": 3.0, "domains": {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}}}
+    reward = {
+        "timeout_s": 3.0,
+        "math_timeout_s": 0,
+        "domains": {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}},
+    }
     found = Lanes.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward))
     assert found.by_source == {
         "": Lane(0, 3.0, "reward.timeout_s"),
@@ -81,3 +87,19 @@ def test_lanes_of_a_configuration():
     late = ("timeout", 0.0, {"error": "?"}, 4.0)
     assert found.named("prime", late)[2] == {"error": "no score within reward.domains.prime.timeout_s (4 s)"}
     assert found.named("gsm8k", ("ok", 1.0, {}, 4.0)) == ("ok", 1.0, {}, 4.0)
+
+
+def test_math_has_a_limit_of_its_own():
+    """Two seconds, unless the limit of all is shorter, or a domain has its own."""
+
+    def lane(source: str, **reward: Any) -> tuple[float, str]:
+        found = Lanes.of(domains(from_mapping({"model": {"path": "x"}, "reward": reward}).reward)).by_source[source]
+        return found.timeout_s, found.option
+
+    assert lane("") == lane("", kind="math") == lane("", timeout_s=0) == (2.0, "reward.math_timeout_s")
+    assert lane("", timeout_s=1.0) == (1.0, "reward.timeout_s")
+    assert lane("", math_timeout_s=0) == (10.0, "reward.timeout_s")
+    assert lane("", kind="custom", path="a.py") == (10.0, "reward.timeout_s")
+    domain = {"gsm8k": {"kind": "math"}, "own": {"kind": "math", "timeout_s": 5.0}}
+    assert lane("gsm8k", domains=domain, kind="custom", path="a.py") == (2.0, "reward.math_timeout_s")
+    assert lane("own", domains=domain) == (5.0, "reward.domains.own.timeout_s")

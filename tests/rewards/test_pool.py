@@ -266,6 +266,7 @@ def test_a_cancelled_scoring_gives_its_worker_back(tmp_path: Path, kind: str):
     if kind == "ray":
         pytest.importorskip("ray")
     began, pool = tmp_path / "began", make(tmp_path, kind, num_workers=1, timeout_s=0.0)
+    pool.warm()
     submit(pool, f"once {began}", "spin")  # without a time limit it would never end
     while [verdict.key.sample_index for verdict in pool.wait(0.1)] != [0]:
         pass
@@ -283,6 +284,7 @@ def test_a_slow_domain_leaves_a_worker_to_a_fast_one(tmp_path: Path, kind: str):
     path, gate = tmp_path / "reward.py", tmp_path / "gate"
     own = {"kind": "custom", "path": str(path)}
     pool = make(tmp_path, kind, timeout_s=0.0, domains={"fast": {**own, "weight": 2.0}, "slow": own})
+    pool.warm()
     submit(pool, "say 1", source="fast")
     assert collect(pool)[0].reward == 2.0
     submit(pool, *[f"until {gate}"] * 5, source="slow")
