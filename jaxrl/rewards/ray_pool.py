@@ -202,6 +202,10 @@ class _Driver:
         self._heard_s = time.monotonic()
         self._channel.send(setup)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def tell(self, *message: Any) -> None:
         self._channel.send(pickle.dumps(message))
 
