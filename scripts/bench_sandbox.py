@@ -1,4 +1,4 @@
-"""Milliseconds per verdict of each way to lock a program in on this machine, and which of the hostile programs it holds.
+"""Milliseconds per verdict of each way to lock programs in on this machine, and which hostile programs it holds.
 
     python scripts/bench_sandbox.py                       # every path of this machine
     python scripts/bench_sandbox.py --path root --path user --quick
@@ -53,7 +53,7 @@ def paths() -> list[str]:
 
 def means_of(path: str) -> Means:
     """What locks programs in on a path; this process has become its user."""
-    user, _, way = path.partition("-")
+    way = path.partition("-")[2]
     means = choose_means("bubblewrap" if way == "bubblewrap" else "auto", find_means())
     if way in ("without-landlock", "bare"):
         means = replace(means, landlock=0)
@@ -63,7 +63,7 @@ def means_of(path: str) -> Means:
 
 
 def open_python() -> None:
-    """Lets ordinary users into the folder of this Python, for this process and those below it, if it is root's alone."""
+    """Lets others into the folder of this Python, for this process and those below it, if it is root's alone."""
     parents = reversed(Path(sys.base_prefix).parents)
     closed = next((folder for folder in parents if not folder.stat().st_mode & stat.S_IXOTH), None)
     if closed is None:

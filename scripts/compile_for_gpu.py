@@ -146,9 +146,27 @@ def _streamed(options: argparse.Namespace, config: ModelConfig) -> tuple[compile
     return found, {
         "program": list(shape),
         "layer_bytes": sum(matrices),
-        "largest_bytes": max(matrices, default=0),
+        "plan": _judge_plan(options, config),
         "host_copies": compiled.host_copies(found.text),
     }
+
+
+def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, int]:
+    """What the memory plan says of a judge of these sizes."""
+    from jaxrl.config import from_mapping
+    from jaxrl.runtime.judge_memory import judge_memory
+
+    judge = {
+        "model": "unused",
+        "max_num_seqs": options.rows,
+        "max_prompt_tokens": options.context - 16,
+        "max_tokens": 16,
+        "dtype": options.dtype,
+        "resident_layers": options.resident,
+    }
+    task = {"task": "chain_sum", "task_size": 100}
+    config = from_mapping({"model": {"path": "unused"}, "data": task, "reward": {"kind": "judge", "judge": judge}})
+    return judge_memory(config, model, 1).parts
 
 
 def _training(options: argparse.Namespace, model: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:

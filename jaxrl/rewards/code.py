@@ -107,20 +107,20 @@ class CodeScorer:
             ran = self._run(lambda sandbox, j=job: sandbox.tests(program, j, limits_s, default_s))
             if ran.broken:
                 raise ValueError(f"the tests cannot be read: {ran.broken}")
-            if ran.cases is None:  # no time was left for it: only a test that takes it as it is read
-                raise ValueError(f"the tests did not begin: {_why_ended(ran, default_s)}")
+            if ran.cases is None:
+                raise SandboxFailed(f"the tests did not begin: {_why_ended(ran, default_s)}")
             count = ran.cases
             if count == 0:
                 raise ValueError("the tests have no case")
             for index, ok, seconds, why in ran.results:
                 yield _Case(ok, seconds, why), count
                 first = index + 1
-            if ran.done:
-                return
             if ran.running is not None:
                 limit_s = limits_s[first] if first < len(limits_s) else default_s
                 yield _Case(False, ran.seconds, _why_ended(ran, limit_s), ran.end == "time"), count
                 first += 1
+            if ran.done or not ran.loaded:  # one that does not load does so for no case
+                return
 
     def _run(self, work: Callable[[Sandbox], Execution]) -> Execution:
         """Once more with a new server, if the server was ended."""

@@ -22,9 +22,11 @@ from jaxrl.rewards.scorers import build_scorer
 DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 HUMAN_EVAL = DATA / "HumanEval.jsonl.gz"
 ADD = {
-    "prompt": 'from typing import List\n\ndef twice(x: int) -> int:\n    return 2 * x\n\ndef add(a: int, b: int) -> int:\n    """The sum."""\n',
+    "prompt": "from typing import List\n\ndef twice(x: int) -> int:\n    return 2 * x\n\n"
+    'def add(a: int, b: int) -> int:\n    """The sum."""\n',
     "entry_point": "add",
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    s = candidate(4, 4)\n    assert s == twice(4)\n",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    "    s = candidate(4, 4)\n    assert s == twice(4)\n",
 }
 MBPP = {"test_list": ["assert add(1, 2) == 3", "assert add(4, 4) == 8"], "test_setup_code": "import math"}
 CALLS = {"inputs": ["1\n2", "4\n4"], "outputs": ["3", "8"], "fn_name": "add"}
@@ -33,7 +35,8 @@ STDIN = {"inputs": ["1 2\n", "4 4\n"], "outputs": ["3\n", "8\n"]}
 LIVE = {"public_test_cases": json.dumps([{"input": "1 2", "output": "3"}, {"input": "4 4", "output": "8"}])}
 KODCODE = {
     "test": "import pytest\nfrom solution import add\n\ndef test_one():\n    assert add(1, 2) == 3\n\n"
-    "@pytest.mark.parametrize('a, b', [(4, 4), (5, 3)])\ndef test_two(a, b):\n    assert add(a, b) == pytest.approx(8)\n"
+    "@pytest.mark.parametrize('a, b', [(4, 4), (5, 3)])\n"
+    "def test_two(a, b):\n    assert add(a, b) == pytest.approx(8)\n"
 }
 RIGHT = "def add(a, b):\n    return a + b\n"
 HALF = "def add(a, b):\n    return 3\n"
@@ -123,7 +126,8 @@ def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer)
         ("def f(x): x[0][0] = 9", "a = [[1], [2]]; f(a); assert a == [[9], [2]]", True),
         ("def f(g, x): return g(g(x))", "assert f(lambda v: v + 1, 3) == 5", True),
         ("def f(x):\n  for i in range(x): yield i", "assert list(f(3)) == [0, 1, 2]", True),
-        ("class Box:\n  def __init__(s, v): s.v = v\n  def get(s): return s.v", "assert Box(3).get() == 3 == Box(3).v", True),
+        ("class Box:\n  def __init__(s, v): s.v = v\n  def get(s): return s.v",
+         "assert Box(3).get() == 3 == Box(3).v", True),
         ("class Odd(ValueError): pass\ndef f(x): raise Odd('no ' + x)",
          "import pytest\nwith pytest.raises(Odd, match='no b'): f('b')\nassert True", True),
         ("def f(x): raise KeyError(x)", "import pytest\nwith pytest.raises(ValueError): f(1)\nassert True", False),

@@ -20,7 +20,7 @@ SETUP = 7
 """The descriptor that holds how a process is to lock itself in."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 _BOOT = (
-    "import json, os, sys; setup = json.loads(open(7, 'rb').read()); os.close(7); "
+    "import json, os, sys; setup = json.loads(open(7, 'rb').read()); "
     "sys.path.insert(0, setup['path']); from jaxrl.rewards.sandbox.bubblewrap import inside; sys.path.pop(0); "
     "inside(setup)"
 )
@@ -33,7 +33,8 @@ def become(entry: Entry, user: int) -> NoReturn:
     fd = os.memfd_create("setup")
     os.write(fd, json.dumps(setup).encode())
     os.lseek(fd, 0, os.SEEK_SET)
-    os.dup2(fd, SETUP, inheritable=True)
+    os.dup2(fd, SETUP)
+    os.set_inheritable(SETUP, True)  # which dup2 leaves as it is where both are one
     if user:
         os.setgroups([])
         os.setresgid(user, user, user)

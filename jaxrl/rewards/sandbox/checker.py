@@ -14,7 +14,6 @@ What the cases of a test program are: `jaxrl.rewards.sandbox.suites`.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from jaxrl.rewards.sandbox import wire
 from jaxrl.rewards.sandbox.program import BUILTIN_ERRORS
 
 _MAX_WHY = 300
-_PLAIN_MODULES = frozenset(sys.stdlib_module_names) | {"numpy"}
 
 
 class ProgramEnded(BaseException):
@@ -117,7 +115,8 @@ class Link:
             return BUILTIN_ERRORS[name]
         if name not in self._errors:
             base = self._error_type(names[1:]) if len(names) > 1 else Exception
-            self._errors[name] = type(name, (base,), {"__init__": Exception.__init__, "__str__": Exception.__str__})
+            made = type(name, (base,), {"__init__": Exception.__init__, "__str__": Exception.__str__})
+            self._errors[name] = cast(type[Exception], made)
         return self._errors[name]
 
     def _theirs(self, value: Any) -> list[Any]:
@@ -131,8 +130,12 @@ class Link:
     def _ours(self, message: list[Any]) -> Any:
         if message[0] == "o" and isinstance(message[1], int):
             return Remote(self, message[1], str(message[2]))
-        if message[0] == "m" and str(message[1]).partition(".")[0] in _PLAIN_MODULES:
-            return importlib.import_module(message[1])
+        if (
+            message[0] == "m"
+            and str(message[1]).partition(".")[0] in sys.stdlib_module_names
+            and message[1] in sys.modules
+        ):
+            return sys.modules[message[1]]  # one that is there: what an import does is not the program's to choose
         if message[0] == "x":
             return self._error_type([name for name in message[1] if isinstance(name, str)])
         raise wire.WireError(f"a value of the kind {message[0]!r:.20}")

@@ -42,6 +42,7 @@ class Execution:
       cases: how many its tests have; None of a script, or if the tests did not begin.
       results: (case, whether it was right, seconds, why not) of each that ended.
       running: the case that had begun and did not end.
+      loaded: whether the tested program was run to its end, so that it could be called.
       done: whether all cases were run.
       broken: why the tests are no Python.
     """
@@ -54,6 +55,7 @@ class Execution:
     cases: int | None
     results: list[tuple[int, bool, float, str]]
     running: int | None
+    loaded: bool
     done: bool
     broken: str
 

@@ -160,7 +160,7 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
         os.getpid(),
         machine=syscalls.machine(),
         files=means.landlock > 0,
-        write=bool(scratch),
+        write=bool(scratch) and means.landlock > 0,  # which says that the scratch folder is meant, and no other
         execute=limits.execute,
         signals=means.landlock >= landlock.SIGNALS_ABI or user_id > 0,
     )

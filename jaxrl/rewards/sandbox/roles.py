@@ -40,7 +40,8 @@ def enter(entry: Entry, user: int, parent: int) -> NoReturn:
       parent: the process at whose end it ends.
     """
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of which the server ignores some
+        signal.signal(number, signal.SIG_DFL)
     try:
         lock_in(entry.means, entry.limits, user_id=user, parent=parent, mapped=entry.mapped)
     except BaseException as error:

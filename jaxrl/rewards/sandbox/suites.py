@@ -62,6 +62,8 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
                     link.loaded()
                 except BaseException as error:
                     load_error = error
+                else:
+                    _say(loaded=True)
             if load_error is not None:  # no case is right then, not even one that asserts nothing of the program
                 raise load_error
             cases[index]()

@@ -25,6 +25,7 @@ from jaxrl.rewards.processes import adopt_orphans, close_all_but, descendants, k
 from jaxrl.rewards.sandbox import bubblewrap, groups, program, roles
 from jaxrl.rewards.sandbox.locks import MIB, Limits, Means
 
+_START_S = 60.0  # until a process is locked in: none of the program's time
 _MAX_ERROR_BYTES = 2000
 _LOOK_EVERY_S = 0.02  # at the memory of all processes together
 _REPORT_BYTES = 4 << 20
@@ -54,7 +55,8 @@ class Order:
 @dataclass
 class _Child:
     pid: int
-    ready: int  # where it says that it is locked in
+    ready: int  # where it says that it is locked in, or why not
+    said: bytes = b""
     code: int | None = None
 
 
@@ -71,6 +73,7 @@ class _Outcome:
     cases: int | None = None
     results: list[list[Any]] = field(default_factory=list)  # [index, ok, seconds, why]
     running: int | None = None  # the case that has begun and not ended
+    loaded: bool = False
     done: bool = False
     broken: str = ""
 
@@ -90,22 +93,22 @@ class Supervisor:
         self._program: _Child | None = None
         self._checker: _Child | None = None
         self._wakeup = wake_by_children()
-        self._deadline = 0.0
+        self._since = self._deadline = 0.0
         self._group: groups.Group | None = None
         self._out = self._err = self._report = -1
 
     def run(self) -> dict[str, Any]:
         adopt_orphans()
         os.setpgid(0, 0)
-        start = time.monotonic()
-        self._deadline = start + self._order.limit_s(0)
+        self._since = time.monotonic()
+        self._deadline = self._since + _START_S
         try:
             with groups.group(self._means.cgroup, self._order.limits) as self._group:
                 try:
                     self._start()
                     self._watch()
                 finally:
-                    self._outcome.seconds = time.monotonic() - start
+                    self._outcome.seconds = time.monotonic() - self._since
                     self._end_all()
         except OSError as error:
             return {"failed": f"{type(error).__name__}: {error}"}
@@ -175,6 +178,9 @@ class Supervisor:
         for fd in (self._out, self._err, self._report, self._wakeup.fileno()):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
+        children = {child.ready: child for child in (self._program, self._checker) if child is not None}
+        for fd in children:
+            poll.register(fd, select.POLLIN)
         poll.register(self._control, select.POLLRDHUP)
         look_s = time.monotonic() + _LOOK_EVERY_S
         while not self._outcome.end:
@@ -186,6 +192,9 @@ class Supervisor:
             if self._control.fileno() in ready:
                 self._outcome.end = "client"
                 return
+            for fd in children.keys() & ready.keys():
+                poll.unregister(fd)
+                self._meet(children.pop(fd))
             for fd in (self._out, self._err, self._report):
                 if fd in ready and not self._read(fd):
                     poll.unregister(fd)
@@ -196,6 +205,14 @@ class Supervisor:
             if time.monotonic() >= look_s:
                 look_s = time.monotonic() + _LOOK_EVERY_S
                 self._look_at_memory()
+
+    def _meet(self, child: _Child) -> None:
+        """A process is locked in, or cannot be. A script's time begins; that of a test case when the checker says so."""
+        with contextlib.suppress(BlockingIOError):
+            child.said = os.read(child.ready, 4096)
+        if self._checker is None and child.said == roles.LOCKED_IN:
+            self._since = time.monotonic()
+            self._deadline = self._since + self._order.limit_s(0)
 
     def _read(self, fd: int) -> bool:
         """What a process wrote. False at the end of the pipe."""
@@ -235,6 +252,8 @@ class Supervisor:
                 outcome.results.append([message["end"], message["ok"], message["seconds"], message["why"]])
             elif "broken" in message:
                 outcome.broken = message["broken"]
+            elif "loaded" in message:
+                outcome.loaded = True
             elif "done" in message:
                 outcome.done = True
 
@@ -291,18 +310,18 @@ class Supervisor:
             "cases": outcome.cases,
             "results": outcome.results,
             "running": outcome.running,
+            "loaded": outcome.loaded,
             "done": outcome.done,
             "broken": outcome.broken,
         }
 
     def _not_locked_in(self, child: _Child) -> str:
         """Why a process was never locked in, so that what came of it is no verdict; empty if it was."""
-        try:
-            said = os.read(child.ready, 4096)
-        except BlockingIOError:  # it had not come so far when its time was up
-            said = b"" if self._outcome.end == "exit" else roles.LOCKED_IN
+        if not child.said:
+            self._meet(child)
         os.close(child.ready)
-        return "" if said == roles.LOCKED_IN else f"a process was not locked in: {said.decode('utf-8', 'replace')}"
+        said = child.said.decode("utf-8", "replace")
+        return "" if child.said == roles.LOCKED_IN else f"a process was not locked in: {said}"
 
 
 def _arrange(fds: dict[int, int]) -> None:

@@ -1,8 +1,8 @@
 """Numbers of the system calls that a program in the sandbox may make, and of those that lock it in.
 
-Source: Linux's `arch/x86/entry/syscalls/syscall_64.tbl` and `include/uapi/asm-generic/unistd.h` (aarch64). `-` stands
-for a call that aarch64 never had. What is not in these tables fails with EPERM: an allow-list, since new calls come with
-every kernel.
+Source: Linux's `arch/x86/entry/syscalls/syscall_64.tbl` and, for aarch64, `include/uapi/asm-generic/unistd.h`. `-`
+stands for a call that aarch64 never had. What is not in these tables fails with EPERM: an allow-list, since new calls
+come with every kernel.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Purpose: `BusyTime` adds up the time in which at least one sample had been sent for scoring and had no verdict, waiting
 for a worker included. The verdicts' own times count, however late the backend looks at them.
+
+Departures: times are kept in whole nanoseconds, so that a simulated run that resumes, with a clock that begins at 0
+again, reports the same.
 """
 
 from __future__ import annotations
@@ -13,23 +16,24 @@ class BusyTime:
     """Spans of time, from `begin` to `end` of each sample."""
 
     def __init__(self) -> None:
-        self._since: dict[SampleKey, float] = {}
-        self._spans: list[tuple[float, float]] = []
+        self._since_ns: dict[SampleKey, int] = {}
+        self._spans_ns: list[tuple[int, int]] = []
 
     def begin(self, key: SampleKey, time_s: float) -> None:
-        self._since[key] = time_s
+        self._since_ns[key] = round(time_s * 1e9)
 
     def end(self, key: SampleKey, time_s: float) -> None:
         """Nothing, for a sample that was not begun, or has ended."""
-        since_s = self._since.pop(key, None)
-        if since_s is not None:
-            self._spans.append((since_s, time_s))
+        since_ns = self._since_ns.pop(key, None)
+        if since_ns is not None:
+            self._spans_ns.append((since_ns, round(time_s * 1e9)))
 
     def take(self) -> float:
         """Seconds that lie in at least one span that has ended, each once; forgets them."""
-        total_s, until_s = 0.0, float("-inf")
-        for since_s, end_s in sorted(self._spans):
-            total_s += max(end_s - max(since_s, until_s), 0.0)
-            until_s = max(until_s, end_s)
-        self._spans.clear()
-        return total_s
+        spans = sorted(self._spans_ns)
+        total_ns, until_ns = 0, spans[0][0] if spans else 0
+        for since_ns, end_ns in spans:
+            total_ns += max(end_ns - max(since_ns, until_ns), 0)
+            until_ns = max(until_ns, end_ns)
+        self._spans_ns.clear()
+        return total_ns / 1e9
