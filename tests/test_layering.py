@@ -43,6 +43,7 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
     "jaxrl.cli",
+    "jaxrl.commands.score",
     "jaxrl.commands.simulate",
     "jaxrl.commands.start",
     "jaxrl.commands.tune",
