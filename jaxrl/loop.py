@@ -381,6 +381,7 @@ class Loop:
         if self._overlong is not None:
             measured |= self._overlong.metrics([sample for group in result.groups for sample in group.samples])
         measured |= result.metrics | self._backend.end(result)
+        measured |= numbers.hidden_scoring(measured, seconds)
         if self._ranking is not None:
             self._ranking.end()
         return Collected(result.groups, measured | seconds)
@@ -394,12 +395,21 @@ class Loop:
         launches = [Launch(each.prompt, each.keys) for each in self.rule.ahead(self._prompts, time)]
         return HeadStart(step - 2, tuple(self._ranking.ahead(launches, step)))
 
-    def _handle(self, current: Round, overlong: OverlongPenalty | None = None, placed: Placed | None = None) -> None:
+    def _handle(
+        self,
+        current: Round,
+        overlong: OverlongPenalty | None = None,
+        placed: Placed | None = None,
+        *,
+        evaluates: bool = False,
+    ) -> None:
         event = self._backend.wait()
         if isinstance(event, Verdict):
             failing = self._alarms.rewarded(event.status, str(event.info.get("error", "")))
             if failing is not None:
                 raise Interrupted(f"step {self._running_step}: {failing}")
+            if evaluates:
+                event = event.unshaped
             if overlong is not None:
                 event = overlong.shaped(event, len(current.ledger.finished[event.key]))
         commands = current.handle(event)
@@ -431,7 +441,7 @@ class Loop:
             self._backend.begin(self.step, params, "eval")
             try:
                 while not current.done:
-                    self._handle(current)
+                    self._handle(current, evaluates=True)
             except Interrupted as early:
                 self._backend.cancel()
                 self._failing = self._failing or str(early) or None

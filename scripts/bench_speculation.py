@@ -8,11 +8,15 @@ Two comparisons; the cases of each take turns.
 
 - *Oracle*, for every number of rows in `--batches`: an index that has a draft at every place of the response that will
   be drawn, of which each token is right with a chance of `--acceptance`. That shows what verification costs and gains,
-  whatever a model's responses are like. `--width` drafted tokens of each row are verified in a step.
+  whatever a model's responses are like. `--width` drafted tokens of each row are verified in a step. `foreseen` is how
+  many times as fast the profile says a case is: the tokens that its rows gained in a step, over the time of a step that
+  verifies, in steps without; both measured as `jaxrl profile` does. The number of rows from which on drafts stop to pay
+  is printed by the profile and as measured.
 - *History*, with `--data` (a file of GSM8K's form): `--epochs` rollouts of the first `--prompts` problems with
   `--samples` responses each, in `--rows` rows, with and without drafts from the rollout before, as runs have it. The
   weights stay the same, so two epochs resemble each other as two draws of one policy do. Nothing is scored: every
-  response weighs the same.
+  response weighs the same. `drafted`: every plan verifies that has drafts and room; `by the profile`: as a run with
+  `rollout.layout.profile` has it, only where it is expected to pay.
 
 Printed for each case: seconds in the middle, from the first prefill to the last token; times as fast as without drafts;
 the share of drafted tokens that was accepted, the share of decoded tokens that came from drafts, and the tokens that a
@@ -43,12 +47,14 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.profiler import Profiler
 from jaxrl.runtime.history import build_index, draft_lengths, spec_metrics
 from jaxrl.runtime.rules import draft_window
+from jaxrl.scheduling.layouts.latency_profile import ProfilePoint
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig, default_verify_tokens
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, default_verify_tokens
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
@@ -95,19 +101,29 @@ class House:
         self.executor = MeshExecutor(model, layout, sizes)
         self.executor.sync_weights(params, 0)
         self.executor.allocate()
-        self.engine = Engine(
-            self.executor, BatcherConfig(options.decode_steps, drafts=DraftConfig(window, verify_tokens))
-        )
+        self.drafts, self.decode_steps = DraftConfig(window, verify_tokens), options.decode_steps
+        self.engine = Engine(self.executor, BatcherConfig(options.decode_steps, drafts=self.drafts))
         say(f"{num_rows} rows: {self.executor.warm_up()} programs, {verify_tokens} tokens verified in a step")
 
-    def run(self, requests: Sequence[Request]) -> tuple[list[Sample], Values]:
-        """Samples, seconds, and what was drafted."""
-        before, began = replace(self.engine.counters), time.perf_counter()
-        samples = self.engine.generate(requests)
+    def engine_of(self, decode_s: float, verify_s: float) -> Engine:
+        """An engine of which plans verify where that is expected to pay, if steps take so long."""
+        costs = StepCosts(lambda rows, context: decode_s, lambda rows, context: verify_s)
+        return Engine(self.executor, BatcherConfig(self.decode_steps, drafts=replace(self.drafts, costs=costs)))
+
+    def run(self, requests: Sequence[Request], engine: Engine | None = None) -> tuple[list[Sample], Values]:
+        """Samples, seconds, and what was drafted. `engine`: another than the house's own."""
+        engine = engine or self.engine
+        before, began = replace(engine.counters), time.perf_counter()
+        samples = engine.generate(requests)
         seconds = time.perf_counter() - began
-        measured = spec_metrics(self.engine.counters.since(before))
+        measured = spec_metrics(engine.counters.since(before))
         figures = {name: measured[f"rollout/spec/{name}"] for name in _FIGURES}
         return samples, {"seconds": seconds, "tokens": float(sum(map(len, samples))), **figures}
+
+    def step_costs(self, rows: int, context: int) -> tuple[float, float]:
+        """Seconds of a step without drafts, and of one that verifies them, by the profiler."""
+        profiler, point = Profiler(self.executor), ProfilePoint(1, rows, context)
+        return profiler.decode(point).seconds, profiler.verify(point).seconds
 
     def close(self) -> None:
         self.executor.release(weights=True)
@@ -130,9 +146,12 @@ def differing(samples: Sequence[Sample], others: Sequence[Sample]) -> int:
     return sum(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(samples, others, strict=True))
 
 
-def oracle(options: argparse.Namespace, build: Callable[..., House], vocabulary: int, bench: Bench) -> list[str]:
-    """Times drafts of fixed acceptance for every number of rows; returns the cases."""
-    names: list[str] = []
+def oracle(
+    options: argparse.Namespace, build: Callable[..., House], vocabulary: int, bench: Bench
+) -> dict[str, tuple[float, float]]:
+    """Times drafts of fixed acceptance for every number of rows; returns the cases with what a step costs in each,
+    without drafts and with."""
+    names: dict[str, tuple[float, float]] = {}
     for rows in options.batches:
         num_tokens = options.new * (OPTIONS.max_prefix + options.width)
         house, rng = build(rows, options.new, num_tokens, rows * options.width), np.random.default_rng(options.seed)
@@ -150,14 +169,28 @@ def oracle(options: argparse.Namespace, build: Callable[..., House], vocabulary:
                 house, chosen, drawn
             )
         bench.interleave(cases, options.repetitions)
+        costs = house.step_costs(rows, options.prompt + options.new // 2)
+        say(f"{rows} rows by the profile: {costs[0] * 1e3:.1f} ms a step, {costs[1] * 1e3:.1f} ms with drafts")
         house.close()
-        names += cases
+        names |= dict.fromkeys(cases, costs)
     return names
 
 
-def _case(house: House, requests: Sequence[Request], drawn: Sequence[Sample]) -> Callable[[], Values]:
+def pays_up_to(cases: Sequence[Values], acceptance: float, by: str) -> str:
+    """The most rows with which drafts of an acceptance are faster than none, fewer rows being so as well."""
+    most = 0
+    for case in sorted((c for c in cases if c.get("acceptance") == acceptance), key=lambda c: c["rows"]):
+        if case[by] <= 1:
+            break
+        most = int(case["rows"])
+    return f"up to {most} rows" if most else "with none"
+
+
+def _case(
+    house: House, requests: Sequence[Request], drawn: Sequence[Sample], engine: Engine | None = None
+) -> Callable[[], Values]:
     def run() -> Values:
-        samples, values = house.run(requests)
+        samples, values = house.run(requests, engine)
         return values | {"other": float(differing(samples, drawn))}
 
     return run
@@ -171,6 +204,8 @@ def history(options: argparse.Namespace, build: Callable[..., House], tokenizer:
     ids = [each for each in ids if len(each) <= options.prompt][: options.prompts]
     verify_tokens = options.verify_tokens or default_verify_tokens("cpu" if bench.gauge else "gpu")
     house = build(options.rows, options.samples, options.samples * options.new, verify_tokens)
+    costs = house.step_costs(options.rows, options.prompt + options.new // 2)
+    say(f"{options.rows} rows by the profile: {costs[0] * 1e3:.1f} ms a step, {costs[1] * 1e3:.1f} ms with drafts")
     params = SamplingParams(
         max_tokens=options.new, temperature=options.temperature, stop_token_ids=tokenizer.stop_token_ids
     )
@@ -188,8 +223,10 @@ def history(options: argparse.Namespace, build: Callable[..., House], tokenizer:
             indexes = [build_index(each, OPTIONS) for each in kept if each is not None]
             drafted = [replace(request, history=indexes[request.key.prompt_index]) for request in plain]
         drawn[epoch], _ = house.run(plain)
-        for name, requests in (("plain", plain), ("drafted", drafted)):
-            cases[f"epoch {epoch + 1}, {name}"] = _case(house, requests, drawn[epoch])
+        cases[f"epoch {epoch + 1}, plain"] = _case(house, plain, drawn[epoch])
+        if epoch:
+            cases[f"epoch {epoch + 1}, drafted"] = _case(house, drafted, drawn[epoch])
+            cases[f"epoch {epoch + 1}, by the profile"] = _case(house, drafted, drawn[epoch], house.engine_of(*costs))
         store.add(_groups(drawn[epoch], ids))
     bench.interleave(cases, options.repetitions)
     house.close()
@@ -251,29 +288,45 @@ def _run(options: argparse.Namespace, called: str) -> dict[str, Any]:
     def build(*sizes: int) -> House:
         return House(options, config, params, layout, *sizes)
 
-    names = oracle(options, build, config.vocab_size, bench)
+    costs = oracle(options, build, config.vocab_size, bench)
+    names = list(costs)
     if options.data:
         names += history(options, build, Tokenizer.from_path(model.resolved()), bench)
     if bench.gauge is not None:
         bench.gauge.close()
     say(verdict(bench))
-    found = summarise(bench.runs)
-    cases = []
-    for name in names:
-        summary = found[name]
-        values = summary.medians
-        group = name.partition(", ")[0]
-        values["faster"] = found[f"{group}, plain"].medians["seconds"] / values["seconds"]
-        say(
-            f"{name}: {values['seconds']:.2f} s, {values['faster']:.2f} times as fast; {values['accept_rate']:.0%} of "
-            f"drafts accepted, {values['drafted_share']:.0%} of tokens from them, {values['tokens_per_step']:.2f} "
-            f"tokens a step; other: {values['other']:.0f}{'  DISTURBED' if summary.disturbed else ''}"
-        )
-        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
-        cases.append({"case": name} | values | judged)
+    cases = _cases(bench, names, costs)
+    for acceptance in options.acceptance if costs else ():
+        seen, told = pays_up_to(cases, acceptance, "faster"), pays_up_to(cases, acceptance, "foreseen")
+        say(f"acceptance {acceptance:g}: faster than without {seen}; by the profile {told}")
     kept, dropped = bench.counts()
     shape = {"model": model.name, "devices": len(devices), "kept": kept, "dropped": dropped}
     return head | shape | {"results": {"cases": cases}}
+
+
+def _cases(bench: Bench, names: Sequence[str], costs: dict[str, tuple[float, float]]) -> list[dict[str, Any]]:
+    """What each case came to, said and returned."""
+    found, cases = summarise(bench.runs), []
+    for name in names:
+        summary = found[name]
+        values = summary.medians
+        group, _, kind = name.partition(", ")
+        values["faster"] = found[f"{group}, plain"].medians["seconds"] / values["seconds"]
+        told = ""
+        if name in costs and kind != "plain":
+            decode_s, verify_s = costs[name]
+            values |= {"rows": float(group.split()[0]), "acceptance": float(kind), "decode_s": decode_s}
+            values |= {"verify_s": verify_s, "foreseen": values["tokens_per_step"] * decode_s / verify_s}
+            told = f" (foreseen {values['foreseen']:.2f})"
+        say(
+            f"{name}: {values['seconds']:.2f} s, {values['faster']:.2f} times as fast{told}; "
+            f"{values['accept_rate']:.0%} of drafts accepted, {values['drafted_share']:.0%} of tokens from them, "
+            f"{values['tokens_per_step']:.2f} tokens a step; "
+            f"other: {values['other']:.0f}{'  DISTURBED' if summary.disturbed else ''}"
+        )
+        judged = {"kept": summary.kept, "dropped": summary.dropped, "disturbed": summary.disturbed}
+        cases.append({"case": name} | values | judged)
+    return cases
 
 
 if __name__ == "__main__":

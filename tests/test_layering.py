@@ -34,7 +34,10 @@ ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
     f"jaxrl.config.{name}"
-    for name in ("checks", "declared", "devices", "layout", "mapping", "options", "reference", "rollouts", "simulation")
+    for name in (
+        *("checks", "declared", "devices", "domains", "judges", "layout", "mapping", "options", "reference", "rewards"),
+        *("rollouts", "simulation"),
+    )
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 WITHOUT_JAX = {

@@ -11,7 +11,11 @@ from typing import Any
 
 from jaxrl.config.declared import MAX_INT, declared, shown
 from jaxrl.config.devices import devices_problem
+from jaxrl.config.domains import problem as reward_problem
+from jaxrl.config.domains import unread as unread_rewards
+from jaxrl.config.judges import judge_kind
 from jaxrl.config.options import AdvantageEstimator, Config
+from jaxrl.config.rewards import RewardSection
 
 _MAX_STEP_SAMPLES = 1 << 20
 
@@ -33,6 +37,7 @@ def check(c: Config) -> None:
     _check_data(c)
     _check_quotas(c)
     _check_filtering(c)
+    _check_reward(c)
     _check_overlong(c)
     _check_batch(c)
     _check_greedy(c)
@@ -49,12 +54,6 @@ def _check_data(c: Config) -> None:
         raise ConfigError("data.task and data.train_files exclude each other: problems come from a task or from files")
     if "{question}" not in c.data.prompt_template:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
-    if c.reward.kind == "custom" and not c.reward.path:
-        raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
-    if c.reward.path and c.reward.kind != "custom":
-        raise ConfigError(f"reward.path ({c.reward.path}) needs reward.kind=custom, found {c.reward.kind}")
-    if c.reward.kind == "task" and not c.data.task:
-        raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
     _check_held_out(c)
 
 
@@ -102,6 +101,12 @@ def _check_filtering(c: Config) -> None:
         )
     if filtering.enable and not filtering.metric:
         raise ConfigError("algorithm.filter_groups.metric is empty: name reward, or a value that the scorer returns")
+
+
+def _check_reward(c: Config) -> None:
+    problem = reward_problem(c)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def _check_overlong(c: Config) -> None:
@@ -238,6 +243,11 @@ def _check_stream(c: Config) -> None:
             f"trainer.stream.min_done ({stream.min_done}) must be at most trainer.stream.max_done ({stream.max_done}): "
             "between them workers may be freed"
         )
+    if stream.enable and judge_kind(c.reward) is not None:
+        raise ConfigError(
+            f"trainer.stream.enable and reward.judge.model ({c.reward.judge.model}) exclude each other: gradients "
+            "beside the rollout take the devices on which the judge would score"
+        )
 
 
 def _check_devices(c: Config) -> None:
@@ -307,13 +317,19 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), why
     if not c.data.task:
         yield "data", frozenset({"task_config"}), "data.task is empty"
-    if c.reward.kind != "custom":
-        yield "reward", frozenset({"name"}), f"reward.kind is {c.reward.kind}"
+    yield from unread_rewards(c)
 
 
 def _section(c: Config, path: str) -> Any:
+    """The section at a path, which may end with a name of the user's (`reward.domains.train.jsonl`); of defaults, where
+    there is none of that name, a section with its defaults."""
     found: Any = c
-    for name in path.split("."):
+    names = path.split(".")
+    for place, name in enumerate(names):
+        if isinstance(found, dict):
+            item = declared(RewardSection)[names[place - 1]].named_section
+            assert item is not None, path
+            return found.get(".".join(names[place:]), item())
         found = getattr(found, name)
     return found
 

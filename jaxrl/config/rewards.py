@@ -27,14 +27,18 @@ class DomainSection:
     weight: Annotated[float, "What the scorer's reward is multiplied by before parts are added."] = 1.0
     path: Annotated[str, Names("file"), "The Python file of a custom scorer."] = ""
     name: Annotated[str, "The function in the file, as reward.name."] = "compute_score"
-    extract: Annotated[Extract | Literal["inherit"], "Which part is the answer; inherit: as reward.extract."] = (
-        "inherit"
-    )
+    extract: Annotated[
+        Literal["inherit", "auto", "none", "last_number", "boxed", "answer_tag"],
+        "Which part of a response is the answer; inherit: as reward.extract.",
+    ] = "inherit"
     timeout_s: Annotated[
         float, Ge(0), Or(-1, "reward.timeout_s"), MAX_WAIT, "Seconds that scoring one sample may take; 0: no limit."
     ] = -1.0
     max_concurrent: Annotated[
-        int, Ge(0), "Samples of this domain that are scored at once; 0: as many as there are workers."
+        int,
+        Ge(0),
+        "Samples of this domain that worker processes score at once; 0: of reward.num_workers all but one for each "
+        "other domain, and one at least.",
     ] = 0
 
 
@@ -44,8 +48,8 @@ class PartSection:
 
     kind: Annotated[
         Literal["format", "length", "custom"],
-        "format: 1 if the response matches pattern; length: 0 up to free_tokens, falling to -1 at "
-        "data.max_response_length; custom: the function at path.",
+        "What it is; format: 1 if the response matches pattern, length: 0 up to free_tokens, falling to -1 at "
+        "data.max_response_length, custom: the function at path.",
     ] = "format"
     weight: Annotated[float, "What the part is multiplied by."] = 1.0
     pattern: Annotated[str, "A regular expression that the whole response must match, `.` matching line ends."] = ""
@@ -111,14 +115,15 @@ class JudgeSection:
     system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
     prompt: Annotated[
         str,
-        "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data in braces.",
+        "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data in braces; "
+        "`{{answer}}` is text.",
     ] = (
         "Judge the response to the question.\n\nQuestion:\n{question}\n\nReference answer:\n{answer}\n\nResponse:\n"
         "{response}\n\nIs the response correct? Give your verdict on a last line of this form: Score: <0 to 10>"
     )
     score_pattern: Annotated[
         str, "A regular expression whose last match in a verdict holds the score in its first group."
-    ] = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    ] = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
     min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
     max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
     num_samples: Annotated[
@@ -126,9 +131,9 @@ class JudgeSection:
     ] = 1
     temperature: Annotated[float, Ge(0), "Of the judge's sampling; 0: greedy."] = 0.0
     max_tokens: Annotated[int, Ge(1), "Tokens of a verdict at most."] = 256
-    max_prompt_tokens: Annotated[int, Ge(1), "Tokens of what the judge reads; a longer one is cut in its response."] = (
-        4096
-    )
+    max_prompt_tokens: Annotated[
+        int, Ge(1), "Tokens that a judge on the devices reads; of longer ones the response is cut."
+    ] = 4096
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], "Type of the judge's weights on the devices."] = (
         "bfloat16"
     )
@@ -182,6 +187,13 @@ class RewardSection:
         "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
     ] = "auto"
     timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
+    math_timeout_s: Annotated[
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds that scoring one sample may take with the kinds math and auto, where timeout_s is longer; 0: "
+        "timeout_s. A domain's own timeout_s replaces both.",
+    ] = 2.0
     start_timeout_s: Annotated[
         float,
         Gt(0),
@@ -215,8 +227,9 @@ class RewardSection:
         int,
         Ge(0),
         Cap(100, "a scorer that fails so often is broken"),
-        "Times that a sample is scored again after its scorer's process died or its endpoint could not be reached; a "
-        "wrong answer, an error of the scorer's own and a time limit are never tried again.",
+        "Times that a sample is scored again after its scorer's process died or ran out of memory that earlier samples "
+        "had left taken, its node was lost, or its endpoint could not be reached; a wrong answer, an error of the "
+        "scorer's own and a time limit are never tried again.",
     ] = 1
     domains: Annotated[
         dict[str, DomainSection],

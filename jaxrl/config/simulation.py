@@ -45,8 +45,13 @@ class SimulatedScoring:
     per_token_s: Annotated[
         float, Ge(0), _MAX_SECONDS, "Seconds of scoring per response token, besides the drawn ones."
     ] = 0.0
+    correlation: Annotated[
+        float, Interval(ge=0, le=1), "How much of those seconds a response's prompt decides: 0 nothing, 1 all."
+    ] = 0.0
     hang_share: Annotated[
-        float, Interval(ge=0, le=1), "Share of the responses with scoring that only reward.timeout_s ends."
+        float,
+        Interval(ge=0, le=1),
+        "Share of the responses with scoring that only reward.timeout_s ends, or the time limit of a test case.",
     ] = 0.0
     workers: Annotated[
         int,
@@ -54,6 +59,13 @@ class SimulatedScoring:
         Cap(65536, "each is followed one by one"),
         "Processes that score this task alone; 0: it shares the reward.num_workers of all others.",
     ] = 0
+    device_s: Annotated[
+        float,
+        Ge(0),
+        _MAX_SECONDS,
+        "Seconds that scoring a response takes from the rollout's devices, as a judge on them does; 0: it takes none, "
+        "but workers.",
+    ] = 0.0
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,28 @@ def seconds_of(phases: Sequence[str], line: Mapping[str, float]) -> float:
     return sum(line.get(f"timing_s/{name}", 0.0) for name in phases)
 
 
+def hidden_scoring(measured: dict[str, float], round_s: Mapping[str, float]) -> dict[str, float]:
+    """`reward/hidden_s`: the seconds in which samples were being scored while the rollout went on. Takes
+    `reward/busy_s`, all seconds in which samples were, out of `measured`.
+
+    Args:
+      round_s: the round's phases; its `timing_s/reward` is what was waited for.
+    """
+    busy_s = measured.pop("reward/busy_s", None)
+    return {} if busy_s is None else {"reward/hidden_s": max(busy_s - round_s["timing_s/reward"], 0.0)}
+
+
+def hidden_scoring_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
+    """(step, share of the time with anything to score in which the rollout went on), for steps with such time."""
+    found: list[tuple[float, float]] = []
+    for line in lines:
+        if "reward/hidden_s" in line:
+            hidden_s = line["reward/hidden_s"]
+            whole_s = hidden_s + seconds_of(["reward"], line)
+            found += [(line["step"], hidden_s / whole_s)] if whole_s > 0 else []
+    return found
+
+
 def seconds_of_other_steps(line: dict[str, float], earlier_s: float | None, ahead_s: float | None) -> dict[str, float]:
     """What connects the phases of a step's line with the step's time (`jaxrl.loop`). Takes the time in which two things
     ran at once out of `line`.

@@ -34,6 +34,8 @@ from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.report.layouts import layouts_section
+from jaxrl.report.rewards import rewards_section
+from jaxrl.report.samples import samples_section
 
 RUN_FILE = "run.json"
 PHASES = {  # in a step: label and colour of each
@@ -48,8 +50,6 @@ PHASES = {  # in a step: label and colour of each
     "sync": ("sync", "c7"),
     "save": ("save", "c8"),
 }
-_SAMPLES_PER_STEP = 4
-_MAX_TEXT = 4000  # characters of a prompt or response that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,9 @@ def page(run: Run) -> str:
     return document(
         name,
         _subtitle(run),
-        f"{problems}{_headlines(run)}<section class=charts>{charts}</section>{layouts_section(run.layouts)}"
-        f"<h2>Samples</h2>{_samples(run)}<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
+        f"{problems}{_headlines(run)}<section class=charts>{charts}</section>{rewards_section(run.metrics, span)}"
+        f"{layouts_section(run.layouts)}<h2>Samples</h2>{samples_section(run.samples)}"
+        f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
 
 
@@ -324,58 +325,6 @@ def _one_by_one(run: Run) -> list[Curve]:
     return [Curve("in turns", both, "c10", limit=True)] if both else []
 
 
-def _samples(run: Run) -> str:
-    if not run.samples:
-        return "<p class=note>No samples were recorded.</p>"
-    steps = sorted({sample["step"] for sample in run.samples})
-    chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-    rows = []
-    for step in chosen:
-        rows.append(f"<tr class=step><th colspan={len(SAMPLE_COLUMNS)} scope=rowgroup>Step {step:g}</th></tr>")
-        for sample in [s for s in run.samples if s["step"] == step][:_SAMPLES_PER_STEP]:
-            rows.append(f"<tr>{''.join(_cell(sample, *column) for column in SAMPLE_COLUMNS)}</tr>")
-    heads = "".join(f"<th>{heading}</th>" for heading, _, _ in SAMPLE_COLUMNS)
-    return f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _cell(sample: Mapping[str, Any], heading: str, content: Callable[[Mapping[str, Any]], str], is_number: bool) -> str:
-    return f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
-
-
-def _prompt(sample: Mapping[str, Any]) -> str:
-    answer = sample.get("answer")
-    shown = "" if answer in (None, "") else f"<p class=sub>answer: {escape(str(answer)[:_MAX_TEXT])}</p>"
-    return _text(sample, "prompt") + shown
-
-
-def _reward(sample: Mapping[str, Any]) -> str:
-    reward = sample.get("reward")
-    return escape(number(reward) if isinstance(reward, int | float) else "–")
-
-
-def _tokens(sample: Mapping[str, Any]) -> str:
-    length = sample.get("length")
-    details = [str(sample[k]) for k in ("finish_reason", "source") if sample.get(k)]
-    return f"{escape('–' if length is None else str(length))}<p class=sub>{breakable(', '.join(details))}</p>"
-
-
-def _text(sample: Mapping[str, Any], name: str) -> str:
-    value = str(sample.get(name) or "")
-    more = len(value) - _MAX_TEXT
-    rest = f"<i> … {more} more characters</i>" if more > 0 else ""
-    return f"<pre tabindex=0>{escape(value[:_MAX_TEXT])}{rest}</pre>"
-
-
-SAMPLE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str], bool], ...] = (
-    ("Prompt", _prompt, False),
-    ("Response", lambda sample: _text(sample, "response"), False),
-    ("Reward", _reward, True),
-    ("Tokens", _tokens, True),
-)
-"""The table of samples: heading, what the cell shows of a sample, and whether it is a number. Older runs lack fields
-that were added later, so a cell reads them with `get`. Widths stand in `_STYLE`."""
-
-
 def _config(run: Run) -> str:
     config = run.section("config")
     if not config:
@@ -449,7 +398,7 @@ color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:
 vertical-align:top}.step th{padding-top:20px}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;
 white-space:pre-wrap;max-height:20em;overflow:auto}.samples{table-layout:fixed}.samples th:nth-child(1){width:34%}
-.samples th:nth-child(3){width:72px}.samples th:nth-child(4){width:150px}.facts th{width:110px;color:var(--soft);
+.samples th:nth-child(3){width:140px}.samples th:nth-child(4){width:150px}.facts th{width:110px;color:var(--soft);
 font-weight:400}@media(max-width:640px){main{padding:20px 14px 48px}h1{font-size:1.4rem}.headlines{
 grid-template-columns:1fr 1fr}.headlines dd:not(.sub){font-size:1.4rem}.samples thead{display:none}
 .samples,.samples tbody,.samples tr,.samples td,.samples th{display:block;width:auto}.samples tr{

@@ -17,11 +17,12 @@ class ScoreRequest:
       source: the prompt's data set or task.
       response: the decoded response.
       answer: the reference answer, if there is one.
-      extra: the prompt's own columns; and `prompt`, `epoch`, `index`, `finish_reason` and `response_length` (tokens),
-        unless the data has columns of these names.
+      extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
+        `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
       limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
         (`jaxrl.scheduling.rounds.adaptive_timeout`); those beyond, and all where it is empty, have
         `reward.code.max_timeout_s`.
+      num_tokens: of the response.
     """
 
     source: str
@@ -29,14 +30,16 @@ class ScoreRequest:
     answer: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     limits_s: tuple[float, ...] = ()
+    num_tokens: int = 0
 
     @classmethod
     def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:
         ours = {
             "prompt": prompt.text,
+            "question": prompt.question or prompt.text,
             "epoch": prompt.epoch,
             "index": prompt.index,
             "finish_reason": sample.finish_reason,
             "response_length": len(sample),
         }
-        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s)
+        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, len(sample))

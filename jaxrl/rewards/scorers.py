@@ -28,6 +28,7 @@ from math import isfinite
 from typing import Any, Protocol
 
 from jaxrl.config import Config
+from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
 from jaxrl.rewards.code import CodeScorer
@@ -149,11 +150,12 @@ class CustomScorer:
 
     file: UserFile
     name: str = "compute_score"
+    option: str = "reward"
     preload: tuple[str, ...] = ()
 
     @property
     def loads(self) -> str:
-        return f"reward.path: importing {self.file.path}"
+        return f"{self.option}.path: importing {self.file.path}"
 
     def load(self) -> None:
         self._function()
@@ -170,29 +172,31 @@ class CustomScorer:
         return result["score"], {key: value for key, value in result.items() if key != "score"}
 
     def _function(self) -> Callable[..., Any]:
-        return user_function(("reward.path", "reward.name"), self.file, self.name, _CUSTOM_ARGUMENTS)
+        return user_function((f"{self.option}.path", f"{self.option}.name"), self.file, self.name, _CUSTOM_ARGUMENTS)
 
 
-def build_scorer(config: Config) -> Scorer:
-    """The scorer that `reward.*` asks for; raises ValueError for settings that would make every sample fail."""
-    reward, data = config.reward, config.data
-    if reward.kind == "code":
-        return CodeScorer(reward.code)
-    if reward.kind == "custom":
-        return CustomScorer(read_user_file("reward.path", reward.path), reward.name)
-    by_math = MathScorer(reward.extract)
-    if reward.kind == "math" or not data.task:
-        if not data.answer_key:
-            raise ValueError("data.answer_key is empty: reward.kind=math compares with a reference answer")
+def scorer_of(config: Config, domain: Domain) -> Scorer:
+    """The scorer of a domain that worker processes score; raises ValueError for settings that would make every sample
+    fail."""
+    data, option = config.data, f"{domain.option}.kind"
+    if domain.kind == "custom":
+        return CustomScorer(read_user_file(f"{domain.option}.path", domain.path), domain.name, domain.option)
+    if domain.kind == "code":
+        return CodeScorer(config.reward.code)
+    by_math = MathScorer(domain.extract)
+    if domain.kind == "math" or not data.task:
+        # where all sources have domains, none of the others' samples comes; `source_problem` looks at the data
+        if not data.answer_key and not (config.reward.domains and not domain.source):
+            raise ValueError(f"data.answer_key is empty: {option}=math compares with a reference answer")
         return by_math
     try:
         task_config = json.dumps({k: v for k, v in data.task_config.items() if k not in ("seed", "size")})
     except TypeError as error:
         raise ValueError(f"data.task_config must hold plain values (numbers, text, lists): {error}") from error
-    by_task = TaskScorer(data.task, task_config, reward.extract)
-    if reward.kind == "task":
+    by_task = TaskScorer(data.task, task_config, domain.extract)
+    if domain.kind == "task":
         if data.val_files:
-            raise ValueError("data.val_files with reward.kind=task: those prompts have no task; use reward.kind=auto")
+            raise ValueError(f"data.val_files with {option}=task: those prompts have no task; use {option}=auto")
         return by_task
     return AutoScorer(by_task, by_math) if data.val_files else by_task
 
@@ -205,7 +209,7 @@ def score_safely(scorer: Callable[[], Scorer], request: bytes) -> Scored:
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))
-        return "ok", _as_reward(reward), _plain(info), time.perf_counter() - start
+        return "ok", as_reward(reward), _plain(info), time.perf_counter() - start
     except MemoryError as error:  # numpy's has a name of its own
         text = f"{OUT_OF_MEMORY}: {error}" if str(error) else OUT_OF_MEMORY
         return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
@@ -221,7 +225,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:1000] if text else type(error).__name__
 
 
-def _as_reward(value: Any) -> float:
+def as_reward(value: Any) -> float:
+    """What a scorer returned, as a number. Raises ValueError if it is none, or not finite."""
     if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
     if not isinstance(value, int | float) or abs(value) > sys.float_info.max or not isfinite(value):

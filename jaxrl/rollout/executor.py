@@ -91,11 +91,8 @@ class MeshExecutor:
         self._now = programs
         self.layout = programs.layout
         capacity = programs.capacity
-        self.num_groups, self.num_slots, self.num_blocks = (
-            capacity.num_groups,
-            capacity.num_slots,
-            capacity.num_blocks,
-        )
+        self.num_groups, self.num_slots = capacity.num_groups, capacity.num_slots
+        self.num_blocks = capacity.num_blocks
 
     def _drop_books(self) -> None:
         if self._books is not None:
@@ -189,6 +186,10 @@ class MeshExecutor:
         self._pool = self._state = None
         if weights:
             self._params = None
+
+    def wait_quiet(self) -> None:
+        """Waits until the devices have run what was submitted."""
+        jax.block_until_ready((self._params, self._pool, self._state))
 
     def start_in(self, tp: int) -> None:
         """Chooses the layout of a rollout phase, while there are no weights and no pool: nothing has to move."""

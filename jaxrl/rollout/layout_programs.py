@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.kernels.attention import Implementation
 from jaxrl.kernels.gathered import WindowTiles, num_tiles
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.streaming import on_host
 from jaxrl.rollout import draft_books, kv_cache
 from jaxrl.rollout.draft_books import Books, Drafting, book_shapes, upload
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
@@ -70,6 +71,9 @@ class ExecutorConfig:
         them fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       drafting: what drafts of requests with a history are like (`jaxrl.rollout.verify`); None: nothing is drafted.
+      resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
+        (`jaxrl.models.streaming`); None: all.
+      ahead: whether a streamed layer's copy begins before its turn.
       layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
         `num_slots` and `num_blocks`.
     """
@@ -90,6 +94,8 @@ class ExecutorConfig:
     gathered: bool | None = None
     interpret: bool = False
     drafting: Drafting | None = None
+    resident_layers: int | None = None
+    ahead: bool = True
     layouts: tuple[LayoutSizes, ...] = ()
 
     def sizes(self, tp: int) -> LayoutSizes:
@@ -143,6 +149,8 @@ class LayoutPrograms(CompiledPrograms):
             merged=config.merged,
             gathered=config.gathered,
             interpret=config.interpret,
+            streams=config.resident_layers is not None,
+            ahead=config.ahead,
         )
         self.cache_shape = kv_cache.CacheShape(
             model.num_layers,
@@ -203,6 +211,8 @@ class LayoutPrograms(CompiledPrograms):
             for rows in self.prefill_rows(length)
             for width in self.prefill_widths
         ]
+        if self.model.scalar_head:
+            return prefill
         widths = self.decode_widths
         if self.programs.gathered:
             decode = [("decode", r, tiles, widths[-1]) for r in self.row_buckets for tiles in self.tile_counts(r)]
@@ -228,16 +238,16 @@ class LayoutPrograms(CompiledPrograms):
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
-        if kind not in ("decode", "verify") or self.platform != "gpu":
-            return {}
+        if kind not in ("decode", "verify") or self.platform != "gpu" or self.config.resident_layers is not None:
+            return {}  # a copy from the host's memory is not what a graph is made of
         return {"xla_gpu_enable_command_buffer": _GRAPHS}
 
-    def lower(self, kind: str, *sizes: int) -> Any:
-        """The program of a `Shape`, traced for this layout's devices."""
+    def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
+        """The program of a `Shape`, traced for this layout's devices; lowered for `platforms` where they are given."""
         program, donated, arguments, out = self._program(kind, *sizes)
         jitted = jax.jit(program, donate_argnums=donated, out_shardings=out)
         with products_of(self.dtype, self.platform):
-            return jitted.lower(*arguments)
+            return jitted.trace(*arguments).lower(lowering_platforms=platforms)
 
     def _program(self, kind: str, rows: int, length: int, width: int) -> tuple[Any, tuple[int, ...], Any, Any]:
         """(function, the arguments that it may overwrite, their shapes, shardings of what it returns)."""
@@ -290,6 +300,8 @@ class LayoutPrograms(CompiledPrograms):
         convert, shardings = rollout_params_fn(self.model, self.layout, self.dtype, self.config.max_tp, **form)
         train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), self.model.weights())
         shapes = jax.eval_shape(convert, train)
+        if self.config.resident_layers is not None:
+            shardings = shardings | {"layers": on_host(shardings["layers"], self.config.resident_layers)}
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     def abstract_pool(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:

@@ -24,7 +24,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.draft_books import Drafting
-from jaxrl.rollout.sampling import SamplingState, sample
+from jaxrl.rollout.sampling import Drawn, SamplingState, sample
 from jaxrl.scheduling.tokens.draft_index import START
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.merged import can_merge
@@ -136,6 +136,8 @@ class Programs:
       attention: what reads the paged cache (`jaxrl.kernels.attention`).
       features_first, merged, gathered: None: as the layout's devices run fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+      streams: whether weights come from the host's memory (`jaxrl.models.streaming`), for which there is no fused step.
+      ahead: as `jaxrl.models.streaming.LayerFeed` takes it.
 
     Raises:
       ValueError: forms that do not go together, or an implementation that these devices do not run.
@@ -154,6 +156,8 @@ class Programs:
         merged: bool | None = None,
         gathered: bool | None = None,
         interpret: bool = False,
+        streams: bool = False,
+        ahead: bool = True,
     ) -> None:
         platform = platform_of(layout.mesh.devices.flat[0])
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
@@ -162,7 +166,9 @@ class Programs:
         self.gathered = on_cpu if gathered is None else gathered
         self.attention = choose_paged(attention, platform, interpret=interpret)
         on_one = heads // layout.tp, kv_heads // layout.tp
-        self.fused = self.merged and not self.gathered and self.attention.decodes(*on_one, config.head_dim, dtype)
+        decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
+        self.fused = self.merged and not self.gathered and not streams and decodes
+        self.ahead = ahead
         self.config = config
         self.layout = layout
         self.max_tp = max_tp
@@ -190,9 +196,8 @@ class Programs:
         return self.layers(params, tokens, positions, attend)
 
     def layers(self, params: Any, tokens: jax.Array, positions: jax.Array, attends: Any) -> tuple[jax.Array, Any]:
-        return decoder.forward_layers(
-            params, tokens, positions, attends, self.config, dtype=self.dtype, features_first=self.features_first
-        )
+        how = {"dtype": self.dtype, "features_first": self.features_first, "ahead": self.ahead}
+        return decoder.forward_layers(params, tokens, positions, attends, self.config, **how)
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         return decoder.logits(params, hidden, self.config, features_first=self.features_first)
@@ -227,9 +232,12 @@ class Programs:
             ends = jnp.take_along_axis(hidden, last[None], axis=3)[..., 0]
         else:
             ends = jnp.take_along_axis(hidden, last[..., None], axis=2)[:, :, 0]
-        logits = self.logits(params, ends)
         position = start + length
-        drawn = sample(logits, position, rows.sampling, truncate=truncate)
+        if self.config.scalar_head:  # nothing is drawn: its number stands where a token's log-probability does
+            number = decoder.score(params, ends, features_first=self.features_first)
+            drawn = Drawn(jnp.zeros(number.shape, jnp.int32), number, number)
+        else:
+            drawn = sample(self.logits(params, ends), position, rows.sampling, truncate=truncate)
         real = slots < state.token.shape[1]
         stopped = real & stops(drawn.token, position, rows)
         rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], 1)

@@ -36,6 +36,7 @@ from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -51,6 +52,7 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.rounds.judge_turns import Judge, busy_rows
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
@@ -99,6 +101,8 @@ class RolloutBackend:
       layouts: changes the layout between rounds and inside them; None: it stays.
       stream: frees workers in the middle of a round, for gradients; None: none is freed.
       history: what responses of earlier rounds are kept for; None: they are not kept.
+      timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
+      judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
     """
 
     def __init__(
@@ -118,10 +122,12 @@ class RolloutBackend:
         layouts: Layouts | None = None,
         stream: StreamSession | None = None,
         history: HistorySession | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
-        self._verdicts = Verdicts(rewards, clock, journal)
+        self._verdicts = Verdicts(rewards, clock, journal, timeouts)
         self._text_of = text_of
         self._weights = weights
         self._clock = clock
@@ -134,6 +140,7 @@ class RolloutBackend:
         self._stream = stream
         self._ranking: RankingSession | None = None
         self._history = history
+        self._judge = judge
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
@@ -170,6 +177,8 @@ class RolloutBackend:
 
     def leave_rollout(self) -> None:
         """Gives the memory of the KV pool and the rollout weights to the update; not while the next round has begun."""
+        if self._judge is not None:
+            self._judge.release()
         if self._ready and not (self._ranking is not None and self._ranking.ahead.is_on):
             self.worker.release(weights=True)
             self._ready = False
@@ -232,9 +241,13 @@ class RolloutBackend:
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
+                if self._judge is not None:
+                    num_rows = self.engine.num_rows
+                    self._judge.turn(busy_rows(len(self.engine.unfinished()), num_rows), num_rows)
                 self._run_plan()
             elif self._verdicts.due is not None:
-                self._events += self._verdicts.wait(POLL_S)
+                if self._judge is None or not self._judge.turn(0, self.engine.num_rows):
+                    self._events += self._verdicts.wait(POLL_S)
                 self._beat()
                 if self._stream is not None:
                     self._stream.after_plan()

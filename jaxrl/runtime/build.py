@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
+from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
@@ -65,8 +66,8 @@ _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, wh
 
 def prepare_jax(config: Config) -> list[Any]:
     """Sets what must be set before the first computation; returns the devices of the run. Writes nothing."""
-    wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
-    if wide:
+    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
+    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
         jax.config.update("jax_enable_x64", True)
     devices = jax.devices()
     wanted = config.trainer.num_devices or len(devices)
@@ -216,6 +217,8 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     )
     check_length(model, config.max_model_length, asked, folder)
     check_stop_strings(config.rollout.stop, "rollout.stop")
+    if model.scalar_head:
+        raise ConfigError(f"model.path ({folder}) is a reward model, which writes nothing; it can score (reward.kind)")
     return tokenizer, model
 
 

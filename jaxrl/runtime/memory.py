@@ -33,6 +33,7 @@ from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
 from jaxrl.runtime.drafting import draft_book_bytes, verified_positions
+from jaxrl.runtime.judge_memory import JudgeMemory, planned_judge
 from jaxrl.scheduling.rounds.composition import begins_ahead
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
@@ -82,6 +83,7 @@ class MemoryPlan:
     chunk_tokens: int = 0
     num_verified: int = 0  # drafted tokens of a step, per dp group
     stream: dict[str, int] = field(default_factory=dict)  # added on a freed device, which holds no rollout then
+    judge: JudgeMemory | None = None  # on the rollout's devices
 
     @property
     def stream_bytes(self) -> int:
@@ -115,7 +117,9 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
         return useful
     resident = {} if rollout.num_devices else _resident(config, model_config, devices)
     weights, books = _rollout_weights(config, model_config, devices), draft_book_bytes(config)
-    taken = sum(resident.values()) + weights * (2 if begins_ahead(config) else 1) + books
+    judge = planned_judge(config, devices)
+    beside = books + (judge.total if judge is not None else 0)
+    taken = sum(resident.values()) + weights * (2 if begins_ahead(config) else 1) + beside
     left = int(memory_bytes * rollout.memory_fraction) - taken
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
@@ -123,10 +127,12 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
         raise ValueError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
             f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state"
-            + (f", {in_bytes(books)} of draft indexes with them, " if books else ", ")
+            + (f", {in_bytes(books)} of draft indexes with them" if books else "")
+            + (f", {in_bytes(judge.total)} of the judge with them, " if judge is not None else ", ")
             + f"but one request of {config.max_model_length} tokens needs "
             f"{in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower "
             + ("rollout.speculation.num_indexes, " if books else "")
+            + ("reward.judge.max_memory_gib, " if judge is not None else "")
             + f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
         )
     return min(useful, fitting)
@@ -385,6 +391,7 @@ def memory_plan(
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
     block_size = config.rollout.block_size
     usable = num_blocks - _RESERVED_BLOCKS
+    judge = planned_judge(config, rolling)
     weights = _rollout_weights(config, model_config, rolling)
     return MemoryPlan(
         resident=_resident(config, model_config, training),
@@ -393,6 +400,7 @@ def memory_plan(
             **({"rollout weights of the next round": weights} if begins_ahead(config) else {}),
             "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
             **({_BOOKS: books} if (books := draft_book_bytes(config)) else {}),
+            **(judge.parts if judge is not None else {}),
         },
         update=update_parts(config, model_config, training, platform, remat, chunk),
         num_blocks=num_blocks,
@@ -407,6 +415,7 @@ def memory_plan(
         chunk_tokens=chunk,
         num_verified=verified_positions(config, platform),
         stream=_stream_parts(config, model_config, training, platform, remat, chunk),
+        judge=judge,
     )
 
 
@@ -441,6 +450,12 @@ def memory_problem(
                 f"the rollout needs {in_bytes(needed)} per device, {in_bytes(books)} of it for {_BOOKS}, and {limit}: "
                 f"lower rollout.speculation.num_indexes ({rollout.speculation.num_indexes or rollout.max_num_seqs} per "
                 f"dp group) or rollout.speculation.epochs ({rollout.speculation.epochs})"
+            )
+        if plan.judge is not None and plan.judge.total > pool:
+            return (
+                f"the rollout needs {in_bytes(needed)} per device, {in_bytes(plan.judge.total)} of it for the judge, "
+                f"and {limit}: lower reward.judge.max_memory_gib ({config.reward.judge.max_memory_gib:g}), "
+                "max_num_seqs or max_prompt_tokens"
             )
         return (
             f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "

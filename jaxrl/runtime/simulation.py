@@ -31,6 +31,7 @@ from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_sessi
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig
@@ -111,11 +112,11 @@ def build(
     workers = Workers(engines, config.rollout.deal, step_ticks if pace is None else PredictedTicks(pace, engines))
     streams = config.trainer.stream.enable
     stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding) if streams else None
-    history = history_session(config, clock)
+    history, timeouts = history_session(config, clock), AdaptiveTimeouts.configured(config)
     backend = RolloutBackend(
         workers,
         executors,
-        _scoring(config, workload, clock, phases),
+        _scoring(config, workload, clock, phases, timeouts, executors),
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
         clock=lambda: clock.now_s,
@@ -125,9 +126,10 @@ def build(
         layouts=sessions,
         stream=stream,
         history=history,
+        timeouts=timeouts,
     )
     ranking = _ranking(config, cost, history, sizes, backend, executors)
-    kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking}
+    kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
 
@@ -232,13 +234,22 @@ def _stream(
     return StreamSession(options, workers, streams, release, drawing=phases, clock=lambda: clock.now_s, by=by)
 
 
-def _scoring(config: Config, workload: Workload, clock: SimulatedClock, phases: SimulatedPhases) -> ScoringWorkers:
+def _scoring(
+    config: Config,
+    workload: Workload,
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    timeouts: AdaptiveTimeouts | None,
+    executors: SimulatedWorkers,
+) -> ScoringWorkers:
     """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
     chosen, reward = config.simulate, config.reward
     tasks = chosen.tasks or [chosen.task]
     own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
     order = [task.name for task in tasks] if chosen.score_in_turn else []
-    return ScoringWorkers(workload, clock, phases, reward.num_workers, reward.timeout_s, own, order)
+    limits = reward.num_workers, reward.timeout_s
+    judged = {task.name: task.scoring.device_s for task in tasks if task.scoring.device_s}
+    return ScoringWorkers(workload, clock, phases, *limits, own, order, timeouts, judged, executors.occupy)
 
 
 def _loop(

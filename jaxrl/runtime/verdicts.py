@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -52,14 +54,24 @@ class Verdicts:
       scoring: scores finished samples.
       clock: stamps verdicts that the journal gives.
       journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
+      timeouts: gives the test cases of training prompts their time limits, and learns from verdicts; None: the scorer
+        has limits of its own.
     """
 
-    def __init__(self, scoring: Scoring, clock: Callable[[], float], journal: Journal | None = None) -> None:
-        self._scoring, self._clock, self._journal = scoring, clock, journal
+    def __init__(
+        self,
+        scoring: Scoring,
+        clock: Callable[[], float],
+        journal: Journal | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
+    ) -> None:
+        self._scoring, self._clock, self._journal, self._timeouts = scoring, clock, journal, timeouts
         self._step, self._round = -1, 0
         self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
         self._arrived: dict[SampleKey, Verdict] = {}
+        self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
         self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
+        self._busy = BusyTime()
 
     @property
     def due(self) -> SampleKey | None:
@@ -67,7 +79,7 @@ class Verdicts:
         return self._due[0] if self._due else None
 
     def begin(self, step: int, round_index: int) -> None:
-        """A round of training step `step` starts; `round_index` tells the rounds of a step apart."""
+        """A round of training step `step` starts; `round_index`: 0 of a training round, 1 of an evaluation."""
         self._step, self._round = step, round_index
 
     def send(self, prompt: Prompt, sample: Sample) -> None:
@@ -75,11 +87,17 @@ class Verdicts:
         key = sample.key
         self._due.append(key)
         entry = None if self._journal is None else self._journal.find(self._step, "verdict", self._place(key))
+        limits_s = ()
+        if self._timeouts is not None and not self._round:
+            limits_s = self._timeouts.limits(prompt)
+            self._sent[key] = prompt, limits_s
         if entry is None:
-            self._scoring.submit(prompt, sample)
+            self._busy.begin(key, self._clock())
+            self._scoring.submit(prompt, sample, limits_s)
         else:
             verdict = self._arrived[key] = replayed(entry, self._clock(), key)
             self._replayed[verdict.status] += 1
+            self._learn(verdict)
 
     def completed(self) -> list[Verdict]:
         """The verdicts that are due and have come; never waits."""
@@ -94,37 +112,55 @@ class Verdicts:
     def cancel(self, keys: Collection[SampleKey]) -> None:
         """No verdict on these samples is handed over."""
         self._scoring.cancel(keys)
+        now_s = self._clock()
+        for key in keys:
+            self._busy.end(key, now_s)
         self._due = deque(key for key in self._due if key not in keys)
         for key in keys:
             self._arrived.pop(key, None)
+            self._sent.pop(key, None)
 
     def clear(self) -> None:
         """The round is dropped."""
         self._scoring.cancel(set(self._due))
-        for kept in (self._due, self._arrived, self._replayed):
+        for kept in (self._due, self._arrived, self._sent, self._replayed):
             kept.clear()
+        self._busy = BusyTime()
 
     def end(self) -> dict[str, float]:
         """The round is over; its counts, and those of the verdicts that the journal gave in the scoring's place: a
-        step that runs again counts the same."""
+        step that runs again counts the same. `reward/busy_s`: the seconds in which anything was being scored."""
         assert not self._due, "a round ends while something of it is being scored"
         measured = self._scoring.take_metrics()
         for status, count in self._replayed.items():
             for name in ("reward/num_scored", *([_COUNT_OF[status]] if status in _COUNT_OF else [])):
                 measured[name] = measured.get(name, 0.0) + count
         self._replayed.clear()
-        return measured
+        measured["reward/busy_s"] = self._busy.take()
+        return measured | ({} if self._timeouts is None or self._round else self._timeouts.take_metrics())
 
     def _take(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Notes verdicts as they arrive; returns those that are due and have arrived."""
         for verdict in verdicts:
-            if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS):
+            if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS or self._is_close(verdict)):
                 self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
+            self._learn(verdict)
             self._arrived[verdict.key] = verdict
+            self._busy.end(verdict.key, verdict.time_s)
         ready: list[Verdict] = []
         while self._due and self._due[0] in self._arrived:
             ready.append(self._arrived.pop(self._due.popleft()))
         return ready
+
+    def _is_close(self, verdict: Verdict) -> bool:
+        """Whether other time limits might have changed it."""
+        sent = self._sent.get(verdict.key)
+        return sent is not None and self._timeouts is not None and self._timeouts.is_close(sent[0], verdict.info)
+
+    def _learn(self, verdict: Verdict) -> None:
+        sent = self._sent.pop(verdict.key, None)
+        if sent is not None and self._timeouts is not None:
+            self._timeouts.learn(*sent, verdict.info)
 
     def _place(self, key: SampleKey) -> tuple[int, ...]:
         """The key of a verdict in the journal."""

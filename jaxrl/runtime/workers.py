@@ -117,6 +117,11 @@ class WorkerSet:
         for executor in self.executors:
             executor.release(weights=weights)
 
+    def wait_quiet(self) -> None:
+        """Waits until the devices have run what was submitted; nothing is collected."""
+        for executor in self.executors:
+            executor.wait_quiet()
+
     def release_some(self, workers: Sequence[int]) -> None:
         """Frees pools, row states and weights of closed workers; the next `sync_weights` and `allocate` bring them
         back."""

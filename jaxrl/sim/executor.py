@@ -166,6 +166,11 @@ class SimulatedExecutor:
         self._clock.reach(due.end_ns)
         return due.result
 
+    def occupy(self, from_ns: int, duration_ns: int) -> int:
+        """Something else runs on the devices, once they are done with everything submitted; when it ends."""
+        self._free_ns = max(self._free_ns, from_ns) + duration_ns
+        return self._free_ns
+
     # Memory phases
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:

@@ -31,12 +31,12 @@ import numpy as np
 
 from jaxrl.config import SimulatedHistory, SimulatedScoring
 from jaxrl.config.inputs import reading
-from jaxrl.sim.workload import normal, scoring_s, uniform
+from jaxrl.sim.workload import correlated, normal, scoring_s, uniform
 from jaxrl.types import SampleKey
 
 Rule = Literal["by_prompt", "pooled", "by_rank"]
 # What a random number is for; different from those of `jaxrl.sim.workload`.
-_PROMPT, _RESPONSE, _TIME, _HANGS, _PROMPT_SCORE, _RESPONSE_SCORE = range(16, 22)
+_PROMPT, _RESPONSE, _TIME, _HANGS, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_TIME = range(16, 23)
 _NORMAL = NormalDist()
 
 _NO_SCORING, _HISTORY = SimulatedScoring(), SimulatedHistory()
@@ -171,7 +171,12 @@ class RecordedWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         words = (self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
-        z, u = normal(_TIME, *words), uniform(_HANGS, *words)
+        prompt, own, u = (
+            normal(_PROMPT_TIME, self.seed, key.prompt_index),
+            normal(_TIME, *words),
+            uniform(_HANGS, *words),
+        )
+        z = correlated(self.scoring.correlation, prompt, own)
         return scoring_s(self.scoring, self.timeout_s, z, u, self.length(key, step))
 
     def reward(self, key: SampleKey, step: int = 0) -> float:

@@ -56,6 +56,10 @@ class SimulatedWorkers:
         self._clock.reach(at_ns)
         self.executors[worker].policy_version = version
 
+    def occupy(self, from_ns: int, duration_ns: int) -> int:
+        """Something else runs on all devices, between plans; when it has ended everywhere."""
+        return max(executor.occupy(from_ns, duration_ns) for executor in self.executors)
+
     def allocate(self) -> None:
         """The devices that are not awake wake up, all at the same time."""
         self._clock.at_once(self.executors[worker].allocate for worker in sorted(self._asleep))

@@ -31,7 +31,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _NORMAL = NormalDist()
 # What a random number is for: the first word of its identity.
 _TASK, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_LENGTH, _REWARD_TIME, _REWARD_HANGS, _PASS_RATE, _REWARD = range(8)
-_OUTLIER = 8
+_OUTLIER, _PROMPT_REWARD_TIME = 8, 9
 
 
 def word(*identity: int) -> int:
@@ -53,6 +53,11 @@ def uniform(*identity: int) -> float:
 def normal(*identity: int) -> float:
     """A standard normal number that depends on the integers alone."""
     return _NORMAL.inv_cdf(uniform(*identity))
+
+
+def correlated(share: float, prompt: float, own: float) -> float:
+    """A standard normal number, of which the prompt's decides `share` and the response's own the rest."""
+    return math.sqrt(share) * prompt + math.sqrt(1 - share) * own
 
 
 # Lengths
@@ -168,7 +173,7 @@ class ModelledWorkload:
       tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights. Lengths and times in
         them are those that `check_task` lets pass.
       max_response_length, max_prompt_length: tokens at which lengths are cut.
-      timeout_s: when scoring is cut off.
+      timeout_s: when scoring is cut off, of the task that waits longest.
     """
 
     seed: int
@@ -204,8 +209,7 @@ class ModelledWorkload:
         task, own = self.task(key.prompt_index), normal(_RESPONSE_SCORE, self.seed, *_words(key))
         if task.outlier_share and uniform(_OUTLIER, self.seed, *_words(key)) < task.outlier_share:
             return own
-        c, prompt = task.correlation, normal(_PROMPT_SCORE, self.seed, key.prompt_index)
-        return math.sqrt(c) * prompt + math.sqrt(1 - c) * own
+        return correlated(task.correlation, normal(_PROMPT_SCORE, self.seed, key.prompt_index), own)
 
     def length(self, key: SampleKey, step: int = 0) -> int:
         lengths = self.task(key.prompt_index).response
@@ -218,8 +222,9 @@ class ModelledWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         scoring, length = self.task(key.prompt_index).scoring, self.length(key, step)
-        z, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
-        return scoring_s(scoring, self.timeout_s, z, u, length)
+        own, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
+        prompt = normal(_PROMPT_REWARD_TIME, self.seed, key.prompt_index) if scoring.correlation else 0.0
+        return scoring_s(scoring, self.timeout_s, correlated(scoring.correlation, prompt, own), u, length)
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         task = self.task(key.prompt_index)

@@ -120,6 +120,46 @@ def _pat(steps: int) -> list[Case]:
     return found
 
 
+REWARDS_STEPS = 5  # a period of short rounds and a long one, and an epoch where prompts come again
+_CODE = Case("rollpacker.7b", "tail", *JOINT, tasks=("code",), steps=REWARDS_STEPS, score_when="sample")
+_AGAIN = replace(_CODE, epoch_steps=REWARDS_STEPS, steps=2 * REWARDS_STEPS)
+REWARDS_TIMEOUTS = {
+    "first epoch": tuple(replace(_CODE, timeout=each) for each in ("fixed", "adaptive")),
+    "second epoch": tuple(replace(_AGAIN, timeout=each) for each in ("fixed", "adaptive")),
+    "second epoch, no prompt much harder": (
+        replace(_AGAIN, timeout="fixed"),
+        replace(_AGAIN, timeout="adaptive", pass_spread=0.5),
+    ),
+}
+"""RollPacker Fig. 14c, fixed and adaptive time-outs, by what is known of the prompts. What is right makes no difference
+to how long fixed time-outs take."""
+
+_JUDGED = replace(_CODE, tasks=("judge",))
+REWARDS_JUDGE = {
+    "a quarter of the devices for itself": replace(_JUDGED, devices=12),
+    "on all devices, which it takes for each verdict": replace(_JUDGED, judge="devices"),
+    "on all devices, at no cost": _JUDGED,
+}
+"""Where the judge of the 7B model runs (RollPacker §4.3, §6.5)."""
+
+
+def rewards_rows(setup: str) -> dict[str, Case]:
+    """Table 2's row above the reward scheduler, and that row without and with adaptive time-outs."""
+    tail = Case(setup, "tail", *JOINT, steps=2 * REWARDS_STEPS, epoch_steps=REWARDS_STEPS)
+    beside = replace(tail, score_when="sample")
+    return {
+        "+ tail batching": tail,
+        "+ rewards beside the rollout": replace(beside, timeout="fixed"),
+        "+ adaptive time-outs": replace(beside, timeout="adaptive"),
+    }
+
+
+def _rewards(steps: int) -> list[Case]:
+    found = dict.fromkeys(case for pair in REWARDS_TIMEOUTS.values() for case in pair)
+    found |= dict.fromkeys(REWARDS_JUDGE.values())
+    return [*found, *(case for setup in ROLLPACKER_SETUPS.values() for case in rewards_rows(setup).values())]
+
+
 RHYMERL_TASKS = ("math", "code")
 RHYMERL_ROWS = {
     "plain": {},
@@ -144,7 +184,13 @@ def _rhymerl(steps: int) -> list[Case]:
     return [replace(case, steps=whole) for task in RHYMERL_TASKS for case in rhymerl_rows(task).values()]
 
 
-EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april, "pat": _pat, "rhymerl": _rhymerl}
+EXPERIMENTS = {
+    "rollpacker": _rollpacker,
+    "april": _april,
+    "pat": _pat,
+    "rhymerl": _rhymerl,
+    "rollpacker-rewards": _rewards,
+}
 
 
 def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, scale: int) -> list[Case]:
@@ -169,6 +215,7 @@ def headline(cases: Iterable[Case]) -> list[Case]:
         case
         for case in cases
         if case.paper in ("rollpacker", "april")
+        and not case.epoch_steps
         and (case.rule == "partial" or (case.rule == "tail" and case.tasks == TASKS and case.score_when == "rollout"))
     ]
 

@@ -22,6 +22,8 @@ REPORTED: dict[str, dict[str, float]] = {
     "RollPacker Table 3, s a step": {"w/o": 124.2, "20%": 122.7, "30%": 118.2, "40%": 119.8, "Adpt.": 115.2},
     "RollPacker Table 4, s a step": {"20%": 128.6, "30%": 129.5, "40%": 133.8, "50%": 132.0},
     "RollPacker §6.5, asynchronous reward computation": {"7B/8k": 1.48, "14B/16k": 1.35, "32B/32k": 1.18},
+    "RollPacker §6.5, adaptive over fixed time-outs": {"7B/8k": 1.6},
+    "RollPacker §6.5, judge and actor with MPS over without, at most": {"7B/8k": 1.25},
     "RollPacker §6.7, one-off pipeline": {"7B/8k": 1.71},
     "APRIL Table 1, GRPO, tokens/s with APRIL, Qwen3-4B": {
         "DAPO-Math-17k": 12210.0,

@@ -38,7 +38,8 @@ class Steps:
     share of its prompts whose gradients were computed beside the rollout, `freed_at` the share of samples that were
     done when devices were freed (0: none were). With ranking groups, `moved` is the share of the responses that went to
     another worker, `idle` that of the workers' time in which they had nothing to do; with speculation, `accepted` is of
-    the drafted tokens, `drafted` of all tokens, and `per_step` what a row gains in a step.
+    the drafted tokens, `drafted` of all tokens, and `per_step` what a row gains in a step. `cut_off` counts test cases
+    that their time limit ended, `scoring_s` adds up the seconds of all scoring.
     """
 
     case: Case
@@ -63,6 +64,8 @@ class Steps:
     accepted: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
     per_step: list[float] = field(default_factory=list)
+    cut_off: list[float] = field(default_factory=list)
+    scoring_s: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     preemptions: int = 0
 
@@ -105,6 +108,8 @@ class Steps:
         self.accepted.append(measured.get("rollout/spec/accept_rate", 0.0))
         self.drafted.append(measured.get("rollout/spec/drafted_share", 0.0))
         self.per_step.append(measured.get("rollout/spec/tokens_per_step", 1.0))
+        self.cut_off.append(measured.get("reward/code/cut_off", 0.0))
+        self.scoring_s.append(measured.get("reward/seconds", 0.0))
         self.preemptions += int(measured.get("rollout/preemptions", 0.0))
 
 

@@ -38,6 +38,7 @@ from papers.rhymerl import history_of, lengths_at
 from papers.rollpacker import OWN_TRAINER, TASKS, task_lengths
 
 ROWS = 512  # per dp group
+RESERVED_SHARE = 0.25  # of the devices, that a judge has for itself elsewhere (RollPacker §4.3)
 NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # no prompt comes twice in any case but RhymeRL's
 EPOCH_STEPS = 4  # of RhymeRL's runs here
@@ -74,6 +75,10 @@ class Case:
         end.
       pipeline: ranking groups, with equal shares of workers or with two tiers.
       speculation: drafts from the epoch before.
+      timeout: of the code task; whole: of all of a sample's scoring, as the baseline has it; else of its test case.
+      epoch_steps: batches after which prompts come again; 0: no prompt does.
+      pass_spread: how much prompts differ in how often they are solved (`simulate.task.pass_spread`).
+      judge: has workers of its own, beside all devices; or takes its time from the rollout's devices.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -101,6 +106,10 @@ class Case:
     fetch: float = 0.0
     pipeline: Pipeline = "off"
     speculation: bool = False
+    timeout: Literal["whole", "fixed", "adaptive"] = "whole"
+    epoch_steps: int = 0
+    pass_spread: float = 2.0
+    judge: Literal["workers", "devices"] = "workers"
 
     @property
     def base(self) -> Case:
@@ -130,7 +139,7 @@ class Case:
     def title(self) -> str:
         """For people."""
         factors = f" P {self.prompt_factor:g} R {self.response_factor:g}" if self.rule in ("tail", "partial") else ""
-        layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp else ""
+        layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp or self.devices else ""
         layout += f", of tp {', '.join(map(str, self.degrees))}" if self.degrees else ""
         longest = f", {self.max_tokens} tokens" if self.tokens else ""
         longest += ", scored beside the rollout" if self.score_when == "sample" else ""
@@ -140,6 +149,10 @@ class Case:
             longest += f", stream {self.stream}" + (f" {self.freed_at:.0%}" if self.freed_at else "")
         longest += f", ranking groups {self.pipeline}" if self.pipeline != "off" else ""
         longest += ", speculation" if self.speculation else ""
+        longest += f", time-outs {self.timeout}" if self.timeout != "whole" else ""
+        longest += f", epochs of {self.epoch_steps} steps" if self.epoch_steps else ""
+        longest += f", spread of pass rates {self.pass_spread:g}" if self.pass_spread != 2.0 else ""
+        longest += ", judge on the devices" if self.judge == "devices" else ""
         if self.fetch:
             longest += f", one fetch of {self.fetch:.0%}"
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
@@ -249,6 +262,8 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             "reward": {
                 "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
                 "score_when": case.score_when if rollpacker else "sample",
+                "domains": {} if case.timeout == "whole" else {"code": {"kind": "code"}},
+                "code": {} if case.timeout == "whole" else {"timeout": case.timeout},
             },
             "trainer": {
                 "total_training_steps": case.steps,
@@ -260,12 +275,17 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             "simulate": {
                 "hardware": setup.hardware,
                 "num_devices": case.num_devices,
-                "num_prompts": EPOCH_STEPS * case.num_prompts if case.paper == "rhymerl" else DATASET_PROMPTS,
+                "num_prompts": _epoch_steps(case) * case.num_prompts or DATASET_PROMPTS,
                 "tasks": _own_workers(case, calibration) if rollpacker else [],
                 "score_in_turn": rollpacker and case.score_when == "rollout",
             },
         }
     )
+
+
+def _epoch_steps(case: Case) -> int:
+    """Batches of an epoch; 0: no prompt comes twice."""
+    return EPOCH_STEPS if case.paper == "rhymerl" else case.epoch_steps
 
 
 def _stream(case: Case) -> dict[str, Any]:
@@ -298,6 +318,7 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
             prompt_median=PROMPT_TOKENS,
             prompt_sigma=0.0,
             scoring=scoring,
+            pass_spread=case.pass_spread,
         )
 
     if case.paper == "rhymerl":
@@ -354,4 +375,11 @@ def _scoring(values: Mapping[str, float], task: str) -> SimulatedScoring:
 def _own_workers(case: Case, calibration: Calibration) -> list[dict[str, Any]]:
     """The tasks' reward workers, in the order in which they score."""
     values = calibration.of(case.problem)
-    return [{"name": name, "scoring": {"workers": int(values[f"reward.{name}.workers"])}} for name in case.tasks]
+    found: dict[str, dict[str, float]] = {
+        name: {"workers": int(values[f"reward.{name}.workers"])} for name in case.tasks
+    }
+    if case.judge == "devices":
+        # as many device-seconds as the baseline's workers need on the devices that they have for themselves
+        seconds = values["reward.judge.median_s"] / values["reward.judge.workers"]
+        found["judge"] = {"device_s": seconds * RESERVED_SHARE}
+    return [{"name": name, "scoring": scoring} for name, scoring in found.items()]

@@ -216,9 +216,11 @@ def test_every_estimator_compares_samples_or_takes_a_single_one():
     assert set(get_args(AdvantageEstimator)) > GROUP_RELATIVE
 
 
-@pytest.mark.parametrize(("path", "low"), [(o.path, int(o.bounds[9:])) for o in option_docs() if "least" in o.bounds])
-def test_lower_bounds(path, low):
-    default = flatten(to_mapping(Config()))[path]
+LEAST = [(o.path, int(o.bounds[9:]), o.default) for o in option_docs() if re.fullmatch(r"at least -?\d+", o.bounds)]
+
+
+@pytest.mark.parametrize(("path", "low", "default"), LEAST)
+def test_lower_bounds(path, low, default):
     kind = int if default == "auto" else type(default)
     with pytest.raises(ConfigError, match=re.escape(f"{path} must be at least {low}, found")):
         build({path: kind(low - 1)})
@@ -268,7 +270,13 @@ def test_all_kinds_of_bounds_are_in_use():
 def test_every_number_has_bounds():
     """All but a few, which may be any finite number."""
     unbounded = [option.path for option in option_docs() if option.type in ("int", "float") and not option.bounds]
-    assert unbounded == ["actor.entropy_coeff", "reward.judge.min_score", "reward.judge.max_score"]
+    assert unbounded == [
+        "actor.entropy_coeff",
+        "reward.domains.NAME.weight",
+        "reward.parts.NAME.weight",
+        "reward.judge.min_score",
+        "reward.judge.max_score",
+    ]
 
 
 def test_defaults_are_within_their_bounds():

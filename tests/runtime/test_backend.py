@@ -16,6 +16,7 @@ from replay_worker import ReplayWorker, ReplayWorkers
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
@@ -55,14 +56,16 @@ class Pool:
         bad: dict[SampleKey, str] | None = None,
         outside: dict[SampleKey, tuple[float, dict[str, Any]]] | None = None,
     ) -> None:
-        self.hold, self.bad, self.outside = list(hold), bad or {}, outside or {}
+        self.hold, self.bad, self.outside, self.is_outside = list(hold), bad or {}, outside or {}, True
         self.submitted: list[SampleKey] = []
+        self.limits: dict[SampleKey, tuple[float, ...]] = {}
         self._queue: deque[SampleKey] = deque()
         self._held: list[SampleKey] = []
 
     def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         assert sample.text, "scorers get text"
         self.submitted.append(sample.key)
+        self.limits[sample.key] = limits_s
         (self._held if sample.key in self.hold else self._queue).append(sample.key)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
@@ -89,7 +92,7 @@ class Pool:
 
     def _verdict(self, one: SampleKey) -> Verdict:
         if one in self.outside:
-            return Verdict(1.0, one, *self.outside[one][:1], "ok", self.outside[one][1], 0.5, outside=True)
+            return Verdict(1.0, one, *self.outside[one][:1], "ok", self.outside[one][1], 0.5, self.is_outside)
         status: Any = self.bad.get(one, "ok")
         if status != "ok":
             return Verdict(1.0, one, 0.0, status, {"error": f"{status} of {one.prompt_index}"})
@@ -107,7 +110,13 @@ class House:
     """A backend with the parts that it is built on."""
 
     def __init__(
-        self, folder: Path, lengths: dict[SampleKey, int], pool: Pool, last_step: int = 0, num_workers: int = 1
+        self,
+        folder: Path,
+        lengths: dict[SampleKey, int],
+        pool: Pool,
+        last_step: int = 0,
+        num_workers: int = 1,
+        timeouts: AdaptiveTimeouts | None = None,
     ) -> None:
         self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
         executors = [self.worker] if num_workers == 1 else self.worker.workers
@@ -126,6 +135,7 @@ class House:
             journal=self.journal,
             timeline=self.timeline,
             on_progress=lambda *at: self.progress.append(at),
+            timeouts=timeouts,
         )
 
     def close(self) -> None:
@@ -256,6 +266,34 @@ def test_what_something_outside_decided_is_replayed_whole(houses: Any):
     counts = again.backend.end()
     assert counts["reward/num_scored"] == len(LENGTHS)
     assert "reward/timeouts" not in counts
+
+
+def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalled(houses: Any, tmp_path: Path):
+    def info(seconds: float, cut_off: int = 0) -> tuple[float, dict[str, Any]]:
+        correct = not cut_off
+        return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
+
+    said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
+    house = houses(LENGTHS, Pool(outside=said), timeouts=AdaptiveTimeouts(TimeoutRule()))
+    house.pool.is_outside = False  # only what the limits may have decided
+    house.run_round(PROMPTS, 2, step=7)
+    assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
+    entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()[1:]]
+    journalled = {SampleKey(0, *entry["key"][2:]): entry["info"]["case_s"] for entry in entries}
+    assert journalled == {key(1): [10.0], key(2): [30.0]}, "what took less than a second passes under every limit"
+    counts = house.backend.end()
+    assert (counts["reward/code/cut_off"], counts["reward/code/anchor_s/max"]) == (1.0, 10.0)
+    house.run_round(PROMPTS, 2, step=8)
+    given = {one.prompt_index: limits for one, limits in house.pool.limits.items() if not one.sample_index}
+    assert given == {0: (2.0,), 1: (15.0,), 2: (), 3: (2.0,), 4: ()}
+    house.backend.end()
+    house.run_round(PROMPTS, 2, step=8, kind="eval")
+    assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
+    assert "reward/code/cut_off" not in house.backend.end()
+    again = houses(LENGTHS, Pool(), last_step=6, timeouts=AdaptiveTimeouts(TimeoutRule()))
+    again.run_round(PROMPTS, 2, step=7)
+    assert not set(again.pool.submitted) & set(journalled)
+    assert again.backend.end()["reward/code/anchor_s/max"] == 10.0, "what is replayed teaches as well"
 
 
 def test_a_journal_of_an_older_version_is_read(houses: Any, tmp_path: Path):

@@ -9,7 +9,14 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.rollout.draft_books import Drafting
-from jaxrl.runtime.drafting import asks_profile, draft_book_bytes, drafting_of, step_costs, verified_positions
+from jaxrl.runtime.drafting import (
+    asks_profile,
+    draft_book_bytes,
+    drafting_of,
+    step_costs,
+    unmeasured_note,
+    verified_positions,
+)
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.draft_index import DraftLengths
 from jaxrl.scheduling.tokens.draft_rule import Window
@@ -55,6 +62,13 @@ def test_a_profile_is_asked_where_nothing_else_decides():
     assert not asks_profile(config("p.json"))
     assert not asks_profile(config("", enable=True))
     assert not asks_profile(config("p.json", enable=True, max_batch=4))
+
+
+def test_a_start_says_that_nothing_tells_whether_drafts_pay():
+    assert "rollout.layout.profile" in (unmeasured_note(config("", enable=True)) or "")
+    assert unmeasured_note(config("p.json", enable=True)) is None
+    assert unmeasured_note(config("", enable=True, max_batch=4)) is None
+    assert unmeasured_note(config("")) is None
 
 
 def test_costs_are_those_of_the_layout_in_use():

@@ -110,7 +110,7 @@ def test_only_pages_read_what_the_papers_methods_reached():
 def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert reproduce_papers.main(["--tiny", "--steps", "1", "--seeds", "2", "--out", str(tmp_path)]) == 0
     files = sorted(tmp_path.glob("*.json"))
-    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rhymerl", "rollpacker"]
+    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rhymerl", "rollpacker", "rollpacker"]
     header, runs = read(files[3])
     assert header["tiny"]
     assert header["calibration"]["file"] == "calibration.json"
@@ -127,6 +127,8 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"speed-up \| in closed form .*\n.*\n\| 7B/8k .* \d\.\d\d ± \d\.\d\d \|", page)
     assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
     assert "seed 0" in capsys.readouterr().out
+    rewards = files[4].with_suffix(".md").read_text(encoding="utf-8")
+    assert all(f"## {section}" in rewards for section in ("RollPacker Fig. 14c", "RollPacker Table 2", "Where the"))
     for section in ("Table 2, row by row", "Table 3: when devices are freed", "Table 4: groups fetched once"):
         assert f"## RollPacker {section}" in page
     for r in runs:

@@ -8,7 +8,7 @@ verdicts reach the round in the order in which their samples completed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -54,6 +54,12 @@ class Verdict:
     info: Mapping[str, Any] = field(default_factory=dict)
     duration_s: float = 0.0
     outside: bool = False
+
+    @property
+    def unshaped(self) -> Verdict:
+        """With the scorer's own reward, without weights and parts (`reward.domains`, `reward.parts`)."""
+        own = self.info.get("own_reward")
+        return self if own is None else replace(self, reward=float(own))
 
 
 @dataclass(frozen=True, slots=True)
