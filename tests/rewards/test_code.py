@@ -15,11 +15,11 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.processes import descendants
 from jaxrl.rewards.programs import checks_of, last_block, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.scorers import build_scorer
 from jaxrl.types import Prompt, Sample, SampleKey
 
 DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
