@@ -225,10 +225,11 @@ def test_in_a_pool(fresh_process: bool):
     code = {"max_timeout_s": 1.0, "max_memory_mib": 256}
     reward = {"kind": "code", "num_workers": 1, "code": code, "fresh_process": fresh_process, "max_memory_gib": 1.0}
     config = from_mapping({"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": reward})
+    others = descendants(os.getpid())
     pool = build_pool(config, build_scorer(config))
     try:
         pool.warm()
-        warm = set(descendants(os.getpid()))
+        warm = set(descendants(os.getpid(), others))
         responses = [RIGHT, "while True: pass", "import os\nos.kill(os.getppid(), 9)\n" + RIGHT, HALF, RIGHT]
         for i, response in enumerate(responses):
             sample = Sample.empty(SampleKey(0, 7, i))
@@ -240,10 +241,10 @@ def test_in_a_pool(fresh_process: bool):
         assert [verdicts[i].status for i in range(5)] == ["ok"] * 5
         assert [verdicts[i].reward for i in range(5)] == [1, 0, 0, 0, 1]
         assert [verdicts[i].info["cut_off"] for i in range(5)] == [0, 1, 0, 0, 0]
-        assert set(descendants(os.getpid())) == warm
+        assert set(descendants(os.getpid(), others)) == warm
     finally:
         pool.close()
-    assert not warm & set(descendants(os.getpid()))
+    assert descendants(os.getpid(), others) == []
 
 
 def human_eval() -> list[dict[str, Any]]:
