@@ -143,11 +143,11 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only the reward pool on ray imports ray."""
+    """Only the actors of the reward pool on ray import ray."""
     return [
         f"{module} imports {name}"
         for module in sources
-        if module != "jaxrl.rewards.ray_pool"
+        if module != "jaxrl.rewards.ray_actors"
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]
