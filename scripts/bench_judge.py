@@ -9,8 +9,8 @@ Actor and judge are the same model. Two families of cases, each taking turns:
   resident: all layers on the device; pipelined: all but `--resident` streamed, a layer's copy begun while the streamed
   one before it computes; serial: the same, begun at its turn. On a CPU nothing is copied, and the cases should agree.
 - turns: a rollout of `--responses` responses of geometric lengths (`--mean`, at most `--new`), each judged when it
-  ends, with the pipelined judge. rollout: no judge; gaps: between plans once at most half of the rows are busy; after: once
-  no row is. seconds: until the last verdict; cost: that over the rollout's alone.
+  ends, with the pipelined judge. rollout: no judge; gaps: between plans once at most half of the rows are busy; after:
+  once no row is. seconds: until the last verdict; its cost is that over the rollout's alone.
 """
 
 from __future__ import annotations

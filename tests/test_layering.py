@@ -43,6 +43,7 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
     "jaxrl.cli",
+    "jaxrl.commands.score",
     "jaxrl.commands.simulate",
     "jaxrl.commands.start",
     "jaxrl.commands.tune",
@@ -142,7 +143,7 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only the reward pool on ray imports ray."""
+    """Only the actors of the reward pool on ray import ray."""
     return [
         f"{module} imports {name}"
         for module in sources

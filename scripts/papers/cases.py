@@ -138,7 +138,7 @@ _JUDGED = replace(_CODE, tasks=("judge",))
 REWARDS_JUDGE = {
     "a quarter of the devices for itself": replace(_JUDGED, devices=12),
     "on all devices, which it takes for each verdict": replace(_JUDGED, judge="devices"),
-    "on all devices, at no cost": _JUDGED,
+    "beside all devices, on a third as many more": _JUDGED,
 }
 """Where the judge of the 7B model runs (RollPacker §4.3, §6.5)."""
 

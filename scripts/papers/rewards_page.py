@@ -89,10 +89,11 @@ def _judge(runs: Runs) -> str:
     return f"""## Where the judge runs
 
 Qwen2.5-7B/8k with tail batching on prompts that a judge scores, scored while others decode, one period. Elsewhere the
-judge has {RESERVED_SHARE:.0%} of the devices for itself (§4.3), which then neither roll out nor train. Beside the actor
-it needs as many device-seconds as the baseline's scoring has on those, and takes them from the rollout, between two
-plans, as soon as a response is there; or none at all, as if a GPU that shares itself out hid them wholly. RollPacker's
-judge is between the last two: MPS gains up to {_MPS} over sharing without it (Fig. 14a). What streaming a judge's
-weights costs (Fig. 14b) is not in these figures.
+judge has {RESERVED_SHARE:.0%} of the devices for itself (§4.3), which then neither roll out nor train. Beside the
+actor it needs as many device-seconds as the baseline's scoring has on those, and takes them from the rollout, between
+two plans, as soon as a response is there: all devices then judge, not a quarter of them. The last row has the judge's
+quarter besides the rollout's devices, which is more hardware. RollPacker shares devices by MPS, which gains up to
+{_MPS} over sharing without it (Fig. 14a); here nothing runs at once on a device. What streaming a judge's weights costs
+(Fig. 14b) is not in these figures.
 
 {table(head, rows)}"""

@@ -95,3 +95,23 @@ def test_all_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["score", "--out", str(tmp_path / "out.jsonl"), *options]) == 1
     assert "no response could be scored: 2 responses" in capsys.readouterr().err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_code_with_the_columns_of_human_eval(tmp_path: Path):
+    problem = {
+        "task_id": "HumanEval/0",
+        "prompt": 'def twice(x):\n    """Two times x."""\n',
+        "entry_point": "twice",
+        "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(0) == 0\n",
+    }
+    rows = [{**problem, "response": f"    return {body}\n"} for body in ("2 * x", "x * x")]
+    # these programs are trusted: what locks others in is not this command's business
+    options = ["--kind", "code", "reward.code.sandbox=none", "reward.code.score=share"]
+    lines = scored(tmp_path, "--responses", write(tmp_path / "a.jsonl", rows), *options)
+    assert [line["reward"] for line in lines] == [1.0, 1.0]
+    rows[1]["response"] = "    return 4\n"
+    lines = scored(tmp_path, "--responses", write(tmp_path / "a.jsonl", rows), *options)
+    assert [(line["reward"], line["info"]["passed"], line["info"]["cases"]) for line in lines] == [
+        (1, 2, 2),
+        (0.5, 1, 2),
+    ]

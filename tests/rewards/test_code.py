@@ -15,9 +15,12 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.processes import descendants
 from jaxrl.rewards.programs import checks_of, last_block, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.scorers import build_scorer
+from jaxrl.types import Prompt, Sample, SampleKey
 
 DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 HUMAN_EVAL = DATA / "HumanEval.jsonl.gz"
@@ -214,6 +217,34 @@ def test_the_scorer_is_built_and_travels():
     built = build_scorer(config)
     assert isinstance(built, CodeScorer)
     assert pickle.loads(pickle.dumps(built)) == built
+
+
+@pytest.mark.parametrize("fresh_process", [False, True])
+def test_in_a_pool(fresh_process: bool):
+    """The server is the worker's child: one for all samples, and gone with the pool."""
+    code = {"max_timeout_s": 1.0, "max_memory_mib": 256}
+    reward = {"kind": "code", "num_workers": 1, "code": code, "fresh_process": fresh_process, "max_memory_gib": 1.0}
+    config = from_mapping({"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": reward})
+    others = descendants(os.getpid())
+    pool = build_pool(config, build_scorer(config))
+    try:
+        pool.warm()
+        warm = set(descendants(os.getpid(), others))
+        responses = [RIGHT, "while True: pass", "import os\nos.kill(os.getppid(), 9)\n" + RIGHT, HALF, RIGHT]
+        for i, response in enumerate(responses):
+            sample = Sample.empty(SampleKey(0, 7, i))
+            sample.text = response
+            pool.submit(Prompt(0, 7, (1,), "?", "test", None, MBPP), sample)
+        verdicts = {}
+        while pool.num_pending:
+            verdicts |= {verdict.key.sample_index: verdict for verdict in pool.wait(1.0)}
+        assert [verdicts[i].status for i in range(5)] == ["ok"] * 5
+        assert [verdicts[i].reward for i in range(5)] == [1, 0, 0, 0, 1]
+        assert [verdicts[i].info["cut_off"] for i in range(5)] == [0, 1, 0, 0, 0]
+        assert set(descendants(os.getpid(), others)) == warm
+    finally:
+        pool.close()
+    assert descendants(os.getpid(), others) == []
 
 
 def human_eval() -> list[dict[str, Any]]:

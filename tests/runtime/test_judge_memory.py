@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config.checks import check
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
 from jaxrl.rollout.layout_programs import LayoutPrograms
@@ -82,3 +83,10 @@ def test_little_memory_makes_the_pool_small_before_it_is_refused():
 def test_a_reward_model_has_no_logits():
     model = dataclasses.replace(SMOLLM2, scalar_head=True)
     assert judge_memory(config(), model, 1).parts["judge: logits"] == 0
+
+
+def test_the_stream_trainer_is_refused_with_a_judge():
+    c = config()
+    trainer = dataclasses.replace(c.trainer, stream=dataclasses.replace(c.trainer.stream, enable=True))
+    with pytest.raises(ConfigError, match=r"trainer\.stream\.enable and reward\.judge\.model \(unused\) exclude"):
+        check(dataclasses.replace(c, trainer=trainer))

@@ -5,7 +5,7 @@ A `Sandbox` (`client`) has a fork server (`server`): a warm clean Python process
 process that runs the tests (`checker`). Both are locked in before they see any text (`locks`).
 
 The verdict cannot be forged because the program's process never holds what it would need: neither expected outputs nor
-assertions. It is given inputs, and what comes back is taken for plain values (`values`) by a process that it cannot
+assertions. It is given inputs, and what comes back is taken for plain values (`wire`) by a process that it cannot
 reach.
 
 Nothing here imports more than the standard library and `jaxrl.rewards.processes`: the server is to start in

@@ -207,7 +207,7 @@ class Supervisor:
                 self._look_at_memory()
 
     def _meet(self, child: _Child) -> None:
-        """A process is locked in, or cannot be. A script's time begins; that of a test case when the checker says so."""
+        """A process is locked in, or cannot be. A script's time begins; that of a case when the checker says so."""
         with contextlib.suppress(BlockingIOError):
             child.said = os.read(child.ready, 4096)
         if self._checker is None and child.said == roles.LOCKED_IN:
