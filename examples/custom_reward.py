@@ -35,7 +35,8 @@ def compute_score(
       data_source: the prompt's data set or task.
       solution_str: the response.
       ground_truth: the reference answer; None where the data has none.
-      extra_info: the prompt's other columns, and `prompt`, `epoch`, `index`, `finish_reason` and `response_length`.
+      extra_info: the prompt's other columns, and `prompt`, `question`, `epoch`, `index`, `finish_reason` and
+        `response_length`.
     """
     truth = final_number(ground_truth or "")
     if truth is None:

@@ -1,4 +1,5 @@
-"""`jaxrl train | simulate | tune | generate | eval | export | explain-config | explain-layout | profile | report`.
+"""`jaxrl train | simulate | tune | generate | eval | export | score | explain-config | explain-layout | profile |
+report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -155,7 +156,15 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
     command("train", _train, "Train, or resume the run in trainer.run_dir.", config=True)
     command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
-    for add in (_add_tune, _add_generate, _add_eval_and_export, _add_explanations, _add_profile, _add_report):
+    for add in (
+        _add_tune,
+        _add_generate,
+        _add_eval_and_export,
+        _add_score,
+        _add_explanations,
+        _add_profile,
+        _add_report,
+    ):
         add(command)
     return parser, commands.choices
 
@@ -221,6 +230,20 @@ def _add_eval_and_export(command: _Command) -> None:
     )
     export.add_argument("folder", type=filled, help="where to write")
     _add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
+
+
+def _add_score(command: _Command) -> None:
+    score = command("score", _score, "Score given responses with a reward, without a model.", config=True)
+    kinds = ("auto", "math", "task", "code", "judge", "custom")
+    score.add_argument(
+        "--kind", type=one_of(*kinds), metavar=f"{{{','.join(kinds)}}}", help="reward.kind, in place of --config"
+    )
+    score.add_argument(
+        "--responses", type=filled, required=True, metavar="FILE", help="JSONL: a problem's columns, and response"
+    )
+    score.add_argument(
+        "--out", type=written, required=True, metavar="FILE", help="a JSON line with the reward for each response"
+    )
 
 
 def _add_explanations(command: _Command) -> None:
@@ -367,6 +390,36 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
+def _score(options: argparse.Namespace) -> int:
+    from jaxrl.commands.score import score
+
+    if options.config and options.kind:
+        raise ValueError("score: --kind and --config exclude each other")
+    kind = [f"reward.kind={options.kind}"] if options.kind else []
+    options.overrides = ["model.path=none", *kind, *options.overrides]  # no model is read, so none need be named
+    config = _config(options)
+    shows = sys.stderr.isatty()
+
+    def progress(count: int) -> None:
+        if shows:
+            print(f"\r{count} responses", end="", file=sys.stderr, flush=True)
+
+    try:
+        scores = score(
+            config,
+            options.responses,
+            options.out,
+            inputs=[options.config or ""],
+            progress=progress,
+            removing=_removing(options),
+        )
+    finally:
+        if shows:
+            print(file=sys.stderr)
+    print(scores.summary())
+    return 0
+
+
 def _export(options: argparse.Namespace) -> int:
     from jaxrl.commands.export import export
 
@@ -415,7 +468,9 @@ def _profile(options: argparse.Namespace) -> int:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
     sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
     table = run(config, out, sizes, _removing(options))
-    print(f"{out}: {len(table.decode)} decode points, {len(table.prefill)} prefills, {len(table.switches)} switches")
+    drafts = f", {len(table.verify)} with drafts" if table.verify else ""
+    counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
+    print(f"{out}: {len(table.decode)} decode points{drafts}, {counts}")
     return 0
 
 

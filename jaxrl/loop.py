@@ -17,6 +17,9 @@ checkpoint. Rollout and update take turns on the same devices, or run at the sam
 (`Together`). Neither reads what the other writes, so both ways give the same numbers. A resumed run may switch
 one-step-off on or off.
 
+**A head start** (`rollout.ranking_groups`; RhymeRL §6.2). When update s has ended and round s + 1 still runs beside it,
+workers that are done may begin with round s + 2 (`jaxrl.runtime.head_start`), whose prompts are drawn then.
+
 **Gradients beside the rollout** (`trainer.stream`; RollPacker §4.4). A `Stream` is offered groups that are certain to
 be in the batch of the next update: those of the round under way, or with one-step-off those of the batch that waits,
 because its update is the next one. What it has taken when the round is over is in the trainer's minibatch already. If
@@ -36,25 +39,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
-from jaxrl.scheduling.rounds.events import Command, Event, Interrupted, Verdict
+from jaxrl.scheduling.rounds.events import Command, Event, HeadStart, Interrupted, Launch, RoundStarted, Verdict
 from jaxrl.scheduling.rounds.overlong import OverlongPenalty
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.round import Departures, Round
-from jaxrl.train import preparation
+from jaxrl.train.learning import SKIPPED, Stream, Trainer, learn
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
-_SKIPPED = "actor/skipped_updates"
-_COUNTED = (_SKIPPED, "actor/recompiles")  # of the updates of a step; all else is their mean
 _STOP = "a stop was asked for"
+Placed = Callable[[list[Command]], list[Command]]  # a round's first commands -> the same, with workers
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -63,7 +67,7 @@ class Backend(Protocol):
     """Rollout and rewards: `jaxrl.runtime.backend.RolloutBackend`.
 
     `wait` raises `Interrupted` where a stop was asked for, or where the run cannot go on; the loop then cancels the
-    round."""
+    round. `expect`: what the round after the one that has begun launches is offered; with ranking groups alone."""
 
     @property
     def generating(self) -> bool: ...
@@ -74,41 +78,15 @@ class Backend(Protocol):
 
     def begin(self, step: int, params: SamplingParams, kind: str = "all", /) -> None: ...
 
+    def expect(self, offer: Callable[[], HeadStart | None] | None, /) -> None: ...
+
     def wait(self) -> Event: ...
 
     def apply(self, command: Command) -> None: ...
 
     def cancel(self) -> None: ...
 
-    def end(self) -> dict[str, float]: ...
-
-
-class Trainer(Protocol):
-    """`jaxrl.train.step.Trainer`, or a simulation."""
-
-    def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]: ...
-
-    def accumulate(self, batch: TrainBatch) -> None: ...
-
-    def apply(self) -> dict[str, float]: ...
-
-
-class Stream(Protocol):
-    """Gradients beside a round.
-
-    `expect`: groups of update `step` will be offered in the round that comes; None: none will. `offer`: gives scored
-    groups that will be in the batch of update `step`, seen before or not; asked only where there is use for them.
-    `close`: from here on the trainer's minibatch has the gradients of what it returns. `abandon`: drops what was taken,
-    with the round. `offer` and `close`, and the backend's `wait`, raise `Interrupted` where gradients could not be
-    computed."""
-
-    def expect(self, step: int | None, /) -> None: ...
-
-    def offer(self, groups: Callable[[], Sequence[Group]], step: int, /) -> None: ...
-
-    def close(self) -> list[TrainBatch]: ...
-
-    def abandon(self) -> None: ...
+    def end(self, result: RoundResult | None = None, /) -> dict[str, float]: ...
 
 
 class Kept(Protocol):
@@ -132,9 +110,13 @@ class Prompts(Protocol):
 
 
 class Together(Protocol):
-    """Does two things at the same time, and returns or raises when both have ended."""
+    """Does two things at the same time, and returns or raises when both have ended. `has_ended`: whether the second has
+    ended well; asked by the first."""
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]: ...
+
+    @property
+    def has_ended(self) -> bool: ...
 
 
 class Phases(Protocol):
@@ -194,10 +176,11 @@ class Loop:
         num_devices: int,
         together: Together | None = None,
         stream: Stream | None = None,
+        ranking: RankingGroups | None = None,
         kept: Mapping[str, Kept] | None = None,
     ) -> None:
-        """`together`: runs the next step's rollout beside an update; needs devices of its own, and no `stream`. `kept`:
-        by the names of their parts of a checkpoint."""
+        """`together`: runs the next step's rollout beside an update; needs devices of its own, and no `stream`.
+        `ranking`: ranks training rounds; needs `together`. `kept`: by the names of their parts of a checkpoint."""
         self.config = config
         self.step = 0
         self.total_steps = total_steps
@@ -213,6 +196,7 @@ class Loop:
         self._num_devices = num_devices
         self._together = together
         self._stream = stream
+        self._ranking = ranking
         self._kept = kept or {}
         self._overlong = OverlongPenalty.configured(config)
         self._alarms = Alarms(config)
@@ -307,6 +291,8 @@ class Loop:
                 return False
             self._end_if_failing()
         self._save()
+        if self._ranking is not None:
+            self._backend.cancel()  # where a stop was asked for, the next round may have begun
         return self.step >= self.total_steps
 
     def _end_if_failing(self) -> None:
@@ -317,7 +303,6 @@ class Loop:
     def _run_step(self) -> None:
         step = self._running_step = self.step + 1
         trainer = self.config.trainer
-        evaluating = bool(self._validation) and trainer.test_freq > 0 and step % trainer.test_freq == 0
         with self._phases.phase("step", step=step):
             if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
                 self._save()
@@ -329,13 +314,16 @@ class Loop:
             self.step = step
             with self._phase("sync"):
                 self._backend.enter_rollout(step)
-            if evaluating:
+            if self._evaluates(step):
                 self._evaluate()
         seconds = {"timing_s/save": 0.0} | self._phases.take_phases()
         measured = now.metrics | numbers.off_policy_metrics(now.groups, step) | learned | seconds
         rounds = (None if each is None else each.seconds for each in (earlier, self._ahead))
         measured |= numbers.seconds_of_other_steps(measured, *rounds)
         measured |= numbers.throughput(batch, measured, self._num_devices)
+        if self._ranking is not None:
+            update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)
+            self._ranking.learned(update_s, measured.get("rollout/spec/tokens_per_step", 1.0))
         self._hooks.on_step(step, measured, now.groups)
 
     def _roll_out_and_learn(self, now: Collected, step: int) -> tuple[TrainBatch, dict[str, float]]:
@@ -368,12 +356,17 @@ class Loop:
             self._stream.expect(None if waiting is not None and not waiting else self.step + 1)
         certain = current.certain if waiting is None else lambda: waiting
         self._backend.begin(step, params, current.kind)
+        placed = None
+        if self._ranking is not None:
+            placed = partial(self._ranking.begin, step=step)
+            beside = waiting is None and step < self.total_steps and not self._evaluates(step - 1)
+            self._backend.expect(partial(self._next_round, step + 1) if beside else None)
         try:
             while not current.done:
                 generating = self._backend.generating
                 with self._phase("gen" if generating else "reward"):
                     while not current.done and self._backend.generating == generating:
-                        self._handle(current, self._overlong)
+                        self._handle(current, self._overlong, placed)
                         if self._stream is not None:
                             self._stream.offer(certain, self.step + 1)
         except Interrupted:
@@ -387,71 +380,57 @@ class Loop:
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
         if self._overlong is not None:
             measured |= self._overlong.metrics([sample for group in result.groups for sample in group.samples])
-        return Collected(result.groups, measured | result.metrics | self._backend.end() | seconds)
+        measured |= result.metrics | self._backend.end(result)
+        measured |= numbers.hidden_scoring(measured, seconds)
+        if self._ranking is not None:
+            self._ranking.end()
+        return Collected(result.groups, measured | seconds)
 
-    def _handle(self, current: Round, overlong: OverlongPenalty | None = None) -> None:
+    def _next_round(self, step: int) -> HeadStart | None:
+        """All that the round for training step `step` launches, once update `step` - 2 has ended; asked beside it, in
+        the round before."""
+        if self._together is None or self._ranking is None or not self._together.has_ended:
+            return None
+        time = RoundTime(step, step - 2, self.total_steps - step + 1)
+        launches = [Launch(each.prompt, each.keys) for each in self.rule.ahead(self._prompts, time)]
+        return HeadStart(step - 2, tuple(self._ranking.ahead(launches, step)))
+
+    def _handle(
+        self,
+        current: Round,
+        overlong: OverlongPenalty | None = None,
+        placed: Placed | None = None,
+        *,
+        evaluates: bool = False,
+    ) -> None:
         event = self._backend.wait()
         if isinstance(event, Verdict):
             failing = self._alarms.rewarded(event.status, str(event.info.get("error", "")))
             if failing is not None:
                 raise Interrupted(f"step {self._running_step}: {failing}")
+            if evaluates:
+                event = event.unshaped
             if overlong is not None:
                 event = overlong.shaped(event, len(current.ledger.finished[event.key]))
-        for command in current.handle(event):
+        commands = current.handle(event)
+        for command in placed(commands) if placed is not None and isinstance(event, RoundStarted) else commands:
             self._backend.apply(command)
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
-        parts: list[TrainBatch] = []
-        if self._stream is not None:
-            with self._phase("stream", track):  # what it has begun ends first
-                parts = self._stream.close()
-        taken = {prompt.key for part in parts for prompt in part.prompts}
-        others = [group for group in groups if group.prompt.key not in taken]
-        rest = self._prepared(others, step, track)
-        batch = preparation.joined(groups, [*parts, rest]) if parts else rest
-        with self._phase("update_actor", track):
-            updates = self._update(groups, batch, rest)
-        values = {name: [update[name] for update in updates] for name in updates[-1]}
-        measured = {name: float((np.sum if name in _COUNTED else np.mean)(each)) for name, each in values.items()}
-        if self._stream is not None:
-            measured["actor/streamed_share"] = 1 - len(others) / len(groups)
-        if _SKIPPED in measured:  # a simulated trainer skips nothing
-            self._failing = self._alarms.updated(step, len(updates), int(measured[_SKIPPED]), measured, batch)
+        phase = partial(self._phase, track=track)
+        learnt = learn(self.config, self._trainer, self._stream, groups, step, phase, self._hooks.beat)
+        batch, measured = learnt.batch, learnt.metrics()
+        if SKIPPED in measured:  # a simulated trainer skips nothing
+            self._failing = self._alarms.updated(step, len(learnt.updates), int(measured[SKIPPED]), measured, batch)
         return batch, measured | numbers.spread("critic/advantages", np.concatenate(batch.advantages))
 
-    def _prepared(self, groups: list[Group], step: int, track: str) -> TrainBatch:
-        """The batch of these groups, with all that gradients need."""
-        batch = TrainBatch.of(groups)
-        with self._phase("old_log_prob", track):
-            needed = preparation.needs_policy(self.config, batch, step)
-            current = self._trainer.token_logprobs(batch, "actor") if needed else None
-            batch.old_logprobs = preparation.old_logprobs(self.config, batch, step, current)
-        with self._phase("ref", track):
-            if self.config.needs_ref:
-                batch.ref_logprobs = self._trainer.token_logprobs(batch, "ref")
-        batch.loss_masks = preparation.loss_masks(self.config, batch, step)
-        with self._phase("adv", track):
-            preparation.set_advantages(self.config, groups, batch)
-        return batch
-
-    def _update(self, groups: list[Group], batch: TrainBatch, rest: TrainBatch) -> list[dict[str, float]]:
-        """`ppo_epochs` passes of minibatches of whole groups; the metrics of each update. `rest`: what is left of the
-        first minibatch."""
-        sizes = [len(group.samples) for group in groups]
-        ends = np.cumsum(sizes)
-        updates: list[dict[str, float]] = []
-        for _ in range(self.config.actor.ppo_epochs):
-            for first in range(0, len(groups), self.config.mini_batch_prompts):
-                last = min(first + self.config.mini_batch_prompts, len(groups))
-                indices = range(int(ends[first] - sizes[first]), int(ends[last - 1]))
-                begun = not updates and len(rest) < len(batch)
-                self._trainer.accumulate(rest if begun else batch.select(list(indices)))
-                updates.append(self._trainer.apply())
-                self._hooks.beat()
-        return updates
-
     # -- evaluation, saving, numbers ---------------------------------------------------------------------------------
+
+    def _evaluates(self, step: int) -> bool:
+        """Whether step `step` ends with an evaluation."""
+        every = self.config.trainer.test_freq
+        return bool(self._validation) and every > 0 and step % every == 0
 
     def _evaluate(self) -> None:
         """Samples the held-out prompts. A stop that is asked for meanwhile ends it without numbers."""
@@ -462,7 +441,7 @@ class Loop:
             self._backend.begin(self.step, params, "eval")
             try:
                 while not current.done:
-                    self._handle(current)
+                    self._handle(current, evaluates=True)
             except Interrupted as early:
                 self._backend.cancel()
                 self._failing = self._failing or str(early) or None

@@ -60,6 +60,7 @@ class Prompt:
       source: where it comes from (the data set's or task's name); a reward may depend on it.
       answer: the reference answer, if there is one.
       extra: whatever else the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
+      question: the last user message before templates, as a judge reads it; empty: there is only `text`.
     """
 
     epoch: int
@@ -69,6 +70,7 @@ class Prompt:
     source: str
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    question: str = ""
 
     @property
     def key(self) -> tuple[int, int]:

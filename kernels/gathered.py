@@ -4,7 +4,8 @@ A paged gather in every step moves each key and value three times (read, write, 
 once. Where no kernel reads a block table in place (XLA on CPU), a decode program therefore copies its rows' blocks into
 a *window* before its first step, keeps the tokens of its own steps in a small *fresh* buffer, and writes that back to
 the pool after its last. All rows of a program advance in lockstep, so a step's keys and values go to one index of the
-fresh buffer: a slice update in place, where the pool needs a scatter.
+fresh buffer: a slice update in place, where the pool needs a scatter. Where drafts are verified, a row takes several
+positions in a step, as many as it accepts: each row then fills its part of the buffer at its own pace (`put_several`).
 
 The window is a list of *tiles*, each a few blocks of one row. A long row has many tiles and a short one has one, so a
 program's cost follows the tokens that its rows have cached, not the number of rows times the longest. A tile's scores
@@ -16,8 +17,8 @@ in this form (docs/performance.md). The window itself is never written: XLA copi
 every step.
 
 Dims: R rows, H query heads, K key/value heads, G = H / K, D head dim; U tiles, S positions of a tile, T steps of the
-program; B = K * U or K * R; N blocks, P positions per block, W blocks per table or tile. All of it is local to one
-device: callers run it in `shard_map`.
+program, or the most tokens that a row may gain in it; C queries of a row, M = C * G; B = K * U or K * R; N blocks, P
+positions per block, W blocks per table or tile. All of it is local to one device: callers run it in `shard_map`.
 """
 
 from __future__ import annotations
@@ -115,6 +116,20 @@ def put(fresh: Fresh, k_RKD: jax.Array, v_RKD: jax.Array, step: jax.Array) -> Fr
     return Fresh(one(fresh.keys_BTD, k_RKD), one(fresh.values_BTD, v_RKD))
 
 
+def put_several(fresh: Fresh, k_RCKD: jax.Array, v_RCKD: jax.Array, at_RC: jax.Array) -> Fresh:
+    """Stores keys and values of several positions of every row, each at its own index; those beyond the buffer's end
+    are dropped."""
+    rows, _, heads, dim = k_RCKD.shape
+
+    def one(buffer_BTD: jax.Array, new_RCKD: jax.Array) -> jax.Array:
+        buffer_KRTD = buffer_BTD.reshape(heads, rows, -1, dim)
+        new_KRCD = jnp.moveaxis(new_RCKD, 2, 0).astype(buffer_BTD.dtype)
+        written = buffer_KRTD.at[:, jnp.arange(rows)[:, None], at_RC].set(new_KRCD, mode="drop")
+        return written.reshape(buffer_BTD.shape)
+
+    return Fresh(one(fresh.keys_BTD, k_RCKD), one(fresh.values_BTD, v_RCKD))
+
+
 class _Part(NamedTuple):
     """Attention over some of a row's positions: the largest score and the sum of exp(score - it), both [K, ., G], and
     the values weighted by the same, [K, ., G, D]."""
@@ -143,8 +158,34 @@ def attend(
     """
     rows, heads, dim = q_RHD.shape
     kv_heads = fresh.keys_BTD.shape[0] // rows
-    wide = jnp.promote_types(q_RHD.dtype, jnp.float32)
     q_KRGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1)
+    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, step)
+    return jnp.swapaxes(out_KRGD, 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
+
+
+def attend_several(
+    q_RCHD: jax.Array, window: Window, tiles: WindowTiles, fresh: Fresh, start_R: jax.Array, at_RC: jax.Array
+) -> jax.Array:
+    """[R, C, H, D]: query (r, c) sees its row's window before position `start`, and the fresh indexes 0 .. at[r, c].
+
+    A row's queries are one matrix for each of its tiles, which are read once for all of them.
+    """
+    rows, queries, heads, dim = q_RCHD.shape
+    kv_heads = fresh.keys_BTD.shape[0] // rows
+    q_RCKGD = (q_RCHD * dim**-0.5).reshape(rows, queries, kv_heads, -1, dim)
+    q_KRMD = jnp.moveaxis(q_RCKGD, 2, 0).reshape(kv_heads, rows, -1, dim)
+    last_BM = jnp.tile(jnp.repeat(at_RC, heads // kv_heads, axis=1), (kv_heads, 1))
+    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, last_BM[..., None])
+    out_RCKGD = jnp.moveaxis(out_KRMD.reshape(kv_heads, rows, queries, -1, dim), 0, 2)
+    return out_RCKGD.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)
+
+
+def _attend(
+    q_KRGD: jax.Array, window: Window, tiles: WindowTiles, fresh: Fresh, start_R: jax.Array, last: jax.Array
+) -> jax.Array:
+    """[K, R, G, D] for scaled queries; `last`: the last fresh index that each sees, a scalar or [K * R, G, 1]."""
+    kv_heads, rows = q_KRGD.shape[:2]
+    wide = jnp.promote_types(q_KRGD.dtype, jnp.float32)
     q_BGD = q_KRGD[:, tiles.owner_U].reshape(-1, *q_KRGD.shape[2:])
     old_BGS = jnp.einsum("bgd,bds->bgs", q_BGD, window.keys_BDS, preferred_element_type=wide)
     q_BGD = q_KRGD.reshape(-1, *q_KRGD.shape[2:])
@@ -152,7 +193,7 @@ def attend(
     # sums instead of selects: a pass less
     cached_US = tiles.first_U[:, None] + jnp.arange(old_BGS.shape[-1]) < start_R[tiles.owner_U][:, None]
     old_BGS += jnp.tile(jnp.where(cached_US, 0, _HIDDEN).astype(wide), (kv_heads, 1))[:, None]
-    new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= step, 0, _HIDDEN).astype(wide)
+    new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= last, 0, _HIDDEN).astype(wide)
     old, new = _part(old_BGS, window.values_BSD, kv_heads), _part(new_BGT, fresh.values_BTD, kv_heads)
     # every row has a fresh token, its own: the largest score is that of a token, and hidden tiles weigh nothing
     is_own_RU = tiles.owner_U == jnp.arange(rows)[:, None]
@@ -164,7 +205,7 @@ def attend(
     total_KRG = of_fresh_KRG * new.total + jnp.einsum("ru,kug->krg", own_RU, of_tile_KUG * old.total)
     out_KRGD = of_fresh_KRG[..., None] * new.out
     out_KRGD += jnp.einsum("ru,kugd->krgd", own_RU, of_tile_KUG[..., None] * old.out)
-    return jnp.swapaxes(out_KRGD / total_KRG[..., None], 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
+    return out_KRGD / total_KRG[..., None]
 
 
 def scatter(

@@ -3,6 +3,8 @@
 
     python scripts/compile_for_gpu.py decode --shape Qwen2.5-1.5B --rows 64 --context 1024 --layers 2
     python scripts/compile_for_gpu.py prefill --tokens 512 --json
+    python scripts/compile_for_gpu.py verify --rows 32 --width 8
+    python scripts/compile_for_gpu.py decode --layers 6 --resident 2
     python scripts/compile_for_gpu.py gradients --rows 1 --tokens 8192 --remat dots --layers 28
 
 Needs the CUDA plugin of JAX (`pip install 'jaxrl[compile-gpu]'`, best into a folder of its own that PYTHONPATH
@@ -30,13 +32,14 @@ from gpu import compiled
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import named_shape
+from jaxrl.models.streaming import HOST
 
 _PRODUCT = re.compile(r"precision_config\":(\{[^}]*\})| dot\([^)]*\)([^\n]*)")
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("program", choices=["decode", "prefill", "gradients", "logprobs"])
+    made.add_argument("program", choices=["decode", "verify", "prefill", "gradients", "logprobs"])
     made.add_argument("--shape", default="Qwen2.5-1.5B", help="of a model (jaxrl.models.shapes; Qwen2.5-1.5B)")
     made.add_argument("--layers", type=int, default=2, help="how many of its layers (2)")
     made.add_argument("--dtype", default="bfloat16", help="of weights and activations (bfloat16)")
@@ -46,7 +49,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--remat", default="dots", choices=["dots", "full", "none"], help="gradients: actor.remat (dots)")
     made.add_argument("--attention", default="auto", help="training: actor.attention (auto)")
     made.add_argument("--chunk", default="auto", help="training: actor.logprob_chunk_tokens (auto)")
-    made.add_argument("--tp", type=int, default=1, help="decode, prefill: tensor parallelism, on as many devices (1)")
+    made.add_argument("--tp", type=int, default=1, help="of the rollout: tensor parallelism, on as many devices (1)")
+    made.add_argument("--width", type=int, default=4, help="verify: drafted tokens of a row in a step (4)")
+    made.add_argument("--resident", type=int, help="layers on the device, while the others are streamed from the host")
+    made.add_argument("--serial", action="store_true", help="with --resident: a layer's copy begins at its turn")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--hlo", default="", metavar="FILE", help="write the optimised HLO there")
     return made
@@ -58,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = dataclasses.replace(named_shape(options.shape), num_layers=options.layers)
         trains = options.program in ("gradients", "logprobs")
-        found, facts = (_training if trains else _rollout)(options, config)
+        made = _training if trains else _rollout if options.resident is None else _streamed
+        found, facts = made(options, config)
     except (ValueError, RuntimeError) as error:
         print(f"compile_for_gpu: {error}", file=sys.stderr)
         return 2
@@ -81,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
     """The largest program of its kind that an executor of these sizes has."""
+    from jaxrl.rollout.draft_books import Drafting
     from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
     from jaxrl.sharding.layout import Layout
     from jaxrl.sharding.mesh import make_mesh
@@ -92,6 +100,9 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled
         dtype=options.dtype,
         attention="pallas",
         max_tp=options.tp,
+        drafting=Drafting(8, 8 * options.context, options.width * options.rows)
+        if options.program == "verify"
+        else None,
     )
     programs = LayoutPrograms(config, Layout(make_mesh(compiled.devices(options.tp)), options.tp), sizes)
     shape = next(shape for shape in reversed(programs.shapes()) if shape[0] == options.program)
@@ -102,6 +113,60 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled
         "program": list(shape),
         "pool_array_bytes": pool.size * pool.dtype.itemsize // options.tp,
     }
+
+
+def _streamed(options: argparse.Namespace, config: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:
+    """The same with layers that come from the host's memory; attention in plain JAX."""
+    import jax
+
+    from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
+    from jaxrl.sharding.layout import Layout
+    from jaxrl.sharding.mesh import make_mesh
+
+    sizes = ExecutorConfig(
+        num_slots=options.rows,
+        max_length=options.context,
+        max_prefill_tokens=options.tokens,
+        dtype=options.dtype,
+        attention="reference",
+        features_first=False,
+        merged=True,
+        gathered=False,
+        resident_layers=options.resident,
+        ahead=not options.serial,
+    )
+    here, there = (
+        LayoutPrograms(config, Layout(make_mesh(devices), 1), sizes) for devices in (jax.devices(), compiled.devices())
+    )
+    shape = next(shape for shape in reversed(here.shapes()) if shape[0] == options.program)
+    lowered = compiled.with_host_memory(here.lower(*shape, platforms=("cuda",)), there.lower(*shape))
+    found = compiled.compile_program(lowered, here.compiler_options(options.program))
+    layer = here.abstract_params()["layers"][-1]
+    matrices = [x.size * x.dtype.itemsize for x in layer.values() if x.sharding.memory_kind == HOST]
+    return found, {
+        "program": list(shape),
+        "layer_bytes": sum(matrices),
+        "plan": _judge_plan(options, config),
+        "host_copies": compiled.host_copies(found.text),
+    }
+
+
+def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, int]:
+    """What the memory plan says of a judge of these sizes."""
+    from jaxrl.config import from_mapping
+    from jaxrl.runtime.judge_memory import judge_memory
+
+    judge = {
+        "model": "unused",
+        "max_num_seqs": options.rows,
+        "max_prompt_tokens": options.context - 16,
+        "max_tokens": 16,
+        "dtype": options.dtype,
+        "resident_layers": options.resident,
+    }
+    task = {"task": "chain_sum", "task_size": 100}
+    config = from_mapping({"model": {"path": "unused"}, "data": task, "reward": {"kind": "judge", "judge": judge}})
+    return judge_memory(config, model, 1).parts
 
 
 def _training(options: argparse.Namespace, model: ModelConfig) -> tuple[compiled.Compiled, dict[str, Any]]:

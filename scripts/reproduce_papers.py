@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from papers import calibrate, pat_closed, what_if
+from papers import calibrate, pat_closed, rhymerl_closed, what_if
 from papers.cases import EXPERIMENTS, cases_of, headline, jobs_of
 from papers.pages import page
 from papers.records import header, read
@@ -95,6 +95,8 @@ def other_readings(cases: Sequence[Case], calibration_file: Path, processes: int
     """Speed-ups of the paper's main table in closed form, over fewer steps, with one assumption changed at a time."""
     if cases[0].paper == "pat":
         return pat_closed.readings(calibrate.read(calibration_file), cases[0].scale)
+    if cases[0].paper == "rhymerl":
+        return rhymerl_closed.readings(cases, calibrate.read(calibration_file))
     chosen = [replace(case, steps=min(case.steps, MOST_STEPS)) for case in headline(cases)]
     columns = what_if.columns_of(chosen)
     asked = [(name, case) for name in what_if.names_of(chosen) for column in columns for case in column]

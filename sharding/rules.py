@@ -262,7 +262,7 @@ def to_rollout(
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
 
     Args:
-      params: unpadded, on the devices of the layout's mesh.
+      params: unpadded, on the devices of the layout's mesh; perhaps the layers alone.
       config: hashable; its weights' table drives padding and shardings.
       layout: where the result lives.
       dtype: of the result's matrices and biases (norms: at least float32).
@@ -274,7 +274,8 @@ def to_rollout(
     max_tp = _checked(layout, max_tp)
     dtype = jnp.dtype(dtype)
     outer, chunk = _compiled(config, layout, dtype, max_tp, layers_per_call, features_first, merged)
-    out = outer({name: value for name, value in params.items() if name != "layers"})
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    out = outer(rest) if rest else {}
     layers: list[Tree] = []
     for start in range(0, config.num_layers, layers_per_call):
         count = min(layers_per_call, config.num_layers - start)

@@ -81,7 +81,7 @@ def test_every_module_and_option_is_on_the_site(pages):
     }
     missing = {name for name in modules if f"module-{name}" not in anchors}
     assert missing == {"jaxrl", "jaxrl.__main__"}
-    wanted = {option.path.replace(".", "-").replace("_", "-") for option in options()}
+    wanted = {option.path.replace(".", "-").replace("_", "-").lower() for option in options()}
     assert "rollout-tail-batching-prompt-factor" in wanted
     assert wanted <= anchors
 

@@ -34,12 +34,16 @@ ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
     f"jaxrl.config.{name}"
-    for name in ("checks", "declared", "devices", "layout", "mapping", "options", "reference", "rollouts", "simulation")
+    for name in (
+        *("checks", "declared", "devices", "domains", "judges", "layout", "mapping", "options", "reference", "rewards"),
+        *("rollouts", "simulation"),
+    )
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
     "jaxrl.cli",
+    "jaxrl.commands.score",
     "jaxrl.commands.simulate",
     "jaxrl.commands.start",
     "jaxrl.commands.tune",
@@ -139,11 +143,11 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only the reward pool on ray imports ray."""
+    """Only the actors of the reward pool on ray import ray."""
     return [
         f"{module} imports {name}"
         for module in sources
-        if module != "jaxrl.rewards.ray_pool"
+        if module != "jaxrl.rewards.ray_actors"
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]

@@ -20,6 +20,7 @@ from jaxrl.loop import Hooks, Loop
 from jaxrl.record.timeline import Timeline
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.runtime.rules import batch_rule
+from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Command,
     Event,
@@ -122,7 +123,7 @@ class FakeBackend:
         self.log.append("cancel")
         self.events.clear()
 
-    def end(self) -> dict[str, float]:
+    def end(self, result: RoundResult | None = None) -> dict[str, float]:
         assert not self.events
         return {"rollout/recompiles": 0}
 
@@ -709,9 +710,9 @@ def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):
     house = build({"trainer.one_step_off": True}, stop_after=30)  # in the second round of step 1
     seen, end = Seen(), house.backend.end
 
-    def ended() -> dict[str, float]:
+    def ended(result: RoundResult | None = None) -> dict[str, float]:
         seen.rounds += 1
-        return end()
+        return end(result)
 
     house.backend.end = ended
     house.loop._kept = {"seen": seen}

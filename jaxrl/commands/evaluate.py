@@ -18,14 +18,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.judges import judge_kind
+from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
+from jaxrl.rewards.stage import RewardStage
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
@@ -40,6 +43,7 @@ from jaxrl.runtime.build import (
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sharding.layout import Layout
@@ -76,11 +80,15 @@ def evaluate(
         refuse_overwriting(out, "--out", inputs_of(config))
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
-    config = replace(config, rollout=replace(config.rollout, num_devices=0))  # nothing is trained: all devices
+    # nothing is trained: all devices, and no history
+    rollout = replace(config.rollout, num_devices=0, speculation=SpeculationSection())
+    config = replace(config, rollout=rollout)
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
     said += share_notes(config, mesh.devices.ravel().tolist())
     tokenizer, model = read_tokenizer_and_model(config)
+    if judge_kind(config.reward) is not None:
+        read_judge(config)
     refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
     if place is not None:
         refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
@@ -126,7 +134,12 @@ def _responses(
         stop_strings=tuple(config.rollout.stop),
     )
     engine = build_engine(config, executor, tokenizer)
-    backend = RolloutBackend(engine, executor, pool, text_by(tokenizer), lambda: params)
+    judge = None
+    if judge_kind(config.reward) is not None:
+        judge = build_judge(config, mesh, executor.wait_quiet)
+        assert isinstance(pool, RewardStage), "a judge scores in a stage"
+        pool.join("devices", judge)
+    backend = RolloutBackend(engine, executor, pool, text_by(tokenizer), lambda: params, judge=judge)
     backend.enter_rollout(0)
     current = Round(prompts, val.n)
     backend.begin(0, sampling)
@@ -135,6 +148,7 @@ def _responses(
         event = backend.wait()
         if isinstance(event, Verdict) and event.status != "ok":
             errors.append(str(event.info.get("error", event.status)))
+        event = event.unshaped if isinstance(event, Verdict) else event
         for command in current.handle(event):
             backend.apply(command)
     return current.groups(), errors

@@ -255,6 +255,7 @@ def render(e: Explanation) -> str:
         f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
         f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
         *_worker_lines(e),
+        *_judge_line(m),
         f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
         *(f"note: {text}" for text in e.warnings),
     ]
@@ -296,6 +297,15 @@ def _worker_lines(e: Explanation) -> list[str]:
         f"weights of {weights} and KV pools of {pools} together,",
         f"  rows for {workers.num_rows * workers.dp:,} samples and KV for {m.pool_requests * workers.dp:,} of the "
         f"longest length; about {per_worker:,} of the {e.counts.launched_samples:,} samples under way are its own",
+    ]
+
+
+def _judge_line(m: MemoryPlan) -> list[str]:
+    if (judge := m.judge) is None:
+        return []
+    return [
+        f"judge: {judge.resident_layers} of {judge.num_layers} layers stay, the others are streamed; "
+        f"{in_bytes(judge.host_bytes)} of the host's memory per device"
     ]
 
 

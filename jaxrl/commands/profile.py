@@ -40,6 +40,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
     missing_points,
     prefill_points,
     profile_points,
+    verify_points,
 )
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, submeshes
@@ -96,6 +97,13 @@ def profile(
     executor = build_executor(config, model, layout, lambda: params)
     row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}
     rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
+    widths = {tp: executor.draft_widths(tp) for tp in degrees}
+    measured = {tp: table.draft_widths(tp) for tp in degrees}
+    if any(measured[tp].items() - widths[tp].items() for tp in degrees):
+        raise ConfigError(
+            f"{path} was measured with drafts of other lengths (rollout.speculation.verify_tokens and max_window): "
+            f"{measured} there, {widths} here: name another file with --out"
+        )
     if table.row_sizes not in ((), rows):
         raise ConfigError(
             f"{path} was measured with programs for other numbers of rows (rollout.max_num_seqs): {table.row_sizes} "
@@ -106,7 +114,8 @@ def profile(
     use_compilation_cache(config)
     executor.sync_weights(params, 0)
     executor.allocate()
-    return _measure(table, Profiler(executor, options.repeats), points, degrees, path, progress, removing)
+    drafts = verify_points(points, widths)
+    return _measure(table, Profiler(executor, options.repeats), points, drafts, degrees, path, progress, removing)
 
 
 def _continued(path: Path, table: Profile) -> Profile:
@@ -157,22 +166,27 @@ def _measure(
     table: Profile,
     profiler: Profiler,
     points: tuple[ProfilePoint, ...],
+    drafts: tuple[ProfilePoint, ...],
     degrees: tuple[int, ...],
     path: Path,
     progress: OnProgress | None,
     removing: Removing,
 ) -> Profile:
     decode, prefill = missing_points(table.decode, points), missing_points(table.prefill, prefill_points(points))
+    verify = missing_points(table.verify, drafts)
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
     changes = [pair for pair in pairs(degrees) if pair not in known]
-    total = len(points) + len(prefill_points(points)) + len(pairs(degrees))
-    done = total - len(decode) - len(prefill) - len(changes)
+    total = len(points) + len(drafts) + len(prefill_points(points)) + len(pairs(degrees))
+    done = total - len(decode) - len(verify) - len(prefill) - len(changes)
 
     def steps() -> Iterator[tuple[str, Callable[[Profile], Profile]]]:
         for tp in degrees:  # one layout after another
             for point in (p for p in decode if p.tp == tp):
                 text = f"decode, tp {tp}, {point.batch} rows of {point.context}"
                 yield text, lambda t, p=point: replace(t, decode=(*t.decode, profiler.decode(p)))
+            for point in (p for p in verify if p.tp == tp):
+                text = f"decode with drafts, tp {tp}, {point.batch} rows of {point.context}"
+                yield text, lambda t, p=point: replace(t, verify=(*t.verify, profiler.verify(p)))
             for point in (p for p in prefill if p.tp == tp):
                 text = f"prefill, tp {tp}, {point.batch} rows of {point.context}"
                 yield text, lambda t, p=point: replace(t, prefill=(*t.prefill, profiler.prefill(p)))

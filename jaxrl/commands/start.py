@@ -20,14 +20,14 @@ from contextlib import ExitStack, closing
 from functools import partial
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.data.prompts import load_train
+from jaxrl.data.prompts import load_train, refuse_sources
 from jaxrl.record.files import refuse_folder
 from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
 from jaxrl.record.watchdog import Watchdog
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
-from jaxrl.rewards.scorers import build_scorer
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
 
@@ -53,6 +53,7 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
             refuse_folder(config.trainer.compilation_cache_dir, "trainer.compilation_cache_dir")
         watchdog.beat("reading the data")
         problems = list(load_train(config))
+        refuse_sources(config, problems)
         for name in config.trainer.logger:
             sink_package(name)
         watchdog.beat("reading the reward function")

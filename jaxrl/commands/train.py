@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import jax
 
 from jaxrl.config import Config, differences
+from jaxrl.config.judges import judge_kind
 from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.disk import is_full, reason
+from jaxrl.record.journal import Journal
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
 from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
@@ -27,6 +29,7 @@ from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.stage import RewardStage
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
@@ -46,14 +49,22 @@ from jaxrl.runtime.build import (
     with_planned_update,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.drafting import asks_profile, unmeasured_note
+from jaxrl.runtime.history import HistorySession, history_session
+from jaxrl.runtime.judge import JudgePool
+from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.memory import layout_degrees, layout_sizes
 from jaxrl.runtime.overlap import Overlap
 from jaxrl.runtime.profile import build_layouts, checked_profile
+from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.streaming import StreamSession, refuse_devices
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import BatchRule
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
@@ -87,6 +98,7 @@ class Run:
         self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
+        self.judge: JudgePool | None = None
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
         if self.config.trainer.init_from:
@@ -99,9 +111,15 @@ class Run:
         mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
         self.profile = checked_profile(config, self.model, mesh) if adapts and config.rollout.layout.switch else None
+        self.draft_profile = checked_profile(config, self.model, mesh) if asks_profile(config) else None
+        self.said += [note] if (note := unmeasured_note(config)) else []
+        ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
+        self.pace = checked_profile(config, self.model, mesh) if ranks else None
         layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
         trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
         self._checkpoints()
+        if judge_kind(config.reward) is not None:
+            read_judge(config)
         self.watchdog.beat("starting the reward workers")
         self.pool.warm()
         self.watchdog.beat("loading the weights")
@@ -265,19 +283,20 @@ class Run:
         config, journal, timeline = self.config, record.journal, record.timeline
         assert journal is not None, "only a simulated run goes without"
         assert timeline is not None, "only a simulated run goes without"
-        # with devices of the rollout's own an update may be going on: its weights are not those of the round
-        weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        mesh = self.rollout_mesh
-        workers = self.workers = build_workers(config, self.model, mesh, weights)
-        engines = build_engines(config, workers, self.tokenizer, self.profile)
+        self._executors()
+        workers = self.workers
+        engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile)
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
-            kept = (journal, timeline, record.layouts)
-            layouts = build_layouts(config, self.profile, mesh, engines.engines, row_sizes(config, workers), *kept)
+            kept = (row_sizes(config, workers), journal, timeline, record.layouts)
+            layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept)
         stream: StreamSession | None = None
         if config.trainer.stream.enable:
             stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
+        history = history_session(config, timeline)
+        stack.enter_context(nullcontext() if history is None else closing(history))
+        timeouts = AdaptiveTimeouts.configured(config)
         backend = RolloutBackend(
             engines,
             workers,
@@ -291,14 +310,14 @@ class Run:
             interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
             layouts=layouts,
             stream=stream,
+            history=history,
+            timeouts=timeouts,
+            judge=self.judge,
         )
+        ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
+        kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
 
-        def save(step: int, state: Mapping[str, Any]) -> None:
-            committed = self.store.latest_step()  # for sure only then: saving waits for the save before
-            self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
-            if committed is not None:
-                journal.cut(committed)
-
+        save = partial(self._save, journal)
         loop = Loop(
             config,
             self.prompts,
@@ -313,9 +332,39 @@ class Run:
             num_devices=len(self.devices),
             together=overlap,
             stream=stream,
-            kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
+            ranking=ranking,
+            kept={name: each for name, each in kept.items() if each is not None},
         )
         return loop, backend
+
+    def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
+        committed = self.store.latest_step()  # for sure only then: saving waits for the save before
+        self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
+        if committed is not None:
+            journal.cut(committed)
+
+    def _executors(self) -> None:
+        """The workers, and the judge beside them where there is one."""
+        config = self.config
+        # with devices of the rollout's own an update may be going on: its weights are not those of the round
+        weights = None if config.rollout.num_devices else lambda: self.trainer.params
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights)
+        if judge_kind(config.reward) is None:
+            return
+        self.watchdog.beat("loading the judge")
+        self.judge = build_judge(config, self.rollout_mesh, self.workers.wait_quiet)
+        assert isinstance(self.pool, RewardStage), "a judge scores in a stage"
+        self.pool.join("devices", self.judge)
+
+    def _ranking(self, backend: RolloutBackend, history: HistorySession | None) -> RankingGroups:
+        """What ranks the backend's rounds; with a latency profile, by predicted times."""
+        assert history is not None, "ranks by lengths that nothing keeps"
+        config, predictor = self.config, None
+        if self.pace is not None:
+            predictor = LatencyPredictor(self.pace, config.rollout.layout, row_sizes(config, self.workers))
+        ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+        backend.rank(ranking, self.workers, by)
+        return ranking
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)
@@ -346,7 +395,8 @@ class Run:
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()
-        now, later = ([], update) if self.devices[0].platform == "cpu" else (update, [])
+        judging = [] if self.judge is None else list(self.judge.machine.programs)
+        now, later = (judging, update) if self.devices[0].platform == "cpu" else (update + judging, [])
 
         def progress(done: int, total: int) -> None:
             record.beat()

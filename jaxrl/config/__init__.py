@@ -1,7 +1,7 @@
 """The configuration: every option, declared once with its bounds and its text, and the files that hold options.
 
-`options`, `rollouts`, `layout` and `simulation` declare them; `checks` says what must hold between them. `mapping`
-builds a `Config` from nested mappings, `files` from YAML, gin and overrides. `reference` lists all options.
+`options`, `rollouts`, `rewards`, `layout` and `simulation` declare them; `checks` says what must hold between them.
+`mapping` builds a `Config` from nested mappings, `files` from YAML, gin and overrides. `reference` lists all options.
 """
 
 from jaxrl.config.checks import ConfigError
@@ -14,7 +14,7 @@ from jaxrl.config.options import (
     OptimSection,
     RolloutCorrectionSection,
 )
-from jaxrl.config.simulation import SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config.simulation import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
 
 __all__ = [
     "ActorSection",
@@ -24,6 +24,7 @@ __all__ = [
     "DataSection",
     "OptimSection",
     "RolloutCorrectionSection",
+    "SimulatedHistory",
     "SimulatedLengths",
     "SimulatedScoring",
     "SimulatedTask",

@@ -11,7 +11,11 @@ from typing import Any
 
 from jaxrl.config.declared import MAX_INT, declared, shown
 from jaxrl.config.devices import devices_problem
+from jaxrl.config.domains import problem as reward_problem
+from jaxrl.config.domains import unread as unread_rewards
+from jaxrl.config.judges import judge_kind
 from jaxrl.config.options import AdvantageEstimator, Config
+from jaxrl.config.rewards import RewardSection
 
 _MAX_STEP_SAMPLES = 1 << 20
 
@@ -33,12 +37,14 @@ def check(c: Config) -> None:
     _check_data(c)
     _check_quotas(c)
     _check_filtering(c)
+    _check_reward(c)
     _check_overlong(c)
     _check_batch(c)
     _check_greedy(c)
     _check_sizes(c)
     _check_old_logprobs(c)
     _check_tokens(c)
+    _check_speculation(c)
     _check_stream(c)
     _check_devices(c)
 
@@ -48,12 +54,6 @@ def _check_data(c: Config) -> None:
         raise ConfigError("data.task and data.train_files exclude each other: problems come from a task or from files")
     if "{question}" not in c.data.prompt_template:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
-    if c.reward.kind == "custom" and not c.reward.path:
-        raise ConfigError("reward.path is missing: reward.kind is custom, which needs a Python file")
-    if c.reward.path and c.reward.kind != "custom":
-        raise ConfigError(f"reward.path ({c.reward.path}) needs reward.kind=custom, found {c.reward.kind}")
-    if c.reward.kind == "task" and not c.data.task:
-        raise ConfigError("reward.kind is task, which needs data.task: the scorer is the task's own")
     _check_held_out(c)
 
 
@@ -101,6 +101,12 @@ def _check_filtering(c: Config) -> None:
         )
     if filtering.enable and not filtering.metric:
         raise ConfigError("algorithm.filter_groups.metric is empty: name reward, or a value that the scorer returns")
+
+
+def _check_reward(c: Config) -> None:
+    problem = reward_problem(c)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def _check_overlong(c: Config) -> None:
@@ -210,12 +216,37 @@ def _check_tokens(c: Config) -> None:
             )
 
 
+def _check_speculation(c: Config) -> None:
+    spec, option = c.rollout.speculation, "rollout.speculation"
+    for least, most in (("min_prefix", "max_prefix"), ("min_window", "max_window")):
+        if getattr(spec, least) > getattr(spec, most):
+            raise ConfigError(
+                f"{option}.{least} ({getattr(spec, least)} tokens) must be at most {option}.{most} "
+                f"({getattr(spec, most)} tokens)"
+            )
+    responses = c.rollout.n * spec.epochs
+    text = responses * (c.data.max_response_length + spec.max_prefix + 1)
+    prefixes = spec.max_prefix - spec.min_prefix + 1
+    if spec.enable and text * prefixes > MAX_INT:
+        raise ConfigError(
+            f"{option}: rollout.n ({c.rollout.n}) × {option}.epochs ({spec.epochs}) responses of "
+            f"data.max_response_length ({c.data.max_response_length} tokens) with {prefixes} lengths of prefixes "
+            f"({option}.min_prefix to {option}.max_prefix) must be at most {MAX_INT} entries of an index, found "
+            f"{text * prefixes}"
+        )
+
+
 def _check_stream(c: Config) -> None:
     stream = c.trainer.stream
     if stream.min_done > stream.max_done:
         raise ConfigError(
             f"trainer.stream.min_done ({stream.min_done}) must be at most trainer.stream.max_done ({stream.max_done}): "
             "between them workers may be freed"
+        )
+    if stream.enable and judge_kind(c.reward) is not None:
+        raise ConfigError(
+            f"trainer.stream.enable and reward.judge.model ({c.reward.judge.model}) exclude each other: gradients "
+            "beside the rollout take the devices on which the judge would score"
         )
 
 
@@ -256,6 +287,8 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         "rollout.tail_batching",
         "rollout.partial_rollout",
         "rollout.over_provisioning",
+        "rollout.speculation",
+        "rollout.ranking_groups",
         "algorithm.filter_groups",
         "reward.overlong_buffer",
         "trainer.stream",
@@ -284,13 +317,19 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), why
     if not c.data.task:
         yield "data", frozenset({"task_config"}), "data.task is empty"
-    if c.reward.kind != "custom":
-        yield "reward", frozenset({"name"}), f"reward.kind is {c.reward.kind}"
+    yield from unread_rewards(c)
 
 
 def _section(c: Config, path: str) -> Any:
+    """The section at a path, which may end with a name of the user's (`reward.domains.train.jsonl`); of defaults, where
+    there is none of that name, a section with its defaults."""
     found: Any = c
-    for name in path.split("."):
+    names = path.split(".")
+    for place, name in enumerate(names):
+        if isinstance(found, dict):
+            item = declared(RewardSection)[names[place - 1]].named_section
+            assert item is not None, path
+            return found.get(".".join(names[place:]), item())
         found = getattr(found, name)
     return found
 

@@ -72,6 +72,12 @@ class Declared:
     def is_section(self) -> bool:
         return dataclasses.is_dataclass(self.type)
 
+    @property
+    def named_section(self) -> type | None:
+        """Of a mapping from names to sections: the class of those."""
+        item = typing.get_args(self.type)[1] if typing.get_origin(self.type) is dict else None
+        return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
+
 
 @cache
 def declared(section: type) -> Mapping[str, Declared]:

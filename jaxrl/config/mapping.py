@@ -24,6 +24,8 @@ _GONE: dict[str, Any] = {"rollout.tail_batching.keep_finished": False}
 """Options of earlier versions, with their defaults. Every config.yaml of such a version has them."""
 _MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin(option.type) is dict)
 
+_NAMED_SECTIONS = frozenset(path for path, option in walk(Config) if option.named_section is not None)
+"""Mappings from names of the user's to sections."""
 _SECTIONS = frozenset(path[:end] for path, _ in walk(Config) for end in range(len(path)) if path[end] == ".")
 
 
@@ -43,8 +45,9 @@ def from_recorded(values: Mapping[str, Any]) -> Config:
 
 
 def is_section(path: str) -> bool:
-    """Whether a path is that of a section, as `rollout.val_kwargs` is."""
-    return path in _SECTIONS
+    """Whether a path is that of a section, as `rollout.val_kwargs` is, and `reward.domains.gsm8k`, whose name is the
+    user's."""
+    return path in _SECTIONS or any(path.startswith(f"{mapping}.") for mapping in _NAMED_SECTIONS)
 
 
 def _without(values: Mapping[str, Any], prefix: str, left_out: Callable[[str, Any], bool]) -> dict[str, Any]:

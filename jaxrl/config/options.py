@@ -1,5 +1,5 @@
-"""The whole configuration, typed. Every option is declared once, here or in `rollouts`, `layout` and
-`simulation`.
+"""The whole configuration, typed. Every option is declared once, here or in `rollouts`, `rewards`,
+`layout` and `simulation`.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
 the errors made from them in `mapping`; the texts are what `reference` lists. What must hold between options stands in
@@ -17,15 +17,14 @@ from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.declared import MAX_INT, SEED, Cap, Names, Or
 from jaxrl.config.devices import MAX_DEVICES
+from jaxrl.config.rewards import MAX_WAIT, RewardSection
 from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
 from jaxrl.config.simulation import SimulateSection
 
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
-ScoreWhen = Literal["sample", "group", "rollout"]
 AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
-MAX_WAIT = Cap(10_000_000, "the system's clocks wait no longer, which is four months")
 _BELOW_ONE = Cap(0.999999, "a larger one is 1 as a float32, and the update a division by 0")
 
 
@@ -236,68 +235,6 @@ class AlgorithmSection:
     kl_coef: Annotated[float, Ge(0), "Weight of the KL in the reward."] = 0.001
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
-
-
-@dataclass(frozen=True)
-class OverlongBufferSection:
-    """DAPO's overlong reward shaping: a response near data.max_response_length loses reward, in training only."""
-
-    enable: Annotated[bool, "Switch overlong reward shaping on."] = False
-    len: Annotated[
-        int, Ge(0), "Tokens before data.max_response_length over which the penalty grows; above 0 where it is on."
-    ] = 0
-    penalty_factor: Annotated[float, Ge(0), "What a response of data.max_response_length tokens loses."] = 1.0
-
-
-@dataclass(frozen=True)
-class RewardSection:
-    """How samples are scored."""
-
-    kind: Annotated[
-        Literal["auto", "math", "task", "custom"],
-        "The scorer; auto: the task's own for data.task, math for files, custom: the function at reward.path.",
-    ] = "auto"
-    path: Annotated[str, Names("file"), "The Python file of a custom scorer."] = ""
-    name: Annotated[
-        str,
-        "The function in reward.path, called with data_source, solution_str, ground_truth and extra_info.",
-    ] = "compute_score"
-    extract: Annotated[
-        Literal["auto", "none", "last_number", "boxed", "answer_tag"],
-        "Which part of a response is the answer; none: all of it, last_number: its last number, boxed: what stands in "
-        "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
-    ] = "auto"
-    timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
-    start_timeout_s: Annotated[
-        float,
-        Gt(0),
-        MAX_WAIT,
-        "Seconds that a scoring process may take to load the scorer: to import the file at reward.path.",
-    ] = 120.0
-    num_workers: Annotated[int, Ge(1), Cap(1024, "each is a process with its own Python"), "Processes that score."] = 1
-    max_memory_gib: Annotated[
-        float,
-        Ge(0),
-        Cap(2**20, "no machine has more"),
-        "GiB that one scoring process may take, beyond which its sample has reward 0; 0: no limit.",
-    ] = 8.0
-    fresh_process: Annotated[
-        bool, "Score each sample in a new process, so that none changes the interpreter of another; costs milliseconds."
-    ] = False
-    env: Annotated[
-        list[str],
-        "Environment variables that scorers see besides PATH, HOME, locale, Python's and thread counts; a key or token "
-        "only if it is named here.",
-    ] = field(default_factory=list)
-    pool: Annotated[
-        Literal["process", "ray"], "Where samples are scored; process: on this machine, ray: on a Ray cluster."
-    ] = "process"
-    score_when: Annotated[
-        ScoreWhen,
-        "When a sample is scored; sample: when it ends, group: when all of its prompt's have ended, rollout: when all "
-        "of the round have.",
-    ] = "sample"
-    overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrl.config.declared import allowed_text, declared, number_or_name, walk
+from jaxrl.config.declared import Declared, allowed_text, declared, number_or_name, walk
 from jaxrl.config.mapping import flatten, to_mapping
 from jaxrl.config.options import Config
 
@@ -35,19 +36,27 @@ class OptionDoc:
 
 
 def options() -> list[OptionDoc]:
-    """All options, in the order of declaration."""
+    """All options, in the order of declaration; those of sections with names of the user's as
+    `reward.domains.NAME.weight`, behind the mapping that holds them."""
     defaults = flatten(to_mapping(Config()))
-    return [
-        OptionDoc(
-            path,
-            _type_text(option.type),
-            defaults[path],
-            allowed_text(option),
-            option.doc,
-            f"{option.cap.most} ({option.cap.why})" if option.cap else "",
-        )
-        for path, option in walk(Config)
-    ]
+    found: list[OptionDoc] = []
+    for path, option in walk(Config):
+        found.append(_doc(path, option, defaults[path]))
+        if option.named_section is not None:
+            values = dataclasses.asdict(option.named_section())
+            found += [_doc(f"{path}.NAME.{name}", inner, values[name]) for name, inner in walk(option.named_section)]
+    return found
+
+
+def _doc(path: str, option: Declared, default: Any) -> OptionDoc:
+    return OptionDoc(
+        path,
+        _type_text(option.type),
+        default,
+        allowed_text(option),
+        option.doc,
+        f"{option.cap.most} ({option.cap.why})" if option.cap else "",
+    )
 
 
 def sections() -> dict[str, str]:
@@ -60,6 +69,8 @@ def _sections(section: type, prefix: str) -> Iterator[tuple[str, str]]:
         if found.is_section:
             yield prefix + name, found.type.__doc__
             yield from _sections(found.type, f"{prefix}{name}.")
+        elif found.named_section is not None:
+            yield f"{prefix}{name}.NAME", found.named_section.__doc__ or ""
 
 
 def _type_text(hint: Any) -> str:
@@ -72,5 +83,5 @@ def _type_text(hint: Any) -> str:
     if origin is list:
         return f"list of {_type_text(arguments[0])}"
     if origin is dict:
-        return "mapping"
+        return "mapping of sections" if dataclasses.is_dataclass(arguments[1]) else "mapping"
     return hint.__name__

@@ -92,6 +92,77 @@ class OverProvisioningSection:
 
 
 @dataclass(frozen=True)
+class SpeculationSection:
+    """Drafts from a prompt's earlier responses, verified several tokens a step; the tokens stay the same."""
+
+    enable: Annotated[bool, "Switch history speculation on."] = False
+    epochs: Annotated[
+        int, Ge(1), Cap(64, "every response of them is kept in memory"), "Draft from a prompt's last so many rollouts."
+    ] = 1
+    max_prefix: Annotated[
+        int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
+    ] = 7
+    min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest, where more are not found."] = 3
+    min_window: Annotated[int, Interval(ge=1, le=256), "Tokens that a row drafts at first, and after a rejection."] = 2
+    window_step: Annotated[
+        int, Interval(ge=0, le=256), "By how many tokens the window grows when all drafted tokens were accepted."
+    ] = 2
+    max_window: Annotated[int, Interval(ge=1, le=256), "The most tokens that a row drafts in a step."] = 32
+    priority: Annotated[
+        Literal["rewards", "centred"],
+        "What decides between continuations: the sum of the rewards of the responses that go on so, or of the rewards "
+        "less the mean of their rollout.",
+    ] = "rewards"
+    within_group: Annotated[
+        bool, "Prompts without history draft from the responses of their group that have ended already."
+    ] = False
+    verify_tokens: Annotated[
+        int,
+        Ge(0),
+        Cap(65536, "the activations of all of them exist at once"),
+        "Drafted tokens that a step may verify, per dp group; its rows share them. 0: what suits the devices.",
+    ] = 0
+    max_batch: Annotated[
+        int,
+        Ge(0),
+        "The most rows of a dp group with which a plan verifies drafts; 0: what rollout.layout.profile says of the "
+        "present rate of acceptance, and without a profile as many as verify_tokens allows.",
+    ] = 0
+    max_bytes: Annotated[
+        int, Ge(1), "Bytes of host memory for history and its indexes; the oldest responses go first."
+    ] = 1 << 30
+    num_indexes: Annotated[
+        int,
+        Ge(0),
+        Cap(16384, "each has room for the longest history"),
+        "Prompts whose history is on the devices at once, per dp group; 0: one for each row.",
+    ] = 0
+
+
+@dataclass(frozen=True)
+class RankingGroupsSection:
+    """Prompts ranked by the lengths of their last responses; workers get long and short ones in turn."""
+
+    enable: Annotated[bool, "Switch ranking groups on."] = False
+    num_groups: Annotated[int, Interval(ge=2, le=65536), "Groups that a step's ranked prompts are cut into."] = 8
+    outlier_share: Annotated[
+        float, Interval(ge=0, le=1), "A response may move if it is among the last so many of its group, as a share."
+    ] = 0.1
+    min_growth: Annotated[
+        float,
+        Interval(ge=1, le=100),
+        "A response moves if it is longer than the largest median of its group's prompts in their last rollout by this "
+        "factor at least, or by the 75th percentile of how much the last epoch's responses grew.",
+    ] = 1.1
+    move: Annotated[
+        Literal["auto", "recompute", "kv"],
+        "How a response moves to another worker: its KV computed again, or copied; auto: what is predicted to be "
+        "cheaper.",
+    ] = "auto"
+    two_tier: Annotated[bool, "Groups get as many workers as their lengths need; off: as many as any other."] = True
+
+
+@dataclass(frozen=True)
 class RolloutSection:
     """How samples are drawn, and on what."""
 
@@ -183,6 +254,8 @@ class RolloutSection:
     tail_batching: TailBatchingSection = field(default_factory=TailBatchingSection)
     partial_rollout: PartialRolloutSection = field(default_factory=PartialRolloutSection)
     over_provisioning: OverProvisioningSection = field(default_factory=OverProvisioningSection)
+    speculation: SpeculationSection = field(default_factory=SpeculationSection)
+    ranking_groups: RankingGroupsSection = field(default_factory=RankingGroupsSection)
     layout: LayoutSection = field(default_factory=LayoutSection)
     val_kwargs: ValSamplingSection = field(default_factory=ValSamplingSection)
 

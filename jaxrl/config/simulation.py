@@ -45,8 +45,13 @@ class SimulatedScoring:
     per_token_s: Annotated[
         float, Ge(0), _MAX_SECONDS, "Seconds of scoring per response token, besides the drawn ones."
     ] = 0.0
+    correlation: Annotated[
+        float, Interval(ge=0, le=1), "How much of those seconds a response's prompt decides: 0 nothing, 1 all."
+    ] = 0.0
     hang_share: Annotated[
-        float, Interval(ge=0, le=1), "Share of the responses with scoring that only reward.timeout_s ends."
+        float,
+        Interval(ge=0, le=1),
+        "Share of the responses with scoring that only reward.timeout_s ends, or the time limit of a test case.",
     ] = 0.0
     workers: Annotated[
         int,
@@ -54,6 +59,32 @@ class SimulatedScoring:
         Cap(65536, "each is followed one by one"),
         "Processes that score this task alone; 0: it shares the reward.num_workers of all others.",
     ] = 0
+    device_s: Annotated[
+        float,
+        Ge(0),
+        _MAX_SECONDS,
+        "Seconds that scoring a response takes from the rollout's devices, as a judge on them does; 0: it takes none, "
+        "but workers.",
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class SimulatedHistory:
+    """How much of a response its prompt's responses of the epoch before foretell; rollout.speculation reads it."""
+
+    stretch_median: Annotated[
+        float,
+        Gt(0),
+        _MAX_TOKENS,
+        "Tokens that history foretells in a row, at the median of a lognormal distribution, in the second epoch.",
+    ] = 2.0
+    stretch_sigma: Annotated[
+        float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of the tokens foretold in a row."
+    ] = 2.0
+    gap_mean: Annotated[
+        float, Ge(0), _MAX_TOKENS, "Mean tokens for which no draft is found, before each foretold stretch."
+    ] = 1.0
+    growth: Annotated[float, Gt(-1), "Share by which foretold stretches grow per epoch."] = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +97,9 @@ class SimulatedTask:
     correlation: Annotated[
         float, Interval(ge=0, le=1), "How much of a response's length its prompt decides: 0 nothing, 1 all."
     ] = 0.5
+    outlier_share: Annotated[
+        float, Interval(ge=0, le=1), "Share of the responses with lengths that have nothing to do with their prompts'."
+    ] = 0.0
     prompt_median: Annotated[
         float, Gt(0), _MAX_TOKENS, "Prompt tokens at the median; data.max_prompt_length caps the longest."
     ] = 200.0
@@ -77,6 +111,7 @@ class SimulatedTask:
         float, Interval(gt=0, lt=1), "Probability that a response to the median prompt has reward 1."
     ] = 0.5
     pass_spread: Annotated[float, Ge(0), "Standard deviation over prompts of the logit of their pass rates."] = 2.0
+    history: SimulatedHistory = field(default_factory=SimulatedHistory)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxrl.config import ConfigError, DataSection
@@ -58,6 +59,11 @@ class Problem:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def question(self) -> str:
+        """What the user asks last, which the response answers."""
+        return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
+
+    @property
     def identity(self) -> str:
         """What tells problems apart: the user's text, white space aside."""
         return " ".join(" ".join(m["content"] for m in self.messages if m["role"] != "system").split())
@@ -69,7 +75,7 @@ def read_problems(names: Sequence[str], option: str, data: DataSection) -> list[
         raise ConfigError("data.prompt_key is empty: name the column of the problem's text, or give data.messages_key")
     problems: list[Problem] = []
     for path in data_files(names, option):
-        name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
+        name = source_name(path)
         first = len(problems)
         for where, row in rows(path):
             if len(problems) == first:
@@ -78,26 +84,40 @@ def read_problems(names: Sequence[str], option: str, data: DataSection) -> list[
     return problems
 
 
+def source_name(path: Path) -> str:
+    """The source of a file's problems that name none."""
+    return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
+
+
 def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: DataSection) -> Problem:
     used = [data.messages_key or data.prompt_key, data.answer_key, data.source_key]
     if data.messages_key:
-        messages = _messages(_column(row, data.messages_key, "data.messages_key", where), data.messages_key, where)
+        messages = _messages(column(row, data.messages_key, "data.messages_key", where), data.messages_key, where)
     else:
-        question = _column(row, data.prompt_key, "data.prompt_key", where)
+        question = column(row, data.prompt_key, "data.prompt_key", where)
         if not isinstance(question, str) or not question.strip():
             raise ValueError(
                 f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {shown(question)}"
             )
         messages = ({"role": "user", "content": question},)
-    answer = _answer(_column(row, data.answer_key, "data.answer_key", where), where, data) if data.answer_key else None
-    source = _source(_column(row, data.source_key, "data.source_key", where), where, data) if data.source_key else file
+    answer = (
+        reference_answer(column(row, data.answer_key, "data.answer_key", where), where, data)
+        if data.answer_key
+        else None
+    )
+    source = source_of(column(row, data.source_key, "data.source_key", where), where, data) if data.source_key else file
+    return Problem(index, where, messages, answer, source, extra_columns(row, used))
+
+
+def extra_columns(row: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]:
+    """The columns of a row that are not used otherwise, for the reward."""
     extra = {key: value for key, value in row.items() if key not in used}
     nested = extra.pop("extra_info", None)  # verl's column of that name: its fields are what a reward function expects
     if isinstance(nested, Mapping):
         extra |= nested
     elif nested is not None:
         extra["extra_info"] = nested
-    return Problem(index, where, messages, answer, source, extra)
+    return extra
 
 
 def _check_template(template: str, row: Mapping[str, Any]) -> None:
@@ -110,7 +130,8 @@ def _check_template(template: str, row: Mapping[str, Any]) -> None:
             )
 
 
-def _column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
+def column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
+    """The value of the column that `option` names `key`; ValueError with the row's place if it is not there."""
     if key in row:
         return row[key]
     value: Any = row
@@ -161,7 +182,8 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
     )
 
 
-def _answer(value: Any, where: str, data: DataSection) -> str:
+def reference_answer(value: Any, where: str, data: DataSection) -> str:
+    """The text of a reference answer, of GSM8K's what stands behind `####`."""
     named = f"{where}: {data.answer_key!r} (data.answer_key)"
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{named} must be text or a number, found {shown(value)}")
@@ -173,7 +195,8 @@ def _answer(value: Any, where: str, data: DataSection) -> str:
     return answer
 
 
-def _source(value: Any, where: str, data: DataSection) -> str:
+def source_of(value: Any, where: str, data: DataSection) -> str:
+    """The text of a row's source."""
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise ValueError(
             f"{where}: {data.source_key!r} (data.source_key) must be text or a whole number, found {shown(value)}"

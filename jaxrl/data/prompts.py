@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.config import Config, ConfigError, DataSection
+from jaxrl.config.domains import source_problem
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.data.problems import Problem, read_problems
 from jaxrl.data.quotas import SourceQuotas
@@ -76,6 +77,21 @@ def load_validation(config: Config, train: Problems | None = None) -> Problems:
     if problems and not kept:
         raise ValueError(f"{', '.join(data.val_files)}: all {len(problems)} problems are in the training set")
     return kept[: data.val_size] if data.val_size else kept
+
+
+def refuse_sources(config: Config, train: Problems, held_out: Problems | None = None) -> None:
+    """Raises ConfigError where `reward.domains` names a source that no problem has.
+
+    Args:
+      train: the training problems; may be none.
+      held_out: the held-out ones, which are read where they are not at hand and the training problems do not have all.
+    """
+    sources = {problem.source for problem in train}
+    if held_out is None and config.data.val_files and not sources.issuperset(config.reward.domains):
+        held_out = read_problems(config.data.val_files, "data.val_files", config.data)
+    problem = source_problem(config, sources.union(problem.source for problem in held_out or ()))
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def validation_prompts(config: Config, tokenizer: PromptTokenizer, train: Problems | None = None) -> list[Prompt]:
@@ -262,6 +278,7 @@ class _Rendered:
             source=problem.source,
             answer=problem.answer,
             extra=problem.extra,
+            question=problem.question,
         )
 
     def fingerprint(self) -> str:

@@ -115,6 +115,11 @@ class Tokenizer:
         return tuple(dict.fromkeys([*self.eos_token_ids, *(i for i in ends if i is not None)]))
 
     @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens, as text."""
+        return tuple(token.content for token in self._fast.get_added_tokens_decoder().values() if token.special)
+
+    @property
     def bos_id(self) -> int | None:
         """The id of the token that begins a text, if there is one."""
         return self._id("bos_token")

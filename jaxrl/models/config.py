@@ -27,6 +27,7 @@ ARCHITECTURES: dict[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_REWARD_MODELS = {name.replace("CausalLM", "SequenceClassification"): kind for kind, name in ARCHITECTURES.items()}
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -49,6 +50,9 @@ _DEFAULT_WINDOW, _DEFAULT_WINDOW_START = 4096, 28
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shapes and constants of a decoder. Hashable, so that compiled functions can be cached by it.
+
+    With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
+    head it has one number, read at a text's last token that is not `pad_token_id`.
 
     Example::
 
@@ -75,6 +79,8 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    scalar_head: bool = False
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -102,8 +108,11 @@ class ModelConfig:
             )
         eos: int | list[int] | None = list(self.eos_token_ids) or None
         rope = self.rope_scaling.to_hf()
+        architecture = ARCHITECTURES[self.family]
+        if self.scalar_head:
+            architecture = next(name for name, kind in _REWARD_MODELS.items() if kind == self.family)
         out = {
-            "architectures": [ARCHITECTURES[self.family]],
+            "architectures": [architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -127,6 +136,8 @@ class ModelConfig:
             out["use_sliding_window"] = False
         if self.family != "qwen2":
             out["attention_bias"] = False
+        if self.scalar_head:
+            out |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": self.pad_token_id}
         return out
 
     @property
@@ -155,7 +166,7 @@ class ModelConfig:
 
 
 def _read(fields: Fields, generation: Fields) -> ModelConfig:
-    family = _family(fields)
+    family, scalar_head = _family(fields)
     _check(fields, family)
 
     def size(name: str, default: int | None = None) -> int:
@@ -170,8 +181,10 @@ def _read(fields: Fields, generation: Fields) -> ModelConfig:
     kv_heads = heads if family == "llama" or "num_key_value_heads" in fields.raw else 32
     bos = fields.token_ids("bos_token_id", vocab_size)
     generated_eos, own_eos = (each.token_ids("eos_token_id", vocab_size) for each in (generation, fields))
-    if len(bos) > 1:
-        fields.wrong("bos_token_id", "one token id")
+    pad = fields.token_ids("pad_token_id", vocab_size) if scalar_head else ()
+    for name, ids in (("bos_token_id", bos), ("pad_token_id", pad)):
+        if len(ids) > 1:
+            fields.wrong(name, "one token id")
     try:
         return ModelConfig(
             family=family,
@@ -191,6 +204,8 @@ def _read(fields: Fields, generation: Fields) -> ModelConfig:
             max_position_embeddings=max_positions,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generated_eos or own_eos,
+            scalar_head=scalar_head,
+            pad_token_id=pad[0] if pad else None,
         )
     except ValueError as error:
         if str(error).startswith((fields.file, generation.file)):
@@ -198,14 +213,17 @@ def _read(fields: Fields, generation: Fields) -> ModelConfig:
         raise ValueError(f"{fields.file}: {error}") from None
 
 
-def _family(fields: Fields) -> Family:
-    """From `architectures`, or from `model_type` where that is missing; both must agree."""
+def _family(fields: Fields) -> tuple[Family, bool]:
+    """From `architectures`, or from `model_type` where that is missing; both must agree. And whether it is a reward
+    model."""
     named, kind = fields.get("architectures", []), fields.get("model_type")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         fields.wrong("architectures", f'a list of names, as ["{ARCHITECTURES["llama"]}"]')
     if kind is not None and not isinstance(kind, str):
         fields.wrong("model_type", f"one of {', '.join(ARCHITECTURES)}")
-    family = {name: kind for kind, name in ARCHITECTURES.items()}.get(named[0]) if named else kind
+    scalar_head = bool(named) and named[0] in _REWARD_MODELS
+    known = {name: kind for kind, name in ARCHITECTURES.items()} | _REWARD_MODELS
+    family = known.get(named[0]) if named else kind
     if family not in get_args(Family):
         value = f"architectures {shown(named)}" if named else f"model_type {shown(kind)}"
         fields.refuse(value, f"supported are {', '.join(ARCHITECTURES.values())}")
@@ -213,7 +231,7 @@ def _family(fields: Fields) -> Family:
         fields.refuse(
             f"architectures {shown(named)} with model_type {shown(kind)}", f"the model_type of {named[0]} is {family!r}"
         )
-    return cast(Family, family)
+    return cast(Family, family), scalar_head
 
 
 def _check(fields: Fields, family: Family) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight, weights
 
 Params = dict[str, Any]
@@ -123,7 +124,7 @@ def _at_least_float32(dtype: Any) -> Any:
 
 
 def layer(
-    lp: Params,
+    lp: Mapping[str, Any],
     x: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
@@ -160,7 +161,7 @@ def layer(
 class _LayerWeights(NamedTuple):
     """A layer's weights, and how they are multiplied with activations of `dtype` (see `layer` for the other fields)."""
 
-    lp: Params
+    lp: Mapping[str, Any]
     dtype: Any
     eps: float
     features_first: bool
@@ -344,6 +345,14 @@ def logits(params: Params, x: jax.Array, config: ModelConfig, *, features_first:
     return out
 
 
+def score(params: Params, x: jax.Array, *, features_first: bool = False) -> jax.Array:
+    """A reward model's number: [...] in at least float32 from final-normed x [..., E], or [E, ...]."""
+    head, wide = params["score"].astype(x.dtype), _at_least_float32(x.dtype)
+    spec = "le,e...->...l" if features_first else "...e,el->...l"
+    both = (head, x) if features_first else (x, head)
+    return jnp.einsum(spec, *both, preferred_element_type=wide)[..., 0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head_product(order: str, x: jax.Array, head: jax.Array) -> jax.Array:
     """x [..., E] times the head in its `order` of dims, in at least float32.
@@ -431,19 +440,22 @@ def forward_layers(
     *,
     dtype: Any,
     features_first: bool = False,
+    ahead: bool = True,
 ) -> tuple[jax.Array, list[Any]]:
     """Rollout form, unrolled: (final-normed hidden states [..., E], each layer's cache).
 
     `attends(layer_index, q, k, v) -> (out, cache_of_layer)`. With `features_first` hidden states are [E, ...], and the
-    weights as `to_rollout(..., features_first=True)` gives them.
+    weights as `to_rollout(..., features_first=True)` gives them. Weights in the host's memory are streamed, `ahead` as
+    `jaxrl.models.streaming.LayerFeed` takes it.
     """
     cos, sin = rope_tables(positions, config, dtype)
     x = embed(params, tokens, dtype)
     if features_first:
         x = jnp.moveaxis(x, -1, 0)
-    caches = []
-    for i, lp in enumerate(params["layers"]):
+    caches, feed = [], LayerFeed(params["layers"], ahead)
+    for i in range(len(params["layers"])):
         attend = partial(attends, i)
+        x, lp = feed.take(i, x)
         x, cache = layer(lp, x, cos, sin, attend, config, features_first=features_first)
         caches.append(cache)
     return final_norm(params, x, config, features_first=features_first), caches

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
@@ -28,10 +27,9 @@ from jaxrl.models.config import LARGEST, Family, ModelConfig
 from jaxrl.models.decoder import rope_frequencies
 from jaxrl.models.fields import MAX_ID
 from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
-from jaxrl.models.safetensors import place, shardings_of
+from jaxrl.models.safetensors import OpenModel
 from jaxrl.models.tensor_files import check_tensors
 from jaxrl.models.weights import Weight
-from jaxrl.sharding import rules
 
 SUPPORTED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K)
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -204,6 +202,12 @@ def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
 
 def load_gguf(file: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[ModelConfig, Any]:
     """(config, params in training form) of a GGUF file, dequantised, on the mesh's train shardings."""
+    model = open_model(file)
+    return model.config, model.load(mesh, dtype)
+
+
+def open_model(file: str | Path) -> OpenModel:
+    """A GGUF file. Raises ValueError where its tensors are not those of its config, or of a type that is not read."""
     file = str(file)
     reader = open_gguf(file)
     config = config_from_gguf(reader, file)
@@ -234,8 +238,8 @@ def load_gguf(file: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float
 
         return layer
 
-    def one(weight: Weight, sharding: Any) -> jax.Array:
+    def where(weight: Weight) -> Callable[[int], str]:
         names = weight.names("gguf")
-        return place(weight, read(weight), dtype, sharding, lambda layer: f"{file}: tensor {names[layer]}")
+        return lambda layer: f"{file}: tensor {names[layer]}"
 
-    return config, rules.map_weights(one, table, shardings_of(config, mesh))
+    return OpenModel(config, read, where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from jaxrl.config.declared import is_url
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
-from jaxrl.models.gguf import config_from_gguf, load_gguf
-from jaxrl.models.safetensors import load_hf
+from jaxrl.models.gguf import config_from_gguf, load_gguf, open_model
+from jaxrl.models.safetensors import load_hf, open_hf
 from jaxrl.sharding import rules
 
 RANDOM = "random:"
@@ -79,6 +80,22 @@ def load_model(
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         return _random(config_of(path), mesh, dtype, random_init_seed or 0)
     return load_hf(source, mesh, dtype) if source.is_dir() else load_gguf(source, mesh, dtype)
+
+
+def load_layerwise(
+    path: str | Path, mesh: Mesh, dtype: Any = jnp.float32, *, random_init_seed: int | None = None
+) -> tuple[ModelConfig, dict[str, Any], Iterator[dict[str, Any]]]:
+    """(config, the weights outside of layers, each layer's, stacked on a leading dim of 1), on the mesh's train
+    shardings: a model that is larger than the devices is read a layer at a time. Arguments as for `load_model`; random
+    weights are all made at once."""
+    source = checked_path(path)
+    if str(path).startswith(RANDOM) or random_init_seed is not None:
+        config, params = _random(config_of(path), mesh, dtype, random_init_seed or 0)
+        layers = params.pop("layers")
+        return config, params, ({n: x[i : i + 1] for n, x in layers.items()} for i in range(config.num_layers))
+    model = open_hf(source) if source.is_dir() else open_model(source)
+    layers = (model.load_layer(i, mesh, dtype) for i in range(model.config.num_layers))
+    return model.config, model.load_outer(mesh, dtype), layers
 
 
 def config_of(path: str | Path) -> ModelConfig:

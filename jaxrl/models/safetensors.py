@@ -12,8 +12,9 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,12 +74,57 @@ def shardings_of(config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
     return rules.map_weights(lambda _: None, table) if mesh is None else rules.train_shardings(config, mesh)
 
 
+class OpenModel(NamedTuple):
+    """A model's files, checked, of which no weight is read yet.
+
+    Attributes:
+      read: for a declared weight, the file's tensor by layer (0 where it is not stacked), of shape `weight.hf_shape`.
+      where: for a declared weight, the names of file and tensor by layer.
+    """
+
+    config: ModelConfig
+    read: Callable[[Weight], Callable[[int], np.ndarray]]
+    where: Callable[[Weight], Callable[[int], str]]
+
+    def load(self, mesh: Mesh | None, dtype: Any) -> Any:
+        """The params in training form, weight by weight, on the mesh's train shardings."""
+        return self._place(self.config.weights(), shardings_of(self.config, mesh), dtype)
+
+    def load_outer(self, mesh: Mesh | None, dtype: Any) -> Any:
+        """The weights outside of the layers."""
+        table = {name: weight for name, weight in self.config.weights().items() if name != "layers"}
+        return self._place(table, shardings_of(self.config, mesh), dtype)
+
+    def load_layer(self, index: int, mesh: Mesh | None, dtype: Any) -> Any:
+        """The weights of one layer, stacked on a leading dim of 1."""
+
+        def one(weight: Weight, sharding: Any) -> jax.Array:
+            read, where = self.read(weight), self.where(weight)
+            own = replace(weight, shape=(1, *weight.layer_shape))
+            return place(own, lambda _: read(index), dtype, sharding, lambda _: where(index))
+
+        shardings = shardings_of(replace(self.config, num_layers=1), mesh)
+        return rules.map_weights(one, self.config.weights()["layers"], shardings["layers"])
+
+    def _place(self, table: dict[str, Any], shardings: dict[str, Any], dtype: Any) -> Any:
+        def one(weight: Weight, sharding: Any) -> jax.Array:
+            return place(weight, self.read(weight), dtype, sharding, self.where(weight))
+
+        return rules.map_weights(one, table, shardings)
+
+
 def load_hf(folder: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[ModelConfig, Any]:
     """(config, params in training form) of a Hugging Face folder, weight by weight, on the mesh's train shardings."""
+    model = open_hf(folder)
+    return model.config, model.load(mesh, dtype)
+
+
+def open_hf(folder: str | Path) -> OpenModel:
+    """A Hugging Face folder. Raises ValueError where its tensors are not those of its config."""
     folder = Path(folder)
     config = ModelConfig.from_hf(folder)
     tensors = {n: t for n, t in read_folder(folder).items() if not n.endswith(_IGNORED_SUFFIXES)}
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and not config.scalar_head:
         tensors = _one_embedding(tensors)
 
     table = config.weights()
@@ -89,15 +135,15 @@ def load_hf(folder: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float
     )
     check_places(tensors.values())
 
-    def one(weight: Weight, sharding: Any) -> jax.Array:
+    def read(weight: Weight) -> Callable[[int], np.ndarray]:
         names = weight.names()
+        return lambda layer: tensors[names[layer]].read()
 
-        def where(layer: int) -> str:
-            return f"{tensors[names[layer]].file}: tensor {names[layer]}"
+    def where(weight: Weight) -> Callable[[int], str]:
+        names = weight.names()
+        return lambda layer: f"{tensors[names[layer]].file}: tensor {names[layer]}"
 
-        return place(weight, lambda layer: tensors[names[layer]].read(), dtype, sharding, where)
-
-    return config, rules.map_weights(one, table, shardings_of(config, mesh))
+    return OpenModel(config, read, where)
 
 
 def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

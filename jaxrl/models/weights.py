@@ -3,7 +3,8 @@
 Random initialisation, shardings, loading (safetensors and GGUF), export and padding all derive from this table, so that
 a weight's shape, its logical dims and its names in files are written down in one place only.
 
-Logical dims: `vocab`, `embed` (the residual stream), `heads` (query heads), `kv_heads`, `head_dim`, `mlp`, `layers`.
+Logical dims: `vocab`, `embed` (the residual stream), `heads` (query heads), `kv_heads`, `head_dim`, `mlp`, `layers`,
+`labels` (the one number of a reward model).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Sizes(Protocol):
     def qkv_bias(self) -> bool: ...
     @property
     def qk_norm(self) -> bool: ...
+    @property
+    def scalar_head(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,9 @@ def weights(sizes: Sizes) -> dict[str, Any]:
         "layers": _attention(sizes) | _mlp(sizes),
         "final_norm": Weight((E,), ("embed",), "ones", "model.norm.weight", "output_norm.weight", (E,)),
     }
-    if not sizes.tie_word_embeddings:
+    if sizes.scalar_head:
+        tree["score"] = Weight((E, 1), ("embed", "labels"), "normal", "score.weight", "", (1, E), transpose=True)
+    elif not sizes.tie_word_embeddings:
         tree["lm_head"] = Weight(
             (E, V), ("embed", "vocab"), "normal", "lm_head.weight", "output.weight", (V, E), transpose=True
         )

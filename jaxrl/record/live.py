@@ -28,6 +28,7 @@ from rich.text import Text
 
 from jaxrl.record.metrics import step_phases
 
+_SHOWN_S = 0.05  # a phase that took less is not
 _RECENT_STEPS = 10  # steps from which the time to go is estimated
 # whole terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -215,9 +216,13 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], to_go: float
     add("reward {}", "critic/rewards/mean")
     add("length {} (max {})", "response_length/mean", "response_length/max")
     seconds_of = step_phases(metrics)
-    phases = [(name, _finite(seconds_of.get(name))) for name in _PHASES]
+    phases = {name: seconds for name in _PHASES if (seconds := _finite(seconds_of.get(name))) is not None}
+    hidden_s = _finite(metrics.get("reward/hidden_s")) or 0.0  # of scoring, beside what was waited for
+    beside = {"reward": f" (+{_value(hidden_s)} hidden)"} if hidden_s >= _SHOWN_S and "reward" in phases else {}
     shown = ", ".join(
-        f"{name} {_value(seconds)}" for name, seconds in phases if seconds is not None and seconds >= 0.05
+        f"{name} {_value(seconds if seconds >= _SHOWN_S else 0.0)}{beside.get(name, '')}"
+        for name, seconds in phases.items()
+        if seconds >= _SHOWN_S or name in beside
     )
     if (seconds := _finite(metrics.get("timing_s/step"))) is not None:
         parts.append(f"{_value(seconds)}s" + (f": {shown}" if shown else ""))

@@ -160,12 +160,13 @@ def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = 
 
 
 def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
-    """Rewards, and lengths in tokens, of scored groups; `limit`: tokens of the longest response allowed."""
+    """Rewards, lengths in tokens, and the newest epoch of scored groups; `limit`: tokens of the longest response."""
     samples = [sample for group in groups for sample in group.samples]
     measured = spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
     measured |= length_metrics([len(sample) for sample in samples], limit)
     measured |= spread("prompt_length", [len(group.prompt.token_ids) for group in groups])
     mixed = [len({sample.reward for sample in group.samples}) > 1 for group in groups]
+    measured["training/epoch"] = max(group.prompt.epoch for group in groups)
     return measured | {"critic/mixed_reward_groups": float(np.mean(mixed))}
 
 
@@ -194,6 +195,28 @@ def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
 def seconds_of(phases: Sequence[str], line: Mapping[str, float]) -> float:
     """What these phases took together, by a step's metrics."""
     return sum(line.get(f"timing_s/{name}", 0.0) for name in phases)
+
+
+def hidden_scoring(measured: dict[str, float], round_s: Mapping[str, float]) -> dict[str, float]:
+    """`reward/hidden_s`: the seconds in which samples were being scored while the rollout went on. Takes
+    `reward/busy_s`, all seconds in which samples were, out of `measured`.
+
+    Args:
+      round_s: the round's phases; its `timing_s/reward` is what was waited for.
+    """
+    busy_s = measured.pop("reward/busy_s", None)
+    return {} if busy_s is None else {"reward/hidden_s": max(busy_s - round_s["timing_s/reward"], 0.0)}
+
+
+def hidden_scoring_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
+    """(step, share of the time with anything to score in which the rollout went on), for steps with such time."""
+    found: list[tuple[float, float]] = []
+    for line in lines:
+        if "reward/hidden_s" in line:
+            hidden_s = line["reward/hidden_s"]
+            whole_s = hidden_s + seconds_of(["reward"], line)
+            found += [(line["step"], hidden_s / whole_s)] if whole_s > 0 else []
+    return found
 
 
 def seconds_of_other_steps(line: dict[str, float], earlier_s: float | None, ahead_s: float | None) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """A few samples of each step, for people: `samples.jsonl` in the run directory.
 
 One line per sample: step, prompt, response, answer, reward, length (tokens), finish_reason, source; with overlong
-reward shaping also overlong_reward, which is part of reward. The report shows them; `jaxrl simulate` can draw
-lengths and rewards from them, and `jaxrl tune` does (`jaxrl.sim.recorded`).
+reward shaping also overlong_reward, which is part of reward; with weights and parts own_reward and parts, of which it
+is made; where scoring failed, error. The report shows them; `jaxrl simulate` can draw lengths and rewards from them,
+and `jaxrl tune` does (`jaxrl.sim.recorded`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jaxrl.types import Group
 FILE_NAME = "samples.jsonl"
 GROUPS_PER_STEP = 2
 SAMPLES_PER_GROUP = 2
+_OF_REWARD = ("overlong_reward", "own_reward", "parts", "error")
 
 
 class SampleLog:
@@ -43,8 +45,7 @@ class SampleLog:
                     "finish_reason": sample.finish_reason,
                     "source": group.prompt.source,
                 }
-                if "overlong_reward" in sample.reward_info:
-                    line["overlong_reward"] = sample.reward_info["overlong_reward"]
+                line |= {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}
                 self._lines.append(line)
 
     def close(self) -> None:

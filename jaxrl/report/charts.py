@@ -3,7 +3,7 @@
 Purpose: `card(chart)` is a figure with title, legend and drawing. Colours are classes of the page's style sheet.
 
 Lines are drawn from at most `_POINTS` points and bars from `_BARS`: longer series are averaged over equal stretches,
-while bands keep the extremes.
+while bands keep the extremes. Of more than `_MARKS` marks, every second, third and so on is drawn.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from statistics import fmean
 
 _POINTS = 160
 _BARS = 60
+_MARKS = 40
 # size of the drawing in units of its viewBox: about one CSS pixel each on a phone, and in a column of the wide page
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 12, 10, 26
 
@@ -48,6 +49,8 @@ class Chart:
     from_zero: bool = True
     top: float | None = None
     span: tuple[float, float] | None = None  # steps that the axis covers; default: those of the points
+    marks: Sequence[float] = ()  # steps with an upright line
+    mark: str = ""  # what happens there
 
 
 def card(chart: Chart) -> str:
@@ -58,6 +61,8 @@ def card(chart: Chart) -> str:
     labels = [(curve.label, curve.colour + " dash" * curve.limit) for curve in drawn]
     if all(chart.band):
         labels.append(("lowest to highest", "c1 faint"))
+    if chart.marks:
+        labels.append((chart.mark, "mark"))
     legend = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in labels)
     body = f"<ul>{legend}</ul>" if len(labels) > 1 else "<ul></ul>"
     return f"<figure>{head}{body}{_svg(chart)}</figure>"
@@ -84,7 +89,7 @@ def _svg(chart: Chart) -> str:
     def py(y: float) -> float:
         return round(_HEIGHT - _BOTTOM - (y - ticks[0]) / (ticks[-1] - ticks[0]) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
-    parts = [_axes(ticks, first, last, px, py), _bars(stack, px, py) if stack else ""]
+    parts = [_axes(ticks, first, last, px, py), _marks(chart, px), _bars(stack, px, py) if stack else ""]
     low, high = finite(low), finite(high)
     if low and high:
         edge = [(px(x), py(y)) for x, y in (*high, *reversed(low))]
@@ -104,6 +109,17 @@ def _axes(ticks: Sequence[float], first: float, last: float, px: Callable, py: C
     for step in step_labels(first, last):
         parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor=middle>{step:g}</text>")
     return "".join(parts)
+
+
+def _marks(chart: Chart, px: Callable) -> str:
+    """Upright lines, as many as a reader can tell apart."""
+    shown = chart.marks[:: -(-len(chart.marks) // _MARKS)] if chart.marks else ()
+    title = escape(chart.mark)
+    return "".join(
+        f"<line class=mark x1={px(x)} x2={px(x)} y1={_TOP} y2={_HEIGHT - _BOTTOM}>"
+        f"<title>step {x:g}: {title}</title></line>"
+        for x in shown
+    )
 
 
 def _bars(stack: Sequence[Curve], px: Callable, py: Callable) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,6 +34,8 @@ from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
 from jaxrl.report.layouts import layouts_section
+from jaxrl.report.rewards import rewards_section
+from jaxrl.report.samples import samples_section
 
 RUN_FILE = "run.json"
 PHASES = {  # in a step: label and colour of each
@@ -47,8 +50,6 @@ PHASES = {  # in a step: label and colour of each
     "sync": ("sync", "c7"),
     "save": ("save", "c8"),
 }
-_SAMPLES_PER_STEP = 4
-_MAX_TEXT = 4000  # characters of a prompt or response that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,9 @@ def page(run: Run) -> str:
     return document(
         name,
         _subtitle(run),
-        f"{problems}{_headlines(run)}<section class=charts>{charts}</section>{layouts_section(run.layouts)}"
-        f"<h2>Samples</h2>{_samples(run)}<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
+        f"{problems}{_headlines(run)}<section class=charts>{charts}</section>{rewards_section(run.metrics, span)}"
+        f"{layouts_section(run.layouts)}<h2>Samples</h2>{samples_section(run.samples)}"
+        f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
 
 
@@ -221,6 +223,8 @@ def _charts(run: Run) -> list[Chart]:
         Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
         *_by_round(run),
         *_hidden(run),
+        *_drafts(run),
+        *_ranked(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
@@ -262,6 +266,42 @@ def _hidden(run: Run) -> list[Chart]:
     return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
 
 
+def _drafts(run: Run) -> list[Chart]:
+    """What speculation brought, with the steps at which an epoch begins; none where it is off."""
+    if not run.series("rollout/spec/accept_rate"):
+        return []
+    shares = [
+        Curve("accepted, of those drafted", run.series("rollout/spec/accept_rate")),
+        Curve("of decoded tokens from drafts", run.series("rollout/spec/drafted_share"), "c2"),
+        Curve("of plans that verify", run.series("rollout/spec/plans_share"), "c4"),
+    ]
+    tokens = [Curve("tokens", run.series("rollout/spec/tokens_per_step"))]
+    charts = [
+        Chart("Drafts from history", "share", shares, "rollout/spec/accept_rate", top=1),
+        Chart("Tokens of a step that verifies", "per row", tokens, "rollout/spec/tokens_per_step"),
+    ]
+    return [_with_epochs(run, chart) for chart in charts]
+
+
+def _ranked(run: Run) -> list[Chart]:
+    """How busy ranking groups have kept the workers; none where they are off."""
+    if not run.series("rollout/ranking/idle_share"):
+        return []
+    shares = [
+        Curve("of workers' time idle", run.series("rollout/ranking/idle_share")),
+        Curve("of responses moved", run.series("rollout/ranking/moved_share"), "c2"),
+        Curve("begun in an earlier round", run.series("rollout/ranking/carried_share"), "c4"),
+    ]
+    return [_with_epochs(run, Chart("Workers of ranking groups", "share", shares, "rollout/ranking/*", top=1))]
+
+
+def _with_epochs(run: Run, chart: Chart) -> Chart:
+    """The chart, with the steps at which an epoch begins."""
+    newest = run.series("training/epoch")
+    begun = [step for (_, before), (step, epoch) in pairwise(newest) if epoch > before]
+    return replace(chart, marks=begun, mark="an epoch begins")
+
+
 def _phases(run: Run) -> list[Curve]:
     """Phases as layers, those that ran in the step and each moment once; the rest of the step's time is "other"."""
     whole = dict(finite(run.series("timing_s/step")))
@@ -283,58 +323,6 @@ def _one_by_one(run: Run) -> list[Curve]:
     """Where rollout and update ran at the same time: what the steps would have taken in turns."""
     both = [(row["step"], seconds_of(("step", "overlap"), row)) for row in run.metrics if "timing_s/overlap" in row]
     return [Curve("in turns", both, "c10", limit=True)] if both else []
-
-
-def _samples(run: Run) -> str:
-    if not run.samples:
-        return "<p class=note>No samples were recorded.</p>"
-    steps = sorted({sample["step"] for sample in run.samples})
-    chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-    rows = []
-    for step in chosen:
-        rows.append(f"<tr class=step><th colspan={len(SAMPLE_COLUMNS)} scope=rowgroup>Step {step:g}</th></tr>")
-        for sample in [s for s in run.samples if s["step"] == step][:_SAMPLES_PER_STEP]:
-            rows.append(f"<tr>{''.join(_cell(sample, *column) for column in SAMPLE_COLUMNS)}</tr>")
-    heads = "".join(f"<th>{heading}</th>" for heading, _, _ in SAMPLE_COLUMNS)
-    return f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _cell(sample: Mapping[str, Any], heading: str, content: Callable[[Mapping[str, Any]], str], is_number: bool) -> str:
-    return f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
-
-
-def _prompt(sample: Mapping[str, Any]) -> str:
-    answer = sample.get("answer")
-    shown = "" if answer in (None, "") else f"<p class=sub>answer: {escape(str(answer)[:_MAX_TEXT])}</p>"
-    return _text(sample, "prompt") + shown
-
-
-def _reward(sample: Mapping[str, Any]) -> str:
-    reward = sample.get("reward")
-    return escape(number(reward) if isinstance(reward, int | float) else "–")
-
-
-def _tokens(sample: Mapping[str, Any]) -> str:
-    length = sample.get("length")
-    details = [str(sample[k]) for k in ("finish_reason", "source") if sample.get(k)]
-    return f"{escape('–' if length is None else str(length))}<p class=sub>{breakable(', '.join(details))}</p>"
-
-
-def _text(sample: Mapping[str, Any], name: str) -> str:
-    value = str(sample.get(name) or "")
-    more = len(value) - _MAX_TEXT
-    rest = f"<i> … {more} more characters</i>" if more > 0 else ""
-    return f"<pre tabindex=0>{escape(value[:_MAX_TEXT])}{rest}</pre>"
-
-
-SAMPLE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str], bool], ...] = (
-    ("Prompt", _prompt, False),
-    ("Response", lambda sample: _text(sample, "response"), False),
-    ("Reward", _reward, True),
-    ("Tokens", _tokens, True),
-)
-"""The table of samples: heading, what the cell shows of a sample, and whether it is a number. Older runs lack fields
-that were added later, so a cell reads them with `get`. Widths stand in `_STYLE`."""
 
 
 def _config(run: Run) -> str:
@@ -396,11 +384,13 @@ border:1px solid var(--rule);border-radius:8px;padding:14px 14px 8px;display:fle
 list-style:none;margin:2px 0 6px;padding:0;display:flex;flex-wrap:wrap;gap:0 12px;min-height:1.3em;font-size:.8125rem;
 color:var(--soft)}figure li::before{content:"";display:inline-block;width:10px;height:10px;border-radius:2px;
 margin-right:5px;background:var(--c)}figure li.faint::before{opacity:.3}figure li.dash::before{height:0;
-border-radius:0;border-top:2px dashed var(--ink);background:none;vertical-align:middle}.none{color:var(--soft);
+border-radius:0;border-top:2px dashed var(--ink);background:none;vertical-align:middle}figure li.mark::before{
+width:0;border-radius:0;border-left:2px dotted var(--soft);background:none;vertical-align:-1px}.none{color:var(--soft);
 font-size:.875rem;margin:auto;padding:40px 16px;text-align:center}svg{display:block;width:100%;height:auto;
 margin-top:auto}svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}.grid{stroke:var(--rule);
-stroke-width:1}.line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;
-stroke:var(--ink)}rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{
+stroke-width:1}.mark{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}.line{fill:none;stroke:var(--c);
+stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;stroke:var(--ink)}
+rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{
 --c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}.c8{--c:var(--c8)}.c9{
 --c:var(--c9)}.c10{--c:var(--c10)}.c11{--c:var(--c11)}
 table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{
@@ -408,7 +398,7 @@ color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:
 vertical-align:top}.step th{padding-top:20px}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;
 white-space:pre-wrap;max-height:20em;overflow:auto}.samples{table-layout:fixed}.samples th:nth-child(1){width:34%}
-.samples th:nth-child(3){width:72px}.samples th:nth-child(4){width:150px}.facts th{width:110px;color:var(--soft);
+.samples th:nth-child(3){width:140px}.samples th:nth-child(4){width:150px}.facts th{width:110px;color:var(--soft);
 font-weight:400}@media(max-width:640px){main{padding:20px 14px 48px}h1{font-size:1.4rem}.headlines{
 grid-template-columns:1fr 1fr}.headlines dd:not(.sub){font-size:1.4rem}.samples thead{display:none}
 .samples,.samples tbody,.samples tr,.samples td,.samples th{display:block;width:auto}.samples tr{

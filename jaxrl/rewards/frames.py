@@ -21,6 +21,7 @@ MAX_VERDICT_BYTES = 1 << 20
 """The longest verdict, as JSON text: its info may hold a long judgement, and no data."""
 TASK_ID_BYTES = 16
 
+_TASK = struct.Struct(f"!{TASK_ID_BYTES}sd")
 _HEADER = struct.Struct("!I")
 _READ_BYTES = 1 << 16
 _READS = 16  # per look, so that a flood from one socket does not keep its reader from the others
@@ -117,6 +118,17 @@ def _read_exactly(sock: socket.socket, count: int) -> bytes | None:
 def write_frame(sock: socket.socket, payload: bytes) -> None:
     """Writes one frame, and waits until the socket has taken it."""
     sock.sendall(_HEADER.pack(len(payload)) + payload)
+
+
+def task_frame(task_id: str, limit_s: float, request: bytes) -> bytes:
+    """A sample for a keeper and its worker: the task's id, its time limit (0: none), and the pickled request."""
+    return _TASK.pack(task_id.encode(), limit_s) + request
+
+
+def read_task(frame: bytes) -> tuple[str, float, bytes]:
+    """The reverse of `task_frame`."""
+    task_id, limit_s = _TASK.unpack_from(frame)
+    return task_id.decode(), limit_s, frame[_TASK.size :]
 
 
 def read_message(payload: bytes) -> dict[str, Any]:

@@ -6,7 +6,9 @@ process that its scoring started is killed (what the reward file started while i
 ends). A worker that ended is replaced at once, by a fork of a process that has the scorer's libraries loaded.
 
 Which sample is to blame for a death: the worker writes the sample's id into shared memory when it takes it, before any
-foreign code sees it. A worker that ended without that mark costs the sample an attempt, of which it has `MAX_ATTEMPTS`.
+foreign code sees it. A worker that ended with that mark costs the sample one of its `reward.max_retries`; one that
+ended without it costs an attempt, of which a sample has `MAX_ATTEMPTS`. A worker that runs out of memory after it has
+scored other samples may owe that to them, so the sample is scored again in a new one: that counts as a death.
 
 A worker that is stopped (SIGSTOP) while it has nothing to do is replaced. With a sample, its time limit counts; without
 a limit it has `STOPPED_S` to go on.
@@ -32,6 +34,7 @@ from jaxrl.rewards.frames import (
     message_of,
     read_message,
     read_scored,
+    read_task,
     to_bytes,
 )
 from jaxrl.rewards.processes import adopt_orphans, descendants, kill, kill_descendants
@@ -41,6 +44,7 @@ from jaxrl.rewards.worker import WorkerSettings, become_worker
 
 MAX_LOG_BYTES = 16 << 20
 STOPPED_S = 10.0
+DROP_S = 1.0
 _EXIT_S = 0.5  # for a worker whose socket has closed to be gone by itself
 _SLICE_S = 5.0  # the longest that a keeper sleeps
 _MAX_REQUEST_BYTES = (1 << 32) - 1  # the trainer is trusted
@@ -54,14 +58,17 @@ class _Worker:
     is_ready: bool = False
     kept: frozenset[int] = frozenset()  # processes that loading the scorer started
     exit_code: int | None = None  # of one that has ended
+    num_scored: int = 0
     is_stopped: bool = False  # its deadline is then for going on, where there was none
 
 
 @dataclass
 class _Task:
     id: str
+    limit_s: float  # 0: none
     frame: bytes
-    attempts: int = 0
+    attempts: int = 0  # workers that ended before they had begun with it
+    deaths: int = 0  # of workers that had
     scored: dict[str, Any] | None = field(default=None)  # a verdict whose process has still to end
 
 
@@ -73,6 +80,7 @@ class Keeper:
         self._output = _Output(settings.log)
         self._worker: _Worker | None = None
         self._task: _Task | None = None
+        self._is_dropped = False  # whether the verdict on the task is not wanted any more
         self._failed_starts = 0  # in a row
         self._was_ready = False
 
@@ -160,10 +168,13 @@ class Keeper:
             limit = f"{self._settings.start_timeout_s:g} s"
             error = f"{self._settings.loads} did not end within reward.start_timeout_s ({limit})"
             self._not_started(error, final=not self._was_ready)
-        elif self._settings.timeout_s:
-            self._settle(timed_out(self._settings.timeout_s))
+        elif self._is_dropped:
+            self._settle(crashed("its verdict is not wanted any more"))
+        elif not worker.is_stopped:
+            assert self._task is not None, "a worker without a sample has no time limit"
+            self._settle(timed_out(self._task.limit_s))
         else:
-            self._settle(crashed(f"the scorer's process was stopped (SIGSTOP) for {STOPPED_S:g} s"))
+            self._died(f"the scorer's process was stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     # -- from the trainer --------------------------------------------------------------------------------------------
 
@@ -171,8 +182,12 @@ class Keeper:
         if not frame:  # is this process alive?
             self._trainer.send(to_bytes({"alive": True}))
             return
+        if len(frame) == TASK_ID_BYTES:  # the verdict on this task is not wanted any more
+            self._drop(frame.decode())
+            return
         assert self._task is None, "the trainer hands over one task at a time"
-        self._task = _Task(frame[:TASK_ID_BYTES].decode(), frame)
+        task_id, limit_s, _ = read_task(frame)
+        self._task, self._is_dropped = _Task(task_id, limit_s, frame), False
         if self._worker is None:
             self._failed_starts = 0
             self._start_worker()
@@ -183,9 +198,17 @@ class Keeper:
         worker, task = self._worker, self._task
         if worker is not None and worker.is_ready and task is not None:
             self._taken[:] = bytes(TASK_ID_BYTES)
-            worker.deadline = time.monotonic() + (self._settings.timeout_s or math.inf)
+            worker.deadline = time.monotonic() + (task.limit_s or math.inf)
             worker.is_stopped = False
             worker.channel.send(task.frame)
+
+    def _drop(self, task_id: str) -> None:
+        """Ends the scoring of a task that takes longer than `DROP_S` from here on; starting a worker costs as much."""
+        worker, task = self._worker, self._task
+        if worker is None or not worker.is_ready or task is None or task.id != task_id:
+            return
+        self._is_dropped = True
+        worker.deadline = min(worker.deadline, time.monotonic() + DROP_S)
 
     # -- from the worker ---------------------------------------------------------------------------------------------
 
@@ -213,11 +236,16 @@ class Keeper:
             self._not_started(str(message.get("error"))[:2000], final=True)
         elif task is not None and message.get("task") == task.id and task.scored is None:
             task.scored = {**message_of(read_scored(message), task.id), "last": message.get("last") is True}
-            if not self._settings.fresh_process:
+            if task.scored["last"] and self._may_owe_it_to_others(worker, task):
+                task.scored = None
+                self._died("the scorer's process ran out of memory, in which earlier samples had left something")
+            elif not self._settings.fresh_process:
                 self._finish(task.scored)
         elif task is not None and message.get("ended") == task.id and self._settings.fresh_process:
-            code = message.get("code")
-            self._finish(task.scored or message_of(crashed(_ended(code)), task.id))
+            if task.scored is None:
+                self._died(_ended(message.get("code")))
+            else:
+                self._finish(task.scored)
         else:
             raise BadFrame("a verdict that it was not asked for")
 
@@ -226,6 +254,7 @@ class Keeper:
         worker = self._worker
         assert worker is not None
         worker.deadline = math.inf
+        worker.num_scored += 1
         if message.pop("last", False) and not self._settings.fresh_process:
             self._end_worker()
         else:
@@ -258,7 +287,7 @@ class Keeper:
         elif task.scored is not None:  # of its own process; the worker died before it could say that it had ended
             self._settle(read_scored(task.scored))
         elif self._has_taken(task):
-            self._settle(crashed(why))
+            self._died(why)
         elif not self._try_again(task):
             self._restart(f"a worker ended before it had taken its sample: {why}")
 
@@ -273,6 +302,24 @@ class Keeper:
             return False
         self._settle(crashed(f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample"))
         return True
+
+    def _may_owe_it_to_others(self, worker: _Worker, task: _Task) -> bool:
+        """Whether a worker may have run out of memory for what it keeps of samples before this one."""
+        alone = self._settings.fresh_process or not worker.num_scored
+        return not alone and task.deaths < self._settings.max_retries
+
+    def _died(self, why: str) -> None:
+        """The worker is of no use any more, and its sample may be the reason: it is scored again in another, or has its
+        verdict."""
+        task = self._task
+        assert task is not None
+        task.deaths += 1
+        if task.deaths > self._settings.max_retries or self._is_dropped:
+            self._settle(crashed(why, task.deaths))
+            return
+        self._trainer.send(to_bytes({"retried": why}))
+        self._end_worker()
+        self._start_worker()
 
     def _settle(self, scored: Scored) -> None:
         """A verdict with which the worker goes."""

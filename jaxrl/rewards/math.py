@@ -1,177 +1,233 @@
-r"""Answers to mathematical problems: find the final one in a response, compare it with the reference.
+r"""Answers to mathematical problems: the final one in a response, compared with the reference.
 
-Extraction takes the last marked answer, the most deliberate kind of mark first: `\boxed{...}`, `#### ...` (GSM8K's
-own), `<answer>...</answer>`, and in a response without any mark its last number, with which small chatty models end
-("... so the answer is 12.").
+Where the final answer stands is `jaxrl.rewards.answers`' business, what plain numbers with units are worth that of
+`jaxrl.rewards.quantities`. Comparison tries cheap exact tests first: the same text, the same choice, the same number,
+the same elements of a list, interval or set. It leaves the rest to `math-verify`. Most rewards of grade-school problems
+never reach sympy.
 
-Comparison first tries cheap exact tests (the same text, the same number), and leaves the rest to `math-verify`. Most
-rewards of grade-school problems never reach sympy.
+What reaches it has been bounded before (`jaxrl.rewards.sizes`): towers of powers and factorials would take gigabytes.
 
 Departures: math-verify's own timeouts are switched off. They are SIGALRM handlers, which raise outside the main thread
-and replace whatever alarm the process had; a comparison that never ends (`9^{9^{9^9}}`) is ended by the reward pool,
-with the process it runs in. So `score` must run in a pool, not in the trainer.
+and replace whatever alarm the process had; a comparison that takes too long is ended by the reward pool
+(`reward.math_timeout_s`), with the process it runs in. So `score` must run in a pool, not in the trainer.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
-Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
+from jaxrl.rewards.answers import Extract, extract_answer, last_stated, marked_answer
+from jaxrl.rewards.quantities import clean, quantity, same_quantity, to_number, unwrapped
+from jaxrl.rewards.sizes import is_small
 
-_MAX_ANSWER_CHARS = 2000  # a longer "answer" is no answer, and the LaTeX parser's time grows faster than its length
+__all__ = ["Extract", "equal", "extract_answer", "load", "marked_answer", "score", "to_number"]
 
-_NUMBER = re.compile(
-    r"""
-    (?P<sign>(?<![\w)\]}.])[-+])?              # a sign, unless it stands between two operands
-    (?:\\?\$\s?(?P<inner_sign>-)?)?            # $12, \$12, $-12
-    (?:
-        \\[dt]?frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\}
-      | (?<![\w.])(?P<number>
-            (?:\d+\ )?\d+/\d+(?![\d/])         # 3/4, 1 3/4
-          | \d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?
-          | \d+(?:\.\d+)?(?:[eE][-+]?\d+)?
-          | \.\d+
-        )
-    )
-    """,
-    re.VERBOSE,
-)
-_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
-_RATIO = re.compile(r"(?P<sign>[-+]?)(?:(?P<whole>\d+) )?(?P<top>\d+)/(?P<bottom>\d+)")
-_FRAC = re.compile(r"([-+]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_MAX_ANSWER_CHARS = 2000  # a longer "answer" is none, unless the reference is as long
+_MAX_SYMPY_CHARS = 1000  # the LaTeX parser's time grows faster than its text's length
+_MAX_UNORDERED = 30  # elements of a list that is compared in any order
+_MAX_DEPTH = 3  # of lists in each other
+
 _WORDS = re.compile(r"[A-Za-z][A-Za-z '\-]*")
+_CHOICE = re.compile(r"(?:(?i:option|choice|answer) )?[\[(]?([A-Ja-j])(?:[\])][.:]?(?P<what>.*)|[.:](?P<this>.*))?")
+_SECOND_CHOICE = re.compile(r"(?<![A-Za-z])(?:[A-HJ]|or|and)(?![A-Za-z])")
+_SIDE = re.compile(
+    r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z_,]{1,20}\))?(?:=|\\in(?![A-Za-z]))(?P<right>[^=]+)"
+)
+_MIXED = re.compile(r"(?<![\w.}\\^])(\d+) ?\\[dt]?frac ?(?:\{(\d+)\}\{(\d+)\}|(\d)(\d)(?!\d))")
+_OPENING, _CLOSING = "([{", ")]}"
 
 
 def score(response: str, reference: str, extract: Extract = "auto") -> tuple[float, dict[str, Any]]:
     """1.0 if the response's final answer equals the reference, else 0.0; with the answer, and how it was compared."""
     answer, mark = extract_answer(response, extract)
+    if extract == "auto" and mark == "last_number" and quantity(clean(reference)) is None:
+        stated = last_stated(response)
+        if stated is not None:  # "The answer is (C)." has no number that could be the answer
+            answer, mark = stated, "stated"
     if answer is None:
         return 0.0, {"extracted": None, "extracted_by": mark}
     correct, compared_by = equal(answer, reference)
     return float(correct), {"extracted": answer, "extracted_by": mark, "compared_by": compared_by}
 
 
-def extract_answer(response: str, how: Extract = "auto") -> tuple[str | None, str]:
-    """(the final answer or None, the kind of mark that it was found by)."""
-    text = response.replace("\N{MINUS SIGN}", "-")
-    match how:
-        case "none":
-            return text.strip() or None, "none"
-        case "boxed":
-            return last_boxed(text), "boxed"
-        case "answer_tag":
-            return last_tagged(text), "answer_tag"
-        case "last_number":
-            return last_number(text), "last_number"
-    answer, mark = marked_answer(text)
-    return (answer, mark) if answer is not None else (last_number(text), "last_number")
-
-
-def marked_answer(text: str) -> tuple[str | None, str]:
-    """The last deliberately marked answer: boxed, after `####`, or in a tag."""
-    for mark, find in (("boxed", last_boxed), ("####", last_hashed), ("answer_tag", last_tagged)):
-        answer = find(text)
-        if answer is not None:
-            return answer, mark
-    return None, "none"
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The contents of the last complete `\boxed{...}` (braces balanced); a truncated one does not count."""
-    for start in reversed([m.end() for m in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for i in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0) if text[i - 1] != "\\" else 0
-            if depth == 0:
-                return text[start:i].strip() or None
-    return None
-
-
-def last_hashed(text: str) -> str | None:
-    """What stands after the last `####`, to the end of its line."""
-    found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
-    return found[-1].strip() if found else None
-
-
-def last_tagged(text: str) -> str | None:
-    """The contents of the last complete `<answer>...</answer>`."""
-    found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL | re.IGNORECASE)
-    return (found[-1].strip() or None) if found else None
-
-
-def last_number(text: str) -> str | None:
-    """The last number of a text in plain form: `$1,234.50` is "1234.50", `\\frac{3}{4}` is "3/4"."""
-    found = list(_NUMBER.finditer(text))
-    if not found:
-        return None
-    last = found[-1]
-    digits = f"{last['top']}/{last['bottom']}" if last["top"] else last["number"].replace(",", "")
-    negative = (last["sign"] == "-") ^ (last["inner_sign"] == "-") ^ digits.startswith("-")
-    return ("-" if negative else "") + digits.lstrip("-")
-
-
 def equal(answer: str, reference: str) -> tuple[bool, str]:
-    """(whether the answer equals the reference, what decided: "text", "number", "words", "length" or "math_verify")."""
-    if len(answer) > _MAX_ANSWER_CHARS:
+    """(whether the answer equals the reference, what decided).
+
+    What decides: "text", "choice", "number", "words", "elements" or "math_verify"; "length" for an answer that is too
+    long to be one, "size" for an expression whose value would be too large to write down.
+    """
+    if len(answer) > max(_MAX_ANSWER_CHARS, 2 * len(reference)):
         return False, "length"
-    a, b = _normalised(answer), _normalised(reference)
+    return _equal(clean(answer), clean(reference), _MAX_DEPTH)
+
+
+def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
+    """Both texts are clean."""
+    a, b = unwrapped(answer), unwrapped(reference)
     if a == b:
         return True, "text"
-    x, y = to_number(a), to_number(b)
+    choice = _choice(b) if len(b) <= 3 and not b[:1].islower() else None
+    if choice is not None and (chosen := _choice(a)) is not None:
+        return chosen == choice, "choice"
+    x, y = quantity(answer), quantity(reference)
     if x is not None and y is not None:
-        # a rounded decimal of a fraction counts as the fraction, to the six places that math-verify takes; whole
-        # numbers are compared exactly
-        rounded = (x.denominator != 1 or y.denominator != 1) and round(x, 6) == round(y, 6)
-        return x == y or rounded, "number"
+        return same_quantity(x, y), "number"
     if _WORDS.fullmatch(b):
         # "Yes" is a word, while a LaTeX parser reads e * y * s, which equals "sey"
-        return a.casefold() == b.casefold(), "words"
+        return _same_words(a, b), "words"
+    right = _right_sides(a, b)
+    if right is not None:
+        return _equal(*right, depth)
+    if depth > 0:
+        decided = _by_elements(a, b, depth)
+        if decided is not None:
+            return decided, "elements"
+    if max(len(answer), len(reference)) > _MAX_SYMPY_CHARS:
+        return False, "length"
+    if not (is_small(answer) and is_small(reference)):
+        return False, "size"
     return _math_verify(answer, reference), "math_verify"
 
 
-def to_number(text: str) -> Fraction | None:
-    """The exact value of a plain number, ratio, or mixed number; None for anything else."""
-    text = _FRAC.sub(r"\1\2/\3", text).removeprefix("--")
-    if _PLAIN_NUMBER.fullmatch(text):
-        return Fraction(text)
-    match = _RATIO.fullmatch(text)
-    if match is None or int(match["bottom"]) == 0:
+def _choice(text: str) -> str | None:
+    """The letter of `(C)`, `C.` or `C) 12 apples`; None for what names no choice, or two."""
+    found = _CHOICE.fullmatch(text)
+    return None if found is None or _SECOND_CHOICE.search(found["what"] or found["this"] or "") else found[1].upper()
+
+
+def _same_words(a: str, b: str) -> bool:
+    """A few words, compared without case; `Yes, it is` begins with its answer."""
+    first = re.match(r"(yes|no|true|false)[,.;:]", a, re.IGNORECASE)
+    return (first[1] if first and b.casefold() in ("yes", "no", "true", "false") else a).casefold() == b.casefold()
+
+
+def _right_sides(a: str, b: str) -> tuple[str, str] | None:
+    """Both without `x =` before them, where one of them has it; None where neither or both have."""
+    ours, theirs = _SIDE.fullmatch(a), _SIDE.fullmatch(b)
+    if ours is not None and "=" not in b and theirs is None:
+        return ours["right"].strip(), b
+    if theirs is not None and "=" not in a and ours is None:
+        return a, theirs["right"].strip()
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """What stands between brackets, or between commas.
+
+    Attributes:
+      brackets: `(]` of `(0, 1]`, `{}` of a set; empty: there are none.
+      parts: the elements.
+    """
+
+    brackets: str
+    parts: tuple[str, ...]
+
+
+def _by_elements(a: str, b: str, depth: int) -> bool | None:
+    """Whether two lists, tuples, intervals or sets are equal element by element; None where they are no such things."""
+    x, y = _elements(a), _elements(b)
+    if x is None or y is None:
         return None
-    value = int(match["whole"] or 0) + Fraction(int(match["top"]), int(match["bottom"]))
-    return -value if match["sign"] == "-" else value
+    if len(x.parts) != len(y.parts):
+        return False
+    if len(x.parts) == 1:
+        return _equal(x.parts[0], y.parts[0], depth - 1)[0] if x.brackets != y.brackets else None
+    if not _may_be_same(x.brackets, y.brackets, len(x.parts)):
+        return False
+
+    def same(ours: str, theirs: str) -> bool:
+        return _equal(ours, theirs, depth - 1)[0]
+
+    is_unordered = not {x.brackets, y.brackets} - {"", "{}"} and len(x.parts) <= _MAX_UNORDERED
+    letters = [part for part in y.parts if len(part) == 1 and part.isalpha()]
+    if is_unordered and (len(letters) < len(y.parts) or sorted(letters) == letters):
+        return _same_in_any_order(x.parts, y.parts, same)
+    return all(same(ours, theirs) for ours, theirs in zip(x.parts, y.parts, strict=True))
 
 
-def _normalised(text: str) -> str:
-    r"""The text without the parts that do not change an answer: math delimiters, spacing commands, `\text`, thousands
-    commas, units of currency, and a final period."""
-    text = text.replace("\N{MINUS SIGN}", "-").strip()
-    text = re.sub(r"\\[()\[\]]|\\[,;!]|\\(?:left|right)(?![A-Za-z])|\\?\$", "", text)
-    text = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"(?<![\d,])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[1].replace(",", ""), text)
-    text = re.sub(r"\s+", " ", text).strip()
-    return text.removesuffix(".").strip() if not text.endswith("..") else text
+def _may_be_same(a: str, b: str, count: int) -> bool:
+    """Brackets say what a list is: `(1, 2)` is a pair or an open interval, `[1, 2]` another one, `{1, 2}` a set."""
+    if a == b or not a or not b:
+        return a == b or "{}" in (a, b) or "()" in (a, b) or count > 2
+    return {a, b} == {"()", "[]"} and count > 2
+
+
+def _same_in_any_order(a: Sequence[str], b: Sequence[str], same: Callable[[str, str], bool]) -> bool:
+    left = list(b)
+    for part in a:
+        if part in left:
+            left.remove(part)
+            continue
+        match = next((other for other in left if same(part, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _elements(text: str) -> _Elements | None:
+    """The elements of a text without spaces; None if it is one thing without brackets, or a LaTeX environment."""
+    if r"\begin" in text or r"\cup" in text or r"\mid" in text:
+        return None
+    text = text.replace(r"\{", "{").replace(r"\}", "}").replace(r"\pm", "±")
+    if re.fullmatch(r"[^±]*±[^±]+", text) and "," not in text:
+        text = f"{text.replace('±', '+').removeprefix('+')},{text.replace('±', '-')}"
+    text = re.sub(r"(?<= )(?:or|and)(?= )|;", ",", text)
+    level, cuts, whole = 0, [], len(text) > 1 and text[0] in _OPENING and text[-1] in _CLOSING
+    for i, character in enumerate(text):
+        level += (character in _OPENING) - (character in _CLOSING)
+        if level < 0:
+            return None
+        if whole and level == 0 and i < len(text) - 1:
+            whole = False
+            cuts = []
+            break
+    if level and not whole:
+        level = 0
+    inner = text[1:-1] if whole else text
+    for i, character in enumerate(inner):
+        level += (character in _OPENING) - (character in _CLOSING)
+        if character == "," and level == 0:
+            cuts.append(i)
+    parts = [inner[i:j].strip(" ,") for i, j in zip([0, *[cut + 1 for cut in cuts]], [*cuts, len(inner)], strict=True)]
+    parts = [part for part in parts if part]
+    if not parts or (len(parts) == 1 and not whole):
+        return None
+    return _Elements(text[0] + text[-1] if whole else "", tuple(parts))
 
 
 def load() -> None:
-    """Imports math-verify, and silences its warning that its timeouts are off (on purpose, see above)."""
-    import math_verify  # noqa: F401
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    """Imports math-verify, and compares something: the first time its parser and sympy build tables, for which a sample
+    should not pay."""
+    _math_verify("x+1", r"\frac{2x+2}{2}")
 
 
 def _math_verify(answer: str, reference: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    load()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off: see above
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def read(text: str) -> list[Any]:
-        bare = re.sub(r"^(?:\\[(\[]|\$+)|(?:\\[)\]]|\$+)$", "", text.strip())
+        bare = _MIXED.sub(_as_sum, text)
+        number = to_number(bare)
+        if number is not None and abs(number) < Fraction(1, 10_000):
+            bare = rf"\frac{{{number.numerator}}}{{{number.denominator}}}"  # it would be rounded to 0
         # boxed, so that it is read whole, as LaTeX; the parser's own search would pick one number out of "[0, 1)"
         return parse(rf"\boxed{{{bare}}}", targets, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
-    return verify(read(reference), read(answer), timeout_seconds=None)
+    return verify(read(reference), read(answer), timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _as_sum(mixed: re.Match[str]) -> str:
+    r"""`(3+\frac{1}{2})` for the mixed number `3\frac{1}{2}`; an improper fraction behind a number is a factor."""
+    whole, top, bottom = mixed[1], mixed[2] or mixed[4], mixed[3] or mixed[5]
+    if max(map(len, (top, bottom))) > 9 or int(top) >= int(bottom):
+        return mixed[0]
+    return rf"({whole}+\frac{{{top}}}{{{bottom}}})"

@@ -19,87 +19,65 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from jaxrl.config import Config
+from jaxrl.config.domains import domains, is_staged, needs_workers
+from jaxrl.rewards.endpoint import EndpointPool
+from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.process_pool import ProcessRewardPool
 from jaxrl.rewards.ray_pool import RayRewardPool
 from jaxrl.rewards.scorers import Scorer
+from jaxrl.rewards.stage import RewardStage
+from jaxrl.rewards.tasks import RewardPool
 from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, Sample, SampleKey
 
-
-class RewardPool(Protocol):
-    """Scores samples in the background. Used from one thread."""
-
-    def warm(self) -> None:
-        """Waits until the workers have loaded the scorer.
-
-        Raises:
-          ValueError: it cannot be loaded; a sentence that names the option, and the file and line if it is the user's.
-          RunFailed: no workers can be started.
-        """
-        ...
-
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
-        """Queues a finished sample; returns at once. Exactly one verdict follows, unless it is cancelled."""
-        ...
-
-    def cancel(self, keys: Collection[SampleKey]) -> None:
-        """No verdict follows on those of these samples that were submitted before. Their scoring may go on without
-        being read: the worker is free again when it ends or times out."""
-        ...
-
-    def completed(self) -> list[Verdict]:
-        """The verdicts that have come in since the last call; never waits."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        """Waits for at least one verdict; empty when nothing is pending or the time is up."""
-        ...
-
-    @property
-    def num_pending(self) -> int:
-        """Samples that were submitted and have not had their verdict handed out."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """Counts since the last call: `reward/{num_scored,errors,timeouts,crashes,pool_restarts,seconds}`."""
-        ...
-
-    def close(self) -> None:
-        """Ends the workers; pending samples get no verdict."""
-        ...
+__all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardStage", "build_pool"]
 
 
 def build_pool(
     config: Config, scorer: Scorer, clock: Callable[[], float] = time.monotonic, log: Path | None = None
-) -> RewardPool:
-    """The pool that `reward.pool` asks for. It begins to start its workers, and does not wait for them.
+) -> RewardPool | RewardStage:
+    """What scores a run's samples: the pool that `reward.pool` asks for, or a stage over it where domains or parts are
+    configured. It begins to start its workers, and does not wait for them.
+
+    An endpoint has joined the stage where one is asked. What scores on the run's devices is built later, and joins
+    then (`RewardStage.join`).
 
     Args:
+      scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
       clock: stamps its verdicts (the backend's own).
       log: the file for what the scorer prints, of which some MiB are kept; none: it is dropped.
 
     Raises:
-      ValueError: `reward.env` names a variable that is not set, or ray is not installed.
+      ValueError: `reward.env` or `reward.judge.api_key_env` names a variable that is not set, or ray is not installed.
     """
+    reward = config.reward
+    if not is_staged(reward):
+        return _worker_pool(config, scorer, clock, log)
+    pool = _worker_pool(config, scorer, clock, log) if needs_workers(reward) else None
+    stage = RewardStage(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
+    if "endpoint" in stage.places:
+        stage.join("endpoint", EndpointPool(reward.judge, seed=config.trainer.seed, clock=clock))
+    return stage
+
+
+def _worker_pool(config: Config, scorer: Scorer, clock: Callable[[], float], log: Path | None) -> RewardPool:
     reward = config.reward
     settings = WorkerSettings(
         pickle.dumps(scorer),
         scorer.loads,
         scorer.preload,
-        reward.timeout_s,
         reward.start_timeout_s,
+        reward.max_retries,
         reward.max_memory_gib,
         reward.fresh_process,
         str(log.resolve()) if log is not None else "",
     )
     pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
-    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), clock=clock)
+    lanes = Lanes.of(domains(reward))
+    return pool(settings, num_workers=reward.num_workers, env=_named(reward.env), lanes=lanes, clock=clock)
 
 
 def _named(names: Sequence[str]) -> dict[str, str]:

@@ -10,8 +10,9 @@ import queue
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.scorers import Scored, ScoreRequest
-from jaxrl.rewards.tasks import VerdictCounts
+from jaxrl.rewards.tasks import VerdictCounts, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.workers import Workers
 from jaxrl.scheduling.rounds.events import Verdict
@@ -23,6 +24,7 @@ class ProcessRewardPool:
 
     Args:
       env: variables that the workers get besides those that they always get.
+      lanes: how samples wait, by their prompts' sources.
       clock: stamps the verdicts.
     """
 
@@ -32,29 +34,36 @@ class ProcessRewardPool:
         *,
         num_workers: int,
         env: Mapping[str, str],
+        lanes: Lanes,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._counts = VerdictCounts()
         self._numbers = itertools.count()
-        self._pending: dict[int, SampleKey] = {}
-        self._workers = Workers(settings, num_workers=num_workers, env=env, clock=clock)
+        self._lanes = lanes
+        self._pending: dict[int, tuple[SampleKey, str]] = {}  # with the source
+        self._workers = Workers(settings, num_workers=num_workers, env=env, lanes=lanes, clock=clock)
 
     def warm(self) -> None:
         self._workers.wait_ready()
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         number = next(self._numbers)
-        self._pending[number] = sample.key
-        self._workers.submit(number, pickle.dumps(ScoreRequest.of(prompt, sample)))
+        self._pending[number] = sample.key, prompt.source
+        self._workers.submit(number, pickle.dumps(ScoreRequest.of(prompt, sample, limits_s)), prompt.source)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        self._pending = {number: key for number, key in self._pending.items() if key not in keys}
-        self._workers.drop(self._pending.__contains__)
+        gone = {number for number, (key, _) in self._pending.items() if key in keys}
+        for number in gone:
+            del self._pending[number]
+        self._workers.drop(gone)
 
     def completed(self) -> list[Verdict]:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._counts.restarted(self._workers.restarts.get_nowait())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._counts.retried(self._workers.retries.get_nowait())
         verdicts: list[Verdict] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -84,8 +93,8 @@ class ProcessRewardPool:
 
     def _verdict(self, number: int, scored: Scored, time_s: float) -> list[Verdict]:
         """None if the sample was cancelled."""
-        key = self._pending.pop(number, None)
-        if key is None:
+        pending = self._pending.pop(number, None)
+        if pending is None:
             return []
-        status, reward, info, duration_s = scored
-        return [self._counts.add(Verdict(time_s, key, reward, status, info, duration_s))]
+        key, source = pending
+        return [self._counts.add(verdict_of(time_s, key, self._lanes.named(source, scored)))]

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Collection
@@ -40,6 +41,16 @@ def die_with_parent(parent: int) -> None:
 def _prctl(option: int, value: int) -> None:
     if _libc is not None and _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
+
+
+def wake_by_children() -> socket.socket:
+    """A socket that can be read when a child of this process has ended or stopped."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+    return ours
 
 
 def close_all_but(kept: Collection[int]) -> None:

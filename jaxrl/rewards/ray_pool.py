@@ -1,81 +1,60 @@
-"""The reward pool on ray actors."""
+"""The reward pool on Ray (`pip install jaxrl[ray]`), from the trainer's side.
+
+Purpose: `RayRewardPool` starts a process that uses ray (`jaxrl.rewards.ray_actors`, which says why), sends it samples
+and reads verdicts. A process that ends, as ray makes it when the cluster's head is gone, or that says nothing for
+`SILENT_S`, is started again after a pause, and gets all samples again that have no verdict: a head that has come back
+by then is a way on. After `MAX_ATTEMPTS` of them in a row without a verdict the run ends with `RunFailed`.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
+import itertools
+import json
 import math
+import os
 import pickle
-import queue
-import signal
+import select
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.rewards.frames import BadFrame, message_of, read_message, read_scored, to_bytes
-from jaxrl.rewards.scorers import Scored, ScoreRequest
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, crashed
+from jaxrl.rewards.frames import MAX_VERDICT_BYTES, BadFrame, Channel, read_message, read_scored
+from jaxrl.rewards.lanes import Lanes
+from jaxrl.rewards.ray_actors import RaySetup
+from jaxrl.rewards.scorers import ScoreRequest
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, VerdictCounts, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.rewards.workers import Workers
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
-SLACK_S = 60.0
-"""Beyond a scorer's own limits, for ray to start an actor, or to carry a request and a verdict."""
-GET_S = 30.0
-"""For a value that ray says is there."""
-_LOOK_EVERY_S = 1.0  # whether an actor's workers can still answer
-
-
-class RayHost:
-    """What one ray actor does: it has one worker process, and runs nothing of the user's itself."""
-
-    def __init__(self, settings: bytes, env: dict[str, str]):
-        self._workers = Workers(pickle.loads(settings), num_workers=1, env=env, clock=time.monotonic)
-
-    def start(self) -> bytes:
-        try:
-            self._workers.wait_ready()
-        except (ValueError, RunFailed) as error:
-            return to_bytes({"error": str(error), "users": isinstance(error, ValueError)})
-        return to_bytes({"error": ""})
-
-    def score(self, request: bytes) -> bytes:
-        self._workers.submit(0, request)
-        while True:
-            try:
-                _, scored, _ = self._workers.ended.get(timeout=_LOOK_EVERY_S)
-                break
-            except queue.Empty:
-                self._workers.check()
-        return to_bytes(message_of(scored, ""))
+SILENT_S = 150.0
+"""Longer than ray may be busy with one call; the process says every few seconds that it lives."""
+PAUSES_S = (0.0, 15.0, 45.0)
+"""Before it is started again, by how often it ended in a row."""
+_CLOSE_S = 15.0
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.ray_actors import main; main()"
 
 
 @dataclass(slots=True)
 class _Task:
     key: SampleKey
+    source: str
     request: bytes
-    attempts: int = 0
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Running:
-    task: _Task
-    actor: Any
-    since_s: float
 
 
 class RayRewardPool:
-    """Worker processes anywhere in a ray cluster (`pip install jaxrl[ray]`), one CPU each.
+    """Worker processes anywhere in a ray cluster, one CPU each.
 
-    An actor has a worker process of its own below it (`jaxrl.rewards.workers`), which keeps the scorer's limits there,
-    and what it returns is the JSON text of a verdict. So an actor that dies, or does not answer in time, was not ended
-    by a scorer: its sample is tried again elsewhere, at most `MAX_ATTEMPTS` times. When the cluster has lost every
-    actor and gives no other, the run ends with `RunFailed`: nothing here waits without a limit.
-
-    Samples are handed over inside `submit`, `completed` and `wait`, which a round calls all the time.
+    Args:
+      env: variables that the workers get besides those that they always get.
+      lanes: how samples wait, by their prompts' sources.
+      clock: stamps the verdicts.
     """
 
     def __init__(
@@ -84,182 +63,191 @@ class RayRewardPool:
         *,
         num_workers: int,
         env: Mapping[str, str],
+        lanes: Lanes,
         clock: Callable[[], float] = time.monotonic,
     ):
-        try:
-            import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
-        except ImportError as error:
-            raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'") from error
-        self._ray = ray
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            with _our_signals():
-                ray.init(include_dashboard=False, log_to_driver=False)
-        actor_class = ray.remote(num_cpus=1, max_restarts=0)(RayHost)
-        there = replace(settings, log="")  # a path of this machine
-        self._new_actor = lambda: actor_class.remote(pickle.dumps(there), dict(env))
-        self._start_limit_s = settings.start_timeout_s + SLACK_S
-        # a worker may be replaced, and so load the scorer, before it can score
-        self._score_limit_s = (settings.timeout_s or math.inf) + settings.start_timeout_s + SLACK_S
-        self._clock = clock
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'")
+        self._setup = pickle.dumps(RaySetup(settings, lanes, dict(env), num_workers, _address_in_use()))
+        self._lanes, self._clock = lanes, clock
         self._counts = VerdictCounts()
-        self._waiting: deque[_Task] = deque()
-        self._starting: dict[Any, tuple[Any, float]] = {}  # ref of start() -> actor, since when
-        self._idle: list[Any] = []
-        self._running: dict[Any, _Running] = {}  # by ref of score()
-        self._lost_in_a_row = 0
-        self._is_lost = False
-        self._num_workers = num_workers
-        self._num_cpus = ray.cluster_resources().get("CPU", 0)
-        for _ in range(num_workers):
-            self._start_actor()
+        self._numbers = itertools.count()
+        self._pending: dict[int, _Task] = {}
+        self._is_ready = False
+        self._losses = 0  # in a row
+        self._again_s = 0.0  # when the process is started again, where there is none
+        self._driver: _Driver | None = _Driver(self._setup)
 
     def warm(self) -> None:
-        while self._starting:
-            self._take_started(0.2)
+        while not self._is_ready:
+            self._look(0.5)
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
-        self._waiting.append(_Task(sample.key, pickle.dumps(ScoreRequest.of(prompt, sample))))
-        self._hand_over()
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        number = next(self._numbers)
+        request = pickle.dumps(ScoreRequest.of(prompt, sample, limits_s))
+        task = self._pending[number] = _Task(sample.key, prompt.source, request)
+        if self._driver is not None:
+            self._driver.tell("score", number, task.source, task.request)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        self._waiting = deque(task for task in self._waiting if task.key not in keys)
-        for running in self._running.values():
-            running.task.cancelled |= running.task.key in keys
+        gone = {number for number, task in self._pending.items() if task.key in keys}
+        for number in gone:
+            del self._pending[number]
+        if self._driver is not None and gone:
+            self._driver.tell("drop", gone)
 
     def completed(self) -> list[Verdict]:
-        return self._poll(0.0)
+        return self._look(0.0)
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not (verdicts := self._poll(0.05)):
-            if not self.num_pending or time.monotonic() >= deadline:
-                break
+        verdicts = self._look(0.0)
+        while self._pending and not verdicts and (left := deadline - time.monotonic()) > 0:
+            verdicts = self._look(min(left, 1.0))
         return verdicts
 
     @property
     def num_pending(self) -> int:
-        return len(self._waiting) + sum(not running.task.cancelled for running in self._running.values())
+        return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:
         return self._counts.take()
 
     def close(self) -> None:
-        actors = [*self._idle, *(actor for actor, _ in self._starting.values())]
-        if not self._is_lost:  # a call to a cluster that is gone blocks
-            for actor in actors + [running.actor for running in self._running.values()]:
-                self._kill(actor)
-        self._idle, self._starting, self._running = [], {}, {}
-        self._waiting.clear()
-        if self._owns_ray:
-            self._ray.shutdown()
+        self._pending = {}
+        if self._driver is not None:
+            self._driver.end()
+        self._driver = None
 
-    def _start_actor(self) -> None:
-        actor = self._new_actor()
-        self._starting[actor.start.remote()] = actor, time.monotonic()
+    def _look(self, timeout_s: float) -> list[Verdict]:
+        """The verdicts that have come; waits so long for a first message.
 
-    def _take_started(self, timeout_s: float) -> None:
-        for ref in self._finished(list(self._starting), timeout_s):
-            actor, _ = self._starting.pop(ref)
-            try:
-                report = read_message(self._ray.get(ref, timeout=GET_S))
-            except (*self._failures, BadFrame) as error:
-                self._lost(actor, f"a ray actor failed while it started: {type(error).__name__}")
-                continue
-            if report.get("error"):
-                raise (ValueError if report.get("users") else RunFailed)(f"{report['error']} (in a ray actor)")
-            self._idle.append(actor)
-        for ref, (actor, since_s) in list(self._starting.items()):
-            if time.monotonic() - since_s > self._start_limit_s:
-                del self._starting[ref]
-                why = f"a ray actor was not ready after {self._start_limit_s:.0f} s"
-                if not self._idle and not self._running:
-                    raise self._given_up(
-                        f"gives no worker: {why}; it began with {self._num_cpus:g} CPUs, of which reward.num_workers "
-                        f"asks for {self._num_workers}"
-                    )
-                self._lost(actor, why)
-
-    def _hand_over(self) -> None:
-        while self._waiting and self._idle:
-            task, actor = self._waiting.popleft(), self._idle.pop()
-            task.attempts += 1
-            self._running[actor.score.remote(task.request)] = _Running(task, actor, time.monotonic())
-
-    def _poll(self, timeout_s: float) -> list[Verdict]:
-        self._take_started(0.0)
-        self._hand_over()
-        verdicts: list[Verdict] = []
-        for ref in self._finished(list(self._running), timeout_s):
-            running = self._running.pop(ref)
-            try:
-                scored = read_scored(read_message(self._ray.get(ref, timeout=GET_S)))
-            except (*self._failures, BadFrame) as error:
-                verdicts += self._try_again(running, f"a ray actor failed: {type(error).__name__}")
-                continue
-            self._lost_in_a_row = 0
-            self._idle.append(running.actor)
-            verdicts += self._verdict(running.task, scored)
-        for ref, running in list(self._running.items()):
-            if time.monotonic() - running.since_s > self._score_limit_s:
-                del self._running[ref]
-                verdicts += self._try_again(running, f"a ray actor was silent for {self._score_limit_s:.0f} s")
-        self._hand_over()
+        Raises:
+          ValueError: the scorer cannot be loaded.
+          RunFailed: the cluster is lost, or gives no workers.
+        """
+        if self._driver is None:
+            pause_s = self._again_s - time.monotonic()
+            if pause_s > 0:
+                time.sleep(min(pause_s, timeout_s))
+                return []
+            self._driver = _Driver(self._setup)
+            for number, task in self._pending.items():
+                self._driver.tell("score", number, task.source, task.request)
+        driver, verdicts = self._driver, list[Verdict]()
+        try:
+            for message in driver.hear(timeout_s):
+                verdicts += self._understand(message)
+        except BadFrame as bad:
+            self._lost(f"it sent {bad}")
+        else:
+            if driver.problem is not None:
+                self._lost(driver.problem)
         return verdicts
 
-    @property
-    def _failures(self) -> tuple[type[Exception], ...]:
-        return self._ray.exceptions.RayError, self._ray.exceptions.GetTimeoutError
-
-    def _try_again(self, running: _Running, why: str) -> list[Verdict]:
-        self._lost(running.actor, why)
-        task = running.task
-        if task.attempts >= MAX_ATTEMPTS:
-            return self._verdict(task, crashed(f"{MAX_ATTEMPTS} ray actors in a row were lost with this sample"))
-        if not task.cancelled:
-            self._waiting.appendleft(task)
+    def _understand(self, message: dict[str, Any]) -> list[Verdict]:
+        if "ready" in message:
+            self._is_ready = True
+        elif "fatal" in message:
+            raise (ValueError if message.get("users") else RunFailed)(str(message["fatal"]))
+        elif "retried" in message:
+            self._counts.retried(str(message["retried"]))
+        elif "restarted" in message:
+            self._counts.restarted(str(message["restarted"]))
+        elif (task := self._pending.pop(message.get("number", -1), None)) is not None:
+            self._losses = 0
+            scored = self._lanes.named(task.source, read_scored(message))
+            return [self._counts.add(verdict_of(self._clock(), task.key, scored))]
         return []
 
-    def _lost(self, actor: Any, why: str) -> None:
-        """Another actor for one that is gone; the run ends when none has come to anything for too long."""
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= MAX_ATTEMPTS * self._num_workers:
-            raise self._given_up(f"is lost: {self._lost_in_a_row} actors in a row failed, the last one because {why}")
-        self._counts.restarted(f"{why}; started again")
-        self._kill(actor)
-        self._start_actor()
-
-    def _kill(self, actor: Any) -> None:
-        with contextlib.suppress(*self._failures):  # of one that is gone
-            self._ray.kill(actor)
-
-    def _given_up(self, why: str) -> RunFailed:
-        self._is_lost = True
-        return RunFailed(f"reward: the ray cluster {why}")
-
-    def _finished(self, refs: list[Any], timeout_s: float) -> list[Any]:
-        if not refs:
-            time.sleep(timeout_s)
-            return []
-        self._ray.wait(refs, num_returns=1, timeout=timeout_s)
-        return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
-
-    def _verdict(self, task: _Task, scored: Scored) -> list[Verdict]:
-        """The verdict of a task; none if it was cancelled."""
-        status, reward, info, duration_s = scored
-        if task.cancelled:
-            return []
-        return [self._counts.add(Verdict(self._clock(), task.key, reward, status, info, duration_s))]
+    def _lost(self, why: str) -> None:
+        assert self._driver is not None
+        self._driver.end()
+        self._driver = None
+        self._losses += 1
+        if self._losses >= MAX_ATTEMPTS:
+            raise RunFailed(
+                f"reward: the ray cluster is lost: the process that uses it ended {self._losses} times in a row, the "
+                f"last time because {why}"
+            )
+        self._again_s = time.monotonic() + PAUSES_S[self._losses - 1]
+        self._counts.restarted(f"the process that uses ray is started again: {why}")
 
 
-@contextlib.contextmanager
-def _our_signals() -> Iterator[None]:
-    """Puts the handlers of SIGINT and SIGTERM back that ray replaces: with them a run saves, and ends."""
-    earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            # None: one in C, which Python cannot put back
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+def _address_in_use() -> str | None:
+    """Of the cluster that this process uses itself; None where it uses none."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
+
+
+class _Driver:
+    """The process that uses ray, and the way to it."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+        ours, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        path = [os.getcwd() if entry == "" else entry for entry in sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, json.dumps(path), str(theirs.fileno()), str(lifeline)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            pass_fds=[theirs.fileno(), lifeline],
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(lifeline)
+        self._channel = Channel(ours, MAX_VERDICT_BYTES + 4096)
+        self._heard_s = time.monotonic()
+        self._channel.send(setup)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, *message: Any) -> None:
+        self._channel.send(pickle.dumps(message))
+
+    def hear(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What it has said; waits so long for something."""
+        self._channel.flush()
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.wants_write else 0))
+        deadline = time.monotonic() + timeout_s
+        while not self._channel.ended:
+            ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000)
+            self._channel.flush()
+            found = [read_message(frame) for frame in self._channel.receive()]
+            if found:
+                self._heard_s = time.monotonic()
+                return found
+            if not ready or time.monotonic() >= deadline:
+                break
+        return []
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is of no use any more; None if it is."""
+        if self._channel.ended:
+            return f"it ended ({self._last_words()})"
+        if time.monotonic() - self._heard_s > SILENT_S:
+            return f"it said nothing for {SILENT_S:.0f} s"
+        return None
+
+    def _last_words(self) -> str:
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(size - 4096, 0))
+        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][-500:] if lines else "it said nothing"
+
+    def end(self) -> None:
+        """Closes the socket, on which it ends the actors and itself; kills it if it does not."""
+        self._channel.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._lifeline)
+        self._stderr.close()

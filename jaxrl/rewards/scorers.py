@@ -10,6 +10,7 @@ Kinds (`reward.kind`):
 - `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers give part of the reward to
   a long text that contains the right answer, which a policy learns to exploit; so a marked answer is judged alone.
   Without a mark, a task with numbers as answers takes the response's last number, any other task the whole response.
+- `code`: tests that the response's program must pass, in a sandbox (`jaxrl.rewards.code`).
 - `custom`: the user's function, with the signature that verl uses.
 - `auto`: `task` for a prompt that comes from a task, `math` for one from a file.
 """
@@ -22,15 +23,17 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
 from jaxrl.config import Config
+from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards import math
+from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.rounds.events import VerdictStatus
-from jaxrl.types import Prompt, Sample
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """What scoring one request came to: status, reward, info, duration_s."""
@@ -40,35 +43,6 @@ OUT_OF_MEMORY = "MemoryError"
 
 _MAX_DEPTH = 64  # of nested values: a reader of JSON takes some hundreds
 _CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """What a scorer sees of a sample: the same few values for every kind of scorer, cheap to send to another process.
-
-    Attributes:
-      source: the prompt's data set or task.
-      response: the decoded response.
-      answer: the reference answer, if there is one.
-      extra: the prompt's own columns; and `prompt`, `epoch`, `index`, `finish_reason` and `response_length` (tokens),
-        unless the data has columns of these names.
-    """
-
-    source: str
-    response: str
-    answer: str | None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, prompt: Prompt, sample: Sample) -> ScoreRequest:
-        ours = {
-            "prompt": prompt.text,
-            "epoch": prompt.epoch,
-            "index": prompt.index,
-            "finish_reason": sample.finish_reason,
-            "response_length": len(sample),
-        }
-        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra))
 
 
 class Scorer(Protocol):
@@ -176,11 +150,12 @@ class CustomScorer:
 
     file: UserFile
     name: str = "compute_score"
+    option: str = "reward"
     preload: tuple[str, ...] = ()
 
     @property
     def loads(self) -> str:
-        return f"reward.path: importing {self.file.path}"
+        return f"{self.option}.path: importing {self.file.path}"
 
     def load(self) -> None:
         self._function()
@@ -197,27 +172,31 @@ class CustomScorer:
         return result["score"], {key: value for key, value in result.items() if key != "score"}
 
     def _function(self) -> Callable[..., Any]:
-        return user_function(("reward.path", "reward.name"), self.file, self.name, _CUSTOM_ARGUMENTS)
+        return user_function((f"{self.option}.path", f"{self.option}.name"), self.file, self.name, _CUSTOM_ARGUMENTS)
 
 
-def build_scorer(config: Config) -> Scorer:
-    """The scorer that `reward.*` asks for; raises ValueError for settings that would make every sample fail."""
-    reward, data = config.reward, config.data
-    if reward.kind == "custom":
-        return CustomScorer(read_user_file("reward.path", reward.path), reward.name)
-    by_math = MathScorer(reward.extract)
-    if reward.kind == "math" or not data.task:
-        if not data.answer_key:
-            raise ValueError("data.answer_key is empty: reward.kind=math compares with a reference answer")
+def scorer_of(config: Config, domain: Domain) -> Scorer:
+    """The scorer of a domain that worker processes score; raises ValueError for settings that would make every sample
+    fail."""
+    data, option = config.data, f"{domain.option}.kind"
+    if domain.kind == "custom":
+        return CustomScorer(read_user_file(f"{domain.option}.path", domain.path), domain.name, domain.option)
+    if domain.kind == "code":
+        return CodeScorer(config.reward.code)
+    by_math = MathScorer(domain.extract)
+    if domain.kind == "math" or not data.task:
+        # where all sources have domains, none of the others' samples comes; `source_problem` looks at the data
+        if not data.answer_key and not (config.reward.domains and not domain.source):
+            raise ValueError(f"data.answer_key is empty: {option}=math compares with a reference answer")
         return by_math
     try:
         task_config = json.dumps({k: v for k, v in data.task_config.items() if k not in ("seed", "size")})
     except TypeError as error:
         raise ValueError(f"data.task_config must hold plain values (numbers, text, lists): {error}") from error
-    by_task = TaskScorer(data.task, task_config, reward.extract)
-    if reward.kind == "task":
+    by_task = TaskScorer(data.task, task_config, domain.extract)
+    if domain.kind == "task":
         if data.val_files:
-            raise ValueError("data.val_files with reward.kind=task: those prompts have no task; use reward.kind=auto")
+            raise ValueError(f"data.val_files with {option}=task: those prompts have no task; use {option}=auto")
         return by_task
     return AutoScorer(by_task, by_math) if data.val_files else by_task
 
@@ -230,7 +209,7 @@ def score_safely(scorer: Callable[[], Scorer], request: bytes) -> Scored:
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))
-        return "ok", _as_reward(reward), _plain(info), time.perf_counter() - start
+        return "ok", as_reward(reward), _plain(info), time.perf_counter() - start
     except MemoryError as error:  # numpy's has a name of its own
         text = f"{OUT_OF_MEMORY}: {error}" if str(error) else OUT_OF_MEMORY
         return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
@@ -246,7 +225,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:1000] if text else type(error).__name__
 
 
-def _as_reward(value: Any) -> float:
+def as_reward(value: Any) -> float:
+    """What a scorer returned, as a number. Raises ValueError if it is none, or not finite."""
     if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
     if not isinstance(value, int | float) or abs(value) > sys.float_info.max or not isfinite(value):

@@ -1,24 +1,85 @@
-"""What the reward pools share: the ways in which a sample fails, and a step's counts."""
+"""What the reward pools share: what a pool is, the ways in which a sample fails, and a step's counts."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
+from typing import Protocol
 
 from jaxrl.rewards.scorers import Scored
 from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, Sample, SampleKey
 
 _log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3  # workers that may end around one sample, or while they start, before it is held to be the reason
+MAX_ATTEMPTS = 3
+"""Workers that may end while they start, or before they have begun with one sample, before that is held to be the
+reason. What dies with a sample that it had begun with is `reward.max_retries`' business."""
 
 
 def timed_out(limit_s: float) -> Scored:
-    return "timeout", 0.0, {"error": f"no score within reward.timeout_s ({limit_s:g} s)"}, limit_s
+    return "timeout", 0.0, {"error": f"no score within {limit_s:g} s"}, limit_s
 
 
-def crashed(why: str) -> Scored:
-    return "crash", 0.0, {"error": why}, 0.0
+def crashed(why: str, times: int = 1) -> Scored:
+    """`times`: how often it happened to the sample."""
+    return "crash", 0.0, {"error": why if times == 1 else f"{why} ({times} times in a row)"}, 0.0
+
+
+def verdict_of(time_s: float, key: SampleKey, scored: Scored) -> Verdict:
+    """The verdict on a sample. A scorer says that a clock decided it with `cut_off` above 0 in its info, and that
+    something outside the run did with `outside` true."""
+    status, reward, info, duration_s = scored
+    cut_off = info.get("cut_off", 0)
+    outside = info.get("outside") is True or (type(cut_off) in (int, float) and cut_off > 0)
+    return Verdict(time_s, key, reward, status, info, duration_s, outside)
+
+
+class RewardPool(Protocol):
+    """Scores samples in the background. Used from one thread."""
+
+    def warm(self) -> None:
+        """Waits until the workers have loaded the scorer.
+
+        Raises:
+          ValueError: it cannot be loaded; a sentence that names the option, and the file and line if it is the user's.
+          RunFailed: no workers can be started.
+        """
+        ...
+
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        """Queues a finished sample; returns at once. Exactly one verdict follows, unless it is cancelled.
+
+        `limits_s`: as in `jaxrl.rewards.scorers.ScoreRequest`.
+        """
+        ...
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        """No verdict follows on those of these samples that were submitted before. Their scoring may go on without
+        being read: the worker is free again when it ends or times out."""
+        ...
+
+    def completed(self) -> list[Verdict]:
+        """The verdicts that have come in since the last call; never waits."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
+        """Waits for at least one verdict; empty when nothing is pending or the time is up."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Samples that were submitted and have not had their verdict handed out."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Counts since the last call: `reward/{num_scored,errors,timeouts,crashes,pool_restarts,retries,seconds}`."""
+        ...
+
+    def close(self) -> None:
+        """Ends the workers; pending samples get no verdict."""
+        ...
 
 
 class VerdictCounts:
@@ -27,7 +88,7 @@ class VerdictCounts:
     def __init__(self) -> None:
         self._since_last = Counter[str]()
         self._seconds = 0.0
-        self._restarts = 0
+        self._restarts = self._retries = 0
         self._ever = Counter[str]()
 
     def add(self, verdict: Verdict) -> Verdict:
@@ -45,6 +106,14 @@ class VerdictCounts:
         self._restarts += 1
         _log.warning("reward pool: %s", why)
 
+    def retried(self, why: str) -> None:
+        """A sample is scored again; warned of as failed verdicts are."""
+        self._retries += 1
+        self._ever["retry"] += 1
+        count = self._ever["retry"]
+        if count & (count - 1) == 0:
+            _log.warning("reward pool: a sample is scored again, number %d: %s", count, why)
+
     def take(self) -> dict[str, float]:
         n = self._since_last
         metrics = {
@@ -53,7 +122,8 @@ class VerdictCounts:
             "reward/timeouts": float(n["timeout"]),
             "reward/crashes": float(n["crash"]),
             "reward/pool_restarts": float(self._restarts),
+            "reward/retries": float(self._retries),
             "reward/seconds": self._seconds,
         }
-        self._since_last, self._seconds, self._restarts = Counter(), 0.0, 0
+        self._since_last, self._seconds, self._restarts, self._retries = Counter(), 0.0, 0, 0
         return metrics

@@ -26,7 +26,14 @@ from typing import IO, NoReturn
 
 from jaxrl.rewards.frames import Channel, read_frame, read_message
 from jaxrl.rewards.keeper import Keeper
-from jaxrl.rewards.processes import PATIENCE_S, adopt_orphans, close_all_but, kill, kill_descendants
+from jaxrl.rewards.processes import (
+    PATIENCE_S,
+    adopt_orphans,
+    close_all_but,
+    kill,
+    kill_descendants,
+    wake_by_children,
+)
 from jaxrl.rewards.worker import WorkerSettings
 
 PID = struct.Struct("!I")
@@ -86,7 +93,7 @@ class _Warden:
                 importlib.import_module(module)
         self._control = Channel(sock, _COMMAND_BYTES)
         self._settings = settings
-        self._wakeup = _wake_by_children()
+        self._wakeup = wake_by_children()
         self._keepers: dict[int, socket.socket] = {}  # by process; it lives while its socket is open
 
     def run(self) -> None:
@@ -115,7 +122,7 @@ class _Warden:
             with contextlib.suppress(BaseException):
                 os.setsid()
                 close_all_but({keepers.fileno(), lifeline.fileno()})
-                Keeper(keepers, lifeline, _wake_by_children(), self._settings).run()
+                Keeper(keepers, lifeline, wake_by_children(), self._settings).run()
             os._exit(1)
         keepers.close()
         lifeline.close()
@@ -143,13 +150,3 @@ class _Warden:
             self._reap()
             time.sleep(0.005)
         kill_descendants(())
-
-
-def _wake_by_children() -> socket.socket:
-    """A socket that can be read when a child of this process has ended or stopped."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
-    return ours

@@ -24,7 +24,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxrl.data.limits import limit
-from jaxrl.rewards.frames import MAX_VERDICT_BYTES, TASK_ID_BYTES, message_of, read_frame, to_bytes, write_frame
+from jaxrl.rewards.frames import (
+    MAX_VERDICT_BYTES,
+    TASK_ID_BYTES,
+    message_of,
+    read_frame,
+    read_task,
+    to_bytes,
+    write_frame,
+)
 from jaxrl.rewards.processes import close_all_but, die_with_parent
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
 
@@ -39,7 +47,7 @@ class WorkerSettings:
       scorer: pickled.
       loads: what loading the scorer does, for errors.
       preload: modules that are imported once, before workers are forked.
-      timeout_s: for one sample; 0: no limit.
+      max_retries: times that a sample is scored again whose worker died.
       start_timeout_s: for loading the scorer.
       max_memory_gib: of one worker; 0: no limit.
       fresh_process: whether each sample has a process of its own.
@@ -49,8 +57,8 @@ class WorkerSettings:
     scorer: bytes
     loads: str
     preload: tuple[str, ...]
-    timeout_s: float
     start_timeout_s: float
+    max_retries: int
     max_memory_gib: float = 0.0
     fresh_process: bool = False
     log: str = ""
@@ -115,8 +123,8 @@ class _Worker:
             os._exit(0)
         self._say({"ready": True, "has_jax": "jax" in sys.modules})
         while (frame := read_frame(self._sock)) is not None:
-            self._taken[:TASK_ID_BYTES] = frame[:TASK_ID_BYTES]
-            task_id, request = frame[:TASK_ID_BYTES].decode(), frame[TASK_ID_BYTES:]
+            task_id, _, request = read_task(frame)
+            self._taken[:TASK_ID_BYTES] = task_id.encode()
             if self._settings.fresh_process:
                 self._score_in_fork(scorer, task_id, request)
             else:

@@ -5,7 +5,7 @@ them; it never waits for one, parses nothing but verdicts, and hands the next re
 
 What may go wrong with a worker is its keeper's business. What may go wrong with the chain is dealt with here: a keeper
 that is gone, or does not answer (a scorer may kill or stop it), is replaced, and its request given to another at most
-`MAX_ATTEMPTS` times; so is the warden. When no warden can be started, the requests at hand fail as crashes.
+`reward.max_retries` times; so is the warden. When no warden can be started, the requests at hand fail as crashes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from jaxrl.rewards.frames import (
@@ -33,8 +32,10 @@ from jaxrl.rewards.frames import (
     Channel,
     read_message,
     read_scored,
+    task_frame,
     to_bytes,
 )
+from jaxrl.rewards.lanes import LaneQueue, Lanes
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed
 from jaxrl.rewards.warden import PID, environment, start_warden
@@ -54,7 +55,9 @@ _CLOSE_S = 7.0
 class _Request:
     number: int
     payload: bytes
-    attempts: int = 0
+    lane: str
+    limit_s: float
+    losses: int = 0  # keepers that were lost with it
 
 
 @dataclass
@@ -75,20 +78,31 @@ class Workers:
 
     Args:
       env: variables that the workers get besides those that they always get.
+      lanes: how requests wait, and their time limits.
 
     Attributes:
       ended: (number, what scoring came to, time) of requests, in the order in which they ended.
+      retries: why requests were scored again.
       restarts: why workers were started again that had not failed with a sample.
     """
 
     def __init__(
-        self, settings: WorkerSettings, *, num_workers: int, env: Mapping[str, str], clock: Callable[[], float]
+        self,
+        settings: WorkerSettings,
+        *,
+        num_workers: int,
+        env: Mapping[str, str],
+        lanes: Lanes,
+        clock: Callable[[], float],
     ):
         self.ended: queue.SimpleQueue[tuple[int, Scored, float]] = queue.SimpleQueue()
         self.restarts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.retries: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._settings, self._num_workers, self._clock = settings, num_workers, clock
-        self._waiting: deque[_Request] = deque()
-        self._lock = threading.Lock()  # of _waiting
+        self._lanes = lanes
+        self._waiting = LaneQueue[_Request](lanes, num_workers)
+        self._dropped: set[int] = set()  # requests that a worker has and that are not wanted any more
+        self._lock = threading.Lock()  # of _waiting and _dropped
         self._reported = threading.Condition()
         self._num_ready = 0
         self._problem: Exception | None = None
@@ -103,15 +117,20 @@ class Workers:
         self._thread = threading.Thread(target=self._run, name="reward workers", daemon=True)
         self._thread.start()
 
-    def submit(self, number: int, payload: bytes) -> None:
+    def submit(self, number: int, payload: bytes, source: str) -> None:
+        """Queues a request. `source`: of its prompt, for the lane in which it waits and the time that it may take."""
+        lane = self._lanes.lane(source)
         with self._lock:
-            self._waiting.append(_Request(number, payload))
+            self._waiting.put(lane, _Request(number, payload, lane, self._lanes.by_source[lane].timeout_s))
         self._wake()
 
-    def drop(self, wanted: Callable[[int], bool]) -> None:
-        """Forgets the requests that no worker has and that are not wanted."""
+    def drop(self, numbers: Collection[int]) -> None:
+        """Forgets requests. One that a worker has is ended if it does not end by itself at once; something may still
+        come of it."""
         with self._lock:
-            self._waiting = deque(request for request in self._waiting if wanted(request.number))
+            self._waiting.keep(lambda request: request.number not in numbers)
+            self._dropped.update(numbers)
+        self._wake()
 
     def wait_ready(self) -> None:
         """Returns when every worker has loaded the scorer.
@@ -148,6 +167,7 @@ class Workers:
         try:
             while not self._closing:
                 self._keep_chain()
+                self._tell_dropped()
                 self._feed()
                 self._listen()
         except BaseException as error:
@@ -184,7 +204,7 @@ class Workers:
         if self._failed_starts >= MAX_ATTEMPTS:
             self._report(RunFailed(f"reward: worker processes end while they start ({why})"))
             with self._lock:
-                hopeless, self._waiting = self._waiting, deque()
+                hopeless = self._waiting.take_all()
             for request in hopeless:
                 self.ended.put((request.number, crashed(f"no worker process can be started ({why})"), self._clock()))
 
@@ -192,12 +212,18 @@ class Workers:
         for line in self._lines:
             if line.request is None and line.has_reported:
                 with self._lock:
-                    if not self._waiting:
-                        return
-                    request = self._waiting.popleft()
+                    request = self._waiting.pop()
+                if request is None:
+                    return
                 line.request, line.task_id = request, secrets.token_hex(TASK_ID_BYTES // 2)
-                request.attempts += 1
-                line.channel.send(line.task_id.encode() + request.payload)
+                line.channel.send(task_frame(line.task_id, request.limit_s, request.payload))
+
+    def _tell_dropped(self) -> None:
+        with self._lock:
+            dropped, self._dropped = self._dropped, set()
+        for line in self._lines if dropped else ():
+            if line.request is not None and line.request.number in dropped:
+                line.channel.send(line.task_id.encode())
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -249,9 +275,16 @@ class Workers:
                 )
         elif "restarted" in message:
             self.restarts.put(str(message["restarted"])[:500])
+        elif "retried" in message:
+            self.retries.put(str(message["retried"])[:500])
         elif line.request is not None and message.get("task") == line.task_id:
-            self.ended.put((line.request.number, read_scored(message), self._clock()))
+            self._end(line.request, read_scored(message))
             line.request = None
+
+    def _end(self, request: _Request, scored: Scored) -> None:
+        with self._lock:
+            self._waiting.done(request.lane)
+        self.ended.put((request.number, scored, self._clock()))
 
     def _see_that_it_lives(self, line: _Line) -> None:
         now = time.monotonic()
@@ -263,19 +296,23 @@ class Workers:
             self._lose(line)
 
     def _lose(self, line: _Line) -> None:
-        """A keeper is gone. Its request is tried again, unless it may well be the reason."""
+        """A keeper is gone. Its request is scored again, unless it may well be the reason."""
         line.channel.close()
         self._lines.remove(line)
         request = line.request
         if self._closing:
             return
         self.restarts.put("a worker's keeper ended or did not answer; started again")
-        if request is not None and request.attempts >= MAX_ATTEMPTS:
-            why = f"{MAX_ATTEMPTS} workers in a row ended when they were given this sample"
-            self.ended.put((request.number, crashed(why), self._clock()))
-        elif request is not None:
+        if request is None:
+            return
+        request.losses += 1
+        why = "the keeper of the scorer's process ended or did not answer"
+        if request.losses > self._settings.max_retries:
+            self._end(request, crashed(why, request.losses))
+        else:
+            self.retries.put(why)
             with self._lock:
-                self._waiting.appendleft(request)
+                self._waiting.put_back(request.lane, request)
 
 
 class _Chain:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl.rollout.layout_programs import LayoutPrograms, bucket
 from jaxrl.rollout.programs import Generated
-from jaxrl.scheduling.tokens.plan import RowResult
+from jaxrl.scheduling.tokens.plan import DraftCounts, PrefillChunk, RowResult
+
+_UNKNOWN = -3
+"""Stands for a token that a chunk does not show; no text of an index has it."""
 
 
 @dataclass(slots=True)
@@ -42,7 +47,54 @@ def place(items: Iterable[Any], num_groups: int) -> list[tuple[int, int, Any]]:
     return placed
 
 
-def join(parts: list[RowResult]) -> RowResult:
+def prefill_calls(chunks: Iterable[PrefillChunk], programs: LayoutPrograms) -> list[tuple[list[PrefillChunk], int]]:
+    """Runs of chunks with the same length bucket, cut where a call's rows would exceed the prefill budget."""
+    num_groups = programs.capacity.num_groups
+    ordered = sorted(chunks, key=lambda c: (c.start, -len(c.tokens)))
+    calls: list[tuple[list[PrefillChunk], int]] = []
+    for length, run in itertools.groupby(ordered, key=lambda c: bucket(len(c.tokens), programs.chunk_buckets)):
+        most = programs.prefill_rows(length)[-1]
+        rows: list[PrefillChunk] = []
+        per_group = [0] * num_groups
+        for chunk in run:
+            if per_group[chunk.dp_group] == most:
+                calls.append((rows, length))
+                rows, per_group = [], [0] * num_groups
+            rows.append(chunk)
+            per_group[chunk.dp_group] += 1
+        calls.append((rows, length))
+    return calls
+
+
+def kept_tokens(chunk: PrefillChunk) -> Sequence[int]:
+    """The response's tokens at the end of a prefill. Those that an earlier chunk had are unknown: for a few steps a
+    draft is not found."""
+    shown = min(chunk.num_generated, len(chunk.tokens))
+    return (_UNKNOWN,) * (chunk.num_generated - shown) + chunk.tokens[len(chunk.tokens) - shown :]
+
+
+def results(calls: Iterable[Call]) -> dict[int, RowResult]:
+    """Waits for the values of a plan's calls, and groups them by request id."""
+    pieces: dict[int, list[RowResult]] = {}
+    for call in calls:
+        host: Generated = jax.tree.map(np.asarray, call.generated)
+        for group, row, request_id in call.requests:
+            count, drafts = int(host.counts[group, row]), None
+            if host.drafts is not None:
+                drafts = DraftCounts(**{name: int(x[group, row]) for name, x in host.drafts._asdict().items()})
+            pieces.setdefault(request_id, []).append(
+                RowResult(
+                    host.tokens[group, row, :count],
+                    host.sampled_logprobs[group, row, :count],
+                    host.rollout_logprobs[group, row, :count],
+                    bool(host.stopped[group, row]),
+                    drafts,
+                )
+            )
+    return {request_id: _join(parts) for request_id, parts in pieces.items()}
+
+
+def _join(parts: list[RowResult]) -> RowResult:
     """A finished prefill's first token and what the same plan decoded after it."""
     if len(parts) == 1:
         return parts[0]
@@ -51,4 +103,5 @@ def join(parts: list[RowResult]) -> RowResult:
         np.concatenate([part.sampled_logprobs for part in parts]),
         np.concatenate([part.rollout_logprobs for part in parts]),
         any(part.stopped for part in parts),
+        parts[-1].drafts,
     )

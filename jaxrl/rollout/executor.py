@@ -12,7 +12,6 @@ chunk, and inside a call all chunks write a layer's keys and values before any r
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -24,20 +23,21 @@ import numpy as np
 from jaxrl.kernels.gathered import WindowTiles, window_tiles
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.calls import Call, MeshTicket, join, place
+from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
+from jaxrl.rollout.draft_books import Books, DraftBooks
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
-from jaxrl.rollout.programs import MAX_STOP_IDS, Form, Generated, RowState, host_rows
+from jaxrl.rollout.programs import MAX_STOP_IDS, Form, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
 from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
     Capacity,
+    DecodeRow,
     Plan,
     PlanResult,
     PrefillChunk,
     Request,
-    RowResult,
     Ticket,
 )
 from jaxrl.sharding import kv_migration, reshard
@@ -82,18 +82,22 @@ class MeshExecutor:
         self._params: Any = None
         self._pool: kv_cache.Pool | None = None
         self._state: RowState | None = None
+        self._books: DraftBooks | None = None
         self._use(self._programs_at(layout.tp))
 
     def _use(self, programs: LayoutPrograms) -> None:
         """Makes this the layout of all further plans."""
+        self._drop_books()
         self._now = programs
         self.layout = programs.layout
         capacity = programs.capacity
-        self.num_groups, self.num_slots, self.num_blocks = (
-            capacity.num_groups,
-            capacity.num_slots,
-            capacity.num_blocks,
-        )
+        self.num_groups, self.num_slots = capacity.num_groups, capacity.num_slots
+        self.num_blocks = capacity.num_blocks
+
+    def _drop_books(self) -> None:
+        if self._books is not None:
+            self._books.delete()
+        self._books = None
 
     def _programs_at(self, tp: int) -> LayoutPrograms:
         if tp not in self._layouts:
@@ -167,18 +171,25 @@ class MeshExecutor:
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
         """Allocates the KV pool if there is none, or takes over one of `cache_shape` in this layout's shardings; row
-        state is blank."""
+        state is blank, and no draft index is there."""
+        if self._books is not None:
+            self._books.forget()
         if pool is not None or self._pool is None:
             self._pool = kv_cache.allocate(self.layout, self.cache_shape) if pool is None else pool
         self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:
         """Frees the KV pool and row state (and the weights); every request must have ended or been aborted."""
+        self._drop_books()
         for array in jax.tree.leaves((self._pool, self._state)):
             array.delete()
         self._pool = self._state = None
         if weights:
             self._params = None
+
+    def wait_quiet(self) -> None:
+        """Waits until the devices have run what was submitted."""
+        jax.block_until_ready((self._params, self._pool, self._state))
 
     def start_in(self, tp: int) -> None:
         """Chooses the layout of a rollout phase, while there are no weights and no pool: nothing has to move."""
@@ -187,11 +198,13 @@ class MeshExecutor:
         self._use(self._programs_at(tp))
 
     def put_rows(self, rows: Iterable[ResidentRow]) -> None:
-        """Row state with these rows decoding, and all others blank."""
-        state = host_rows(self.num_groups, self.num_slots)
+        """Row state with these rows decoding, and all others blank; places for draft indexes if there are none."""
+        if self.config.drafting is not None and self._books is None:
+            self._books = DraftBooks(self.config.drafting, self._now.blank_books())
+        state = host_rows(self.num_groups, self.num_slots, self.config.drafting)
         for row in rows:
             at = (row.dp_group, row.slot)
-            self._fill(state, at, row.request)
+            self._fill(state, at, row.request, row.response)
             state.token[at], state.position[at], state.active[at] = row.token, row.position, True
         self._state = jax.device_put(state, jax.tree.map(lambda _: self._now.programs.rows_sharding, state))
 
@@ -209,6 +222,11 @@ class MeshExecutor:
     def row_sizes(self, tp: int) -> tuple[int, ...]:
         """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
         return self._programs_at(tp).row_buckets
+
+    def draft_widths(self, tp: int) -> dict[int, int]:
+        """Drafted tokens that a step verifies in each row, by the row counts for which there are such programs."""
+        programs = self._programs_at(tp)
+        return {rows: width for rows in programs.row_buckets if (width := programs.draft_width(rows))}
 
     def programs_of(self, degrees: Iterable[int]) -> list[LayoutPrograms]:
         """The programs of these layouts, to be compiled."""
@@ -232,6 +250,7 @@ class MeshExecutor:
         self._prepare_switch(target, lanes)
         jax.block_until_ready((self._params, self._pool, self._state))
         ready = time.perf_counter()
+        self._drop_books()  # another layout has other places; the indexes come again with the plans that name them
         steps = [self._move_weights, lambda to: self._move_pool(to, lanes)]
         if move.to_tp < move.from_tp:
             steps.reverse()
@@ -344,6 +363,9 @@ class MeshExecutor:
                 f"{name}: prompt ({len(request.prompt_ids)}) + max_tokens ({params.max_tokens}) must be at most "
                 f"max_length ({self.config.max_length}), for which the block tables are built"
             )
+        refused = request.history and self.config.drafting and self.config.drafting.refusal(request.history)
+        if refused:
+            raise ValueError(f"{name}: its history has no room on the devices: {refused}")
 
     def submit(self, plan: Plan) -> MeshTicket:
         """Dispatches the plan's programs; no value is read."""
@@ -351,12 +373,12 @@ class MeshExecutor:
             raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
         began = time.perf_counter()
         ticket = MeshTicket(plan.index, self.policy_version, submitted_s=began)
-        for chunks, length in self._prefill_calls(plan.prefill):
+        for chunks, length in prefill_calls(plan.prefill, self._now):
             ticket.calls.append(self._submit_prefill(chunks, length))
         if plan.decode and plan.num_steps:
             self._submit_decode(plan, ticket)
         for call in ticket.calls:
-            for array in call.generated:
+            for array in jax.tree.leaves(call.generated):
                 array.copy_to_host_async()
         self.host_s += time.perf_counter() - began
         return ticket
@@ -364,20 +386,7 @@ class MeshExecutor:
     def collect(self, ticket: Ticket) -> PlanResult:
         """Waits for the plan's values and groups them by request."""
         assert isinstance(ticket, MeshTicket), "a ticket of another executor"
-        pieces: dict[int, list[RowResult]] = {}
-        for call in ticket.calls:
-            host = Generated(*(np.asarray(array) for array in call.generated))
-            for group, row, request_id in call.requests:
-                count = int(host.counts[group, row])
-                pieces.setdefault(request_id, []).append(
-                    RowResult(
-                        host.tokens[group, row, :count],
-                        host.sampled_logprobs[group, row, :count],
-                        host.rollout_logprobs[group, row, :count],
-                        bool(host.stopped[group, row]),
-                    )
-                )
-        rows = {request_id: join(parts) for request_id, parts in pieces.items()}
+        rows = results(ticket.calls)
         steps = 0 if ticket.steps is None else int(ticket.steps)
         now = time.perf_counter()
         taken_s = now - max(ticket.submitted_s, self._collected_s)  # plans queue: this one began when the last ended
@@ -385,23 +394,6 @@ class MeshExecutor:
         return PlanResult(ticket.index, rows, steps, ticket.policy_version, taken_s)
 
     # -- prefill -----------------------------------------------------------------------------------------------------
-
-    def _prefill_calls(self, chunks: Iterable[PrefillChunk]) -> list[tuple[list[PrefillChunk], int]]:
-        """Runs of chunks with the same length bucket, cut where a call's rows would exceed the prefill budget."""
-        ordered = sorted(chunks, key=lambda c: (c.start, -len(c.tokens)))
-        calls: list[tuple[list[PrefillChunk], int]] = []
-        for length, run in itertools.groupby(ordered, key=lambda c: bucket(len(c.tokens), self._now.chunk_buckets)):
-            most = self._now.prefill_rows(length)[-1]
-            rows: list[PrefillChunk] = []
-            per_group = [0] * self.num_groups
-            for chunk in run:
-                if per_group[chunk.dp_group] == most:
-                    calls.append((rows, length))
-                    rows, per_group = [], [0] * self.num_groups
-                rows.append(chunk)
-                per_group[chunk.dp_group] += 1
-            calls.append((rows, length))
-        return calls
 
     def _submit_prefill(self, chunks: list[PrefillChunk], length: int) -> Call:
         placed = place(chunks, self.num_groups)
@@ -412,7 +404,7 @@ class MeshExecutor:
         start, lengths = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
-        state = host_rows(*shape)
+        state = host_rows(*shape, self.config.drafting)
         requests = []
         for group, row, chunk in placed:
             at = (group, row)
@@ -421,7 +413,7 @@ class MeshExecutor:
             tables[at][: len(chunk.block_table)] = chunk.block_table
             if chunk.is_last:
                 slots[at] = chunk.slot
-                self._fill(state, at, chunk.request)
+                self._fill(state, at, chunk.request, kept_tokens(chunk))
                 requests.append((group, row, chunk.request.request_id))
         program = self._now.program(("prefill", rows, length, width))
         self._pool, self._state, generated = program(
@@ -429,7 +421,7 @@ class MeshExecutor:
         )
         return Call(requests, generated)
 
-    def _fill(self, state: RowState, at: tuple[int, int], request: Request) -> None:
+    def _fill(self, state: RowState, at: tuple[int, int], request: Request, response: Sequence[int]) -> None:
         params = request.params
         seed = self.config.seed if params.seed is None else params.seed
         state.limit[at] = len(request.prompt_ids) + params.max_tokens
@@ -439,6 +431,9 @@ class MeshExecutor:
         state.sampling.top_k[at] = params.top_k
         state.sampling.top_p[at] = params.top_p
         state.sampling.min_p[at] = params.min_p
+        if state.recent is not None:
+            last = response[-state.recent.shape[-1] :]
+            state.recent[at][state.recent.shape[-1] - len(last) :] = last
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
@@ -447,31 +442,47 @@ class MeshExecutor:
         by_group: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_groups)]
         for group, _, entry in placed:
             by_group[group].append(entry.block_table)
-        program_shape = self._now.decode_shape(by_group)
-        _, rows, num_tiles, width = program_shape
+        program_shape = self._now.decode_shape(by_group, plan.speculates)
+        kind, rows, num_tiles, width = program_shape
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width), TRASH_BLOCK, np.int32)
         slots = np.full(shape, self.num_slots, np.int32)
-        fresh = np.zeros(shape, np.bool_)
+        fresh, max_new = np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
         ended = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
         requests = []
         for group, row, entry in placed:
             at = (group, row)
             tables[at][: len(entry.block_table)] = entry.block_table
             slots[at] = entry.slot
-            fresh[at] = entry.request_id in ended
+            fresh[at], max_new[at] = entry.request_id in ended, entry.max_new
             requests.append((group, row, entry.request_id))
         tiles = None
         if self._now.programs.gathered:
             tile = self._now.tile_width, num_tiles, self.block_size
             listed = (window_tiles(group, *tile) for group in by_group)
             tiles = WindowTiles(*map(np.stack, zip(*listed, strict=True)))
-        program = self._now.program(program_shape)
+        program, arguments = self._now.program(program_shape), [tables, slots, fresh]
+        if kind == "verify":
+            books, book = self._books_of(placed, shape)
+            arguments = [books, *arguments, book, max_new]
         limits = np.int32(plan.num_steps), np.int32(min(plan.leave_after, 1 << 30))
         self._pool, self._state, generated, ticket.steps = program(
-            self._params, self._pool, self._state, tables, slots, fresh, *limits, tiles
+            self._params, self._pool, self._state, *arguments, *limits, tiles
         )
         ticket.calls.append(Call(requests, generated))
+
+    def _books_of(
+        self, placed: Sequence[tuple[int, int, DecodeRow]], shape: tuple[int, int]
+    ) -> tuple[Books, np.ndarray]:
+        """The draft indexes on the devices, those of a plan among them, and the place of each row's [dp, rows]."""
+        assert self._books is not None, "an executor with a pool has places"
+        named = [(group, row, entry.history) for group, row, entry in placed if entry.history is not None]
+        write = self._now.program(self._now.upload_shape)
+        book = np.full(shape, self._books.num_books, np.int32)
+        places = self._books.place([(group, index) for group, _, index in named], write)
+        for (group, row, _), at in zip(named, places, strict=True):
+            book[group, row] = at
+        return self._books.arrays, book
 
     # -- compilation -------------------------------------------------------------------------------------------------
 

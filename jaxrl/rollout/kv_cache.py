@@ -117,12 +117,15 @@ class GatheredCache:
         self._rows, self._paged = PartitionSpec(dp), PartitionSpec(dp, kv)
         self._tiles = gathered.WindowTiles(*[self._rows] * 3)
         self._window, self._fresh = gathered.Window(*[self._paged] * 2), gathered.Fresh(*[self._paged] * 2)
-        self._queries, self._keys = PartitionSpec(dp, None, layout.tp_axes or None), PartitionSpec(dp, None, kv)
+        tp = layout.tp_axes or None
+        self._queries, self._keys = PartitionSpec(dp, None, tp), PartitionSpec(dp, None, kv)
+        self._several = PartitionSpec(dp, None, None, tp), PartitionSpec(dp, None, None, kv)
 
     def open(
         self, pool: Pool, tiles: gathered.WindowTiles, num_rows: int, num_steps: int
     ) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
-        """Each layer's window of the tiles, [dp, U, ...], and its empty buffer for `num_steps` steps of the rows."""
+        """Each layer's window of the tiles, [dp, U, ...], and its empty buffer for `num_steps` steps (positions) of the
+        rows."""
 
         def local(keys: jax.Array, values: jax.Array, blocks: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
             window = gathered.gather(keys[0], values[0], blocks[0])
@@ -170,6 +173,45 @@ class GatheredCache:
         rest = (self._window, self._tiles, self._fresh, self._rows, PartitionSpec())
         in_specs = (self._queries, self._keys, self._keys, *rest)
         return self._map(local, in_specs, (self._queries, self._fresh))(q, k, v, window, tiles, fresh, start, step)
+
+    def attend_several(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        window: gathered.Window,
+        tiles: gathered.WindowTiles,
+        fresh: gathered.Fresh,
+        start: jax.Array,
+        at: jax.Array,
+    ) -> tuple[jax.Array, gathered.Fresh]:
+        """One layer of a step in which rows take several positions.
+
+        Args:
+          q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
+          window, tiles, fresh, start: as for `attend`.
+          at: int32 [dp, R, C], each position's index in the fresh buffer; beyond its end: not stored.
+
+        Returns:
+          The attention's output [dp, R, C, H, D] and the layer's new buffer.
+        """
+
+        def local(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            window: gathered.Window,
+            tiles: gathered.WindowTiles,
+            fresh: gathered.Fresh,
+            start: jax.Array,
+            at: jax.Array,
+        ) -> tuple[jax.Array, gathered.Fresh]:
+            own = gathered.put_several(_own(fresh), k[0], v[0], at[0])
+            return gathered.attend_several(q[0], _own(window), _own(tiles), own, start[0], at[0])[None], _lead(own)
+
+        queries, keys = self._several
+        in_specs = (queries, keys, keys, self._window, self._tiles, self._fresh, self._rows, self._rows)
+        return self._map(local, in_specs, (queries, self._fresh))(q, k, v, window, tiles, fresh, start, at)
 
     def close(
         self, pool: Pool, fresh: list[gathered.Fresh], tables: jax.Array, start: jax.Array, counts: jax.Array

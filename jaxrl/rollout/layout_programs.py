@@ -19,8 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.kernels.attention import Implementation
 from jaxrl.kernels.gathered import WindowTiles, num_tiles
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout import kv_cache
+from jaxrl.models.streaming import on_host
+from jaxrl.rollout import draft_books, kv_cache
+from jaxrl.rollout.draft_books import Books, Drafting, book_shapes, upload
 from jaxrl.rollout.programs import Generated, Programs, row_state_shapes
+from jaxrl.rollout.verify import DraftSums, Verify
+from jaxrl.scheduling.tokens.draft_rule import draft_width
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
@@ -28,7 +32,8 @@ from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
 Shape = tuple[str, int, int, int]
-"""(program, rows, positions per row, table width); of a decode program over windows, tiles instead of positions."""
+"""(program, rows, positions per row, table width); of a program over windows, tiles instead of positions. Of `upload`,
+which writes a draft index into its place: the number of places, and entries of their texts and of their tables."""
 
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 """What XLA records into CUDA graphs, as `--xla_gpu_enable_command_buffer` names it: its defaults, and loops."""
@@ -65,6 +70,10 @@ class ExecutorConfig:
       features_first, merged, gathered: how programs are built (`programs.Programs`); None: as the layout's devices run
         them fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+      drafting: what drafts of requests with a history are like (`jaxrl.rollout.verify`); None: nothing is drafted.
+      resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
+        (`jaxrl.models.streaming`); None: all.
+      ahead: whether a streamed layer's copy begins before its turn.
       layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
         `num_slots` and `num_blocks`.
     """
@@ -84,6 +93,9 @@ class ExecutorConfig:
     merged: bool | None = None
     gathered: bool | None = None
     interpret: bool = False
+    drafting: Drafting | None = None
+    resident_layers: int | None = None
+    ahead: bool = True
     layouts: tuple[LayoutSizes, ...] = ()
 
     def sizes(self, tp: int) -> LayoutSizes:
@@ -137,6 +149,8 @@ class LayoutPrograms(CompiledPrograms):
             merged=config.merged,
             gathered=config.gathered,
             interpret=config.interpret,
+            streams=config.resident_layers is not None,
+            ahead=config.ahead,
         )
         self.cache_shape = kv_cache.CacheShape(
             model.num_layers,
@@ -169,14 +183,25 @@ class LayoutPrograms(CompiledPrograms):
         """The sizes of a window of so many rows, in tiles."""
         return buckets(rows * -(-self.decode_widths[-1] // self.tile_width), 2, least=rows)
 
-    def decode_shape(self, tables: Sequence[Sequence[Sequence[int]]]) -> Shape:
-        """The shape for rows with these block tables, [dp groups, rows]."""
+    def draft_width(self, rows: int) -> int:
+        """How many drafted tokens a step verifies in each of so many rows (a size of `row_buckets`); 0: drafts are not
+        worth a program, or there are none."""
+        drafting = self.config.drafting
+        if drafting is None:
+            return 0
+        return draft_width(rows, drafting.verify_tokens, drafting.window.most)
+
+    def decode_shape(self, tables: Sequence[Sequence[Sequence[int]]], speculates: bool = False) -> Shape:
+        """The shape for rows with these block tables, [dp groups, rows]: of a program that verifies drafts if the plan
+        speculates, and there is one for so many rows."""
         rows = bucket(max(map(len, tables)), self.row_buckets)
+        width = self.draft_width(rows) if speculates else 0
+        kind = "verify" if width else "decode"
         if not self.programs.gathered:
             widest = max(len(table) for group in tables for table in group)
-            return "decode", rows, 1, bucket(widest, self.decode_widths)
+            return kind, rows, 1 + width, bucket(widest, self.decode_widths)
         tiles = max(num_tiles(group, self.tile_width) for group in tables)
-        return "decode", rows, bucket(tiles, self.tile_counts(rows)), self.decode_widths[-1]
+        return kind, rows, bucket(tiles, self.tile_counts(rows)), self.decode_widths[-1]
 
     def shapes(self) -> list[Shape]:
         """Every shape that a plan can need."""
@@ -186,50 +211,86 @@ class LayoutPrograms(CompiledPrograms):
             for rows in self.prefill_rows(length)
             for width in self.prefill_widths
         ]
+        if self.model.scalar_head:
+            return prefill
         widths = self.decode_widths
         if self.programs.gathered:
             decode = [("decode", r, tiles, widths[-1]) for r in self.row_buckets for tiles in self.tile_counts(r)]
         else:
             decode = [("decode", r, 1, width) for r in self.row_buckets for width in widths]
-        return prefill + decode
+        return prefill + decode + self._draft_shapes(decode)
+
+    def _draft_shapes(self, decode: list[Shape]) -> list[Shape]:
+        if self.config.drafting is None:
+            return []
+        of_width = [(self.draft_width(rows), rows, length, width) for _, rows, length, width in decode]
+        gathered = self.programs.gathered
+        verify = [("verify", r, length if gathered else 1 + most, w) for most, r, length, w in of_width if most]
+        return [*verify, self.upload_shape] if verify else []
+
+    @property
+    def upload_shape(self) -> Shape:
+        """Of the program that writes a draft index into its place."""
+        drafting = self.config.drafting
+        assert drafting is not None
+        return "upload", drafting.num_books(self.capacity.num_slots), drafting.sizes[0], drafting.sizes[2]
 
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
-        if kind != "decode" or self.platform != "gpu":
-            return {}
+        if kind not in ("decode", "verify") or self.platform != "gpu" or self.config.resident_layers is not None:
+            return {}  # a copy from the host's memory is not what a graph is made of
         return {"xla_gpu_enable_command_buffer": _GRAPHS}
 
-    def lower(self, kind: str, *sizes: int) -> Any:
-        """The program of a `Shape`, traced for this layout's devices."""
-        rows, length, width = sizes
-        groups, truncate = self.layout.dp, self.config.truncate
-        by_group = self.programs.rows_sharding
-        everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
+    def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
+        """The program of a `Shape`, traced for this layout's devices; lowered for `platforms` where they are given."""
+        program, donated, arguments, out = self._program(kind, *sizes)
+        jitted = jax.jit(program, donate_argnums=donated, out_shardings=out)
+        with products_of(self.dtype, self.platform):
+            return jitted.trace(*arguments).lower(lowering_platforms=platforms)
+
+    def _program(self, kind: str, rows: int, length: int, width: int) -> tuple[Any, tuple[int, ...], Any, Any]:
+        """(function, the arguments that it may overwrite, their shapes, shardings of what it returns)."""
+        groups, truncate, by_group = self.layout.dp, self.config.truncate, self.programs.rows_sharding
 
         def of(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((groups, rows, *dims), dtype, sharding=by_group)
 
+        if kind == "upload":
+            one = jax.ShapeDtypeStruct((groups,), jnp.int32, sharding=by_group)
+            assert self.config.drafting is not None
+            books, new = self.abstract_books(), self._sharded(book_shapes(self.config.drafting, groups))
+            return upload, (0,), (books, one, new), jax.tree.map(lambda x: x.sharding, books)
         live = self.abstract_params(), self.abstract_pool(), self._state(self.capacity.num_slots)
-        tables, slots = of(jnp.int32, width), of(jnp.int32)
-        pool_shardings = [(x.sharding, y.sharding) for x, y in live[1]]
-        state_shardings = jax.tree.map(lambda x: x.sharding, live[2])
-        generated = Generated(*[by_group] * len(Generated._fields))
+        tables, slots, flags = of(jnp.int32, width), of(jnp.int32), of(jnp.bool_)
+        pool = [(x.sharding, y.sharding) for x, y in live[1]]
+        state = jax.tree.map(lambda x: x.sharding, live[2])
+        generated = Generated(*[by_group] * 5)
         if kind == "prefill":
             arguments = (of(jnp.int32, length), of(jnp.int32), of(jnp.int32), tables, slots, self._state(rows))
-            program, out = self.programs.prefill, (pool_shardings, state_shardings, generated)
-        else:
-            scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-            tiles = None
-            if self.programs.gathered:
-                one = jax.ShapeDtypeStruct((groups, length), jnp.int32, sharding=by_group)
-                blocks = jax.ShapeDtypeStruct((groups, length, self.tile_width), jnp.int32, sharding=by_group)
-                tiles = WindowTiles(blocks, one, one)
-            arguments = (tables, slots, of(jnp.bool_), scalar, scalar, tiles)
-            program, out = self.programs.decode, (pool_shardings, state_shardings, generated, everywhere)
-        jitted = jax.jit(partial(program, truncate=truncate), donate_argnums=(1, 2), out_shardings=out)
-        with products_of(self.dtype, self.platform):
-            return jitted.lower(*live, *arguments)
+            return (
+                partial(self.programs.prefill, truncate=truncate),
+                (1, 2),
+                (*live, *arguments),
+                (
+                    pool,
+                    state,
+                    generated,
+                ),
+            )
+        everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        tiles = self._tiles(length) if self.programs.gathered else None
+        if kind == "decode":
+            arguments = (*live, tables, slots, flags, scalar, scalar, tiles)
+            decode = partial(self.programs.decode, truncate=truncate)
+            return decode, (1, 2), arguments, (pool, state, generated, everywhere)
+        assert self.config.drafting is not None
+        verify = Verify(self.programs, self.config.drafting, self.draft_width(rows), truncate)
+        by_row = of(jnp.int32)
+        arguments = (*live, self.abstract_books(), tables, slots, flags, by_row, by_row, scalar, scalar, tiles)
+        sums = generated._replace(drafts=DraftSums(*[by_group] * len(DraftSums._fields)))
+        return verify.run, (1, 2), arguments, (pool, state, sums, everywhere)
 
     # -- what programs are compiled for ----------------------------------------------------------------------------
 
@@ -239,6 +300,8 @@ class LayoutPrograms(CompiledPrograms):
         convert, shardings = rollout_params_fn(self.model, self.layout, self.dtype, self.config.max_tp, **form)
         train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), self.model.weights())
         shapes = jax.eval_shape(convert, train)
+        if self.config.resident_layers is not None:
+            shardings = shardings | {"layers": on_host(shardings["layers"], self.config.resident_layers)}
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     def abstract_pool(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
@@ -248,9 +311,27 @@ class LayoutPrograms(CompiledPrograms):
         one = jax.ShapeDtypeStruct(shape.dims(self.layout), shape.dtype, sharding=sharding)
         return [(one, one)] * shape.num_layers
 
+    def abstract_books(self) -> Any:
+        """The same of the places of draft indexes."""
+        assert self.config.drafting is not None
+        num_books = self.config.drafting.num_books(self.capacity.num_slots)
+        return self._sharded(book_shapes(self.config.drafting, self.layout.dp, num_books))
+
+    def blank_books(self) -> Books:
+        """Places without an index, on the devices."""
+        assert self.config.drafting is not None
+        num_books = self.config.drafting.num_books(self.capacity.num_slots)
+        return draft_books.allocate(self.config.drafting, self.layout.dp, num_books, self.programs.rows_sharding)
+
+    def _tiles(self, count: int) -> WindowTiles:
+        one = jax.ShapeDtypeStruct((self.layout.dp, count), jnp.int32)
+        blocks = jax.ShapeDtypeStruct((self.layout.dp, count, self.tile_width), jnp.int32)
+        return self._sharded(WindowTiles(blocks, one, one))
+
     def _state(self, rows: int) -> Any:
+        return self._sharded(row_state_shapes(self.layout.dp, rows, self.config.drafting))
+
+    def _sharded(self, tree: Any) -> Any:
+        """Shapes [dp, ...] with their sharding."""
         by_group = self.programs.rows_sharding
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group),
-            row_state_shapes(self.layout.dp, rows),
-        )
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group), tree)

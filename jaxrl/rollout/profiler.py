@@ -1,4 +1,5 @@
-"""Measures what a latency profile holds, on an executor: decode steps, prefills, and changes of layout.
+"""Measures what a latency profile holds, on an executor: decode steps, with drafts to verify and without, prefills,
+and changes of layout.
 
 Purpose: `Profiler` runs dummy batches through the executor's own programs, in the shapes in which the engine would run
 them. `jaxrl profile` (`jaxrl.commands.profile`) decides what is measured and keeps the table.
@@ -6,7 +7,8 @@ them. `jaxrl profile` (`jaxrl.commands.profile`) decides what is measured and ke
 Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
 
 Departures: KV is whatever lies in the pool, because its values do not change the time; rows are placed at their
-positions without a prefill. A change of layout is really carried out, with live tokens and without; the difference
+positions without a prefill. A step that verifies drafts takes as long whatever is drafted (`jaxrl.rollout.verify`), so
+rows draft nothing. A change of layout is really carried out, with live tokens and without; the difference
 gives the cost per token. Slow points are measured once.
 """
 
@@ -18,7 +20,7 @@ from statistics import median
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
-from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, SwitchCost
+from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, SwitchCost, VerifyMeasurement
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -57,17 +59,24 @@ class Profiler:
         seconds = self.mixed(point.tp, [point.context] * point.batch)
         return Measurement(point.tp, point.batch, point.context, seconds)
 
-    def mixed(self, tp: int, contexts: Sequence[int]) -> float:
-        """Seconds per decode step with rows of these contexts, in tokens, in every dp group."""
+    def verify(self, point: ProfilePoint) -> VerifyMeasurement:
+        """Seconds per step that verifies drafts, with `batch` rows of `context` tokens in every dp group."""
+        width = self.executor.draft_widths(point.tp)[point.batch]
+        seconds = self.mixed(point.tp, [point.context] * point.batch, verifies=True)
+        return VerifyMeasurement(point.tp, point.batch, point.context, width, seconds)
+
+    def mixed(self, tp: int, contexts: Sequence[int], *, verifies: bool = False) -> float:
+        """Seconds per decode step (per step that verifies drafts) with rows of these contexts, in tokens, in every dp
+        group."""
         self.use(tp)
-        self._decode_plan(contexts, 1)  # compiles, if anything is to be compiled
+        self._decode_plan(contexts, 1, verifies)  # compiles, if anything is to be compiled
         # plans are as long as the engine's: each gathers windows and writes them back once for all of its steps
-        steps = [self._decode_plan(contexts, self._steps)]
+        steps = [self._decode_plan(contexts, self._steps, verifies)]
         while len(steps) < self.repeats and sum(steps) * self._steps < POINT_S:
-            steps.append(self._decode_plan(contexts, self._steps))
+            steps.append(self._decode_plan(contexts, self._steps, verifies))
         return median(steps)
 
-    def _decode_plan(self, contexts: Sequence[int], steps: int) -> float:
+    def _decode_plan(self, contexts: Sequence[int], steps: int, verifies: bool) -> float:
         """Seconds per step of a plan in which rows have these contexts halfway."""
         executor, size = self.executor, self.executor.block_size
         rows: list[ResidentRow] = []
@@ -80,10 +89,10 @@ class Profiler:
                 width = -(-(start + 1 + steps) // size)
                 rows.append(ResidentRow(request, group, slot, token=1, position=start))
                 table = tuple(1 + (used + i) % (executor.num_blocks - 1) for i in range(width))
-                named.append(DecodeRow(request.request_id, group, slot, table))
+                named.append(DecodeRow(request.request_id, group, slot, table, steps))
                 used += width
         executor.put_rows(rows)
-        plan = Plan(self._plans, decode=tuple(named), num_steps=steps)
+        plan = Plan(self._plans, decode=tuple(named), num_steps=steps, speculates=verifies)
         self._plans += 1
         began = time.perf_counter()
         result = executor.collect(executor.submit(plan))

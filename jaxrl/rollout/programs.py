@@ -23,7 +23,9 @@ from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import fused_step, kv_cache
-from jaxrl.rollout.sampling import SamplingState, sample
+from jaxrl.rollout.draft_books import Drafting
+from jaxrl.rollout.sampling import Drawn, SamplingState, sample
+from jaxrl.scheduling.tokens.draft_index import START
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.merged import can_merge
 from jaxrl.sharding.mesh import platform_of
@@ -38,7 +40,8 @@ class RowState(NamedTuple):
 
     token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
     active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
-    for none.
+    for none. Only where drafts are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
+    [..., max_prefix], `START` where it has fewer; window: the most tokens of its next draft.
     """
 
     token: jax.Array
@@ -47,9 +50,11 @@ class RowState(NamedTuple):
     limit: jax.Array
     stop_ids: jax.Array
     sampling: SamplingState
+    recent: jax.Array | None = None
+    window: jax.Array | None = None
 
 
-def row_state_shapes(groups: int, rows: int) -> RowState:
+def row_state_shapes(groups: int, rows: int, drafting: Drafting | None = None) -> RowState:
     """The dtypes and shapes of a `RowState`."""
 
     def of(dtype: Any, *dims: int) -> Any:
@@ -63,12 +68,15 @@ def row_state_shapes(groups: int, rows: int) -> RowState:
         limit=integer,
         stop_ids=of(jnp.int32, MAX_STOP_IDS),
         sampling=SamplingState(of(jnp.uint32, 2), real, integer, real, real),
+        recent=None if drafting is None else of(jnp.int32, drafting.lengths.max_prefix),
+        window=None if drafting is None else integer,
     )
 
 
 class Generated(NamedTuple):
     """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
 
+    `drafts`, of a program that verifies drafts: its counts per row (`jaxrl.rollout.verify.DraftSums`).
     Fields are device arrays, their numpy copies, or the shardings of either.
     """
 
@@ -77,14 +85,15 @@ class Generated(NamedTuple):
     rollout_logprobs: Any
     counts: Any
     stopped: Any
+    drafts: Any = None
 
 
-def _take(state: RowState, slots: jax.Array) -> RowState:
+def take_rows(state: RowState, slots: jax.Array) -> RowState:
     """Rows [G, R] out of slots; slot numbers beyond the last give some row, which the caller masks."""
     return jax.tree.map(lambda x: jax.vmap(lambda a, i: a.at[i].get(mode="clip"))(x, slots), state)
 
 
-def _put(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
+def put_rows(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
     """Rows back into their slots; slot numbers beyond the last are dropped."""
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -93,8 +102,16 @@ def _put(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
     return jax.tree.map(put, state, rows)
 
 
-def _stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
+def stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
     return jnp.any(token[..., None] == rows.stop_ids, axis=-1) | (position + 1 >= rows.limit)
+
+
+def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> RowState:
+    """The rows with the first `count` [...] of tokens [..., C] behind their last ones."""
+    assert rows.recent is not None, "row state without drafting"
+    both, size = jnp.concatenate([rows.recent, tokens], axis=-1), rows.recent.shape[-1]
+    first = jnp.broadcast_to(jnp.asarray(count, jnp.int32), rows.recent.shape[:-1])[..., None]
+    return rows._replace(recent=jnp.take_along_axis(both, first + jnp.arange(size), axis=-1))
 
 
 class Form(TypedDict):
@@ -119,6 +136,8 @@ class Programs:
       attention: what reads the paged cache (`jaxrl.kernels.attention`).
       features_first, merged, gathered: None: as the layout's devices run fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+      streams: whether weights come from the host's memory (`jaxrl.models.streaming`), for which there is no fused step.
+      ahead: as `jaxrl.models.streaming.LayerFeed` takes it.
 
     Raises:
       ValueError: forms that do not go together, or an implementation that these devices do not run.
@@ -137,6 +156,8 @@ class Programs:
         merged: bool | None = None,
         gathered: bool | None = None,
         interpret: bool = False,
+        streams: bool = False,
+        ahead: bool = True,
     ) -> None:
         platform = platform_of(layout.mesh.devices.flat[0])
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
@@ -145,7 +166,9 @@ class Programs:
         self.gathered = on_cpu if gathered is None else gathered
         self.attention = choose_paged(attention, platform, interpret=interpret)
         on_one = heads // layout.tp, kv_heads // layout.tp
-        self.fused = self.merged and not self.gathered and self.attention.decodes(*on_one, config.head_dim, dtype)
+        decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
+        self.fused = self.merged and not self.gathered and not streams and decodes
+        self.ahead = ahead
         self.config = config
         self.layout = layout
         self.max_tp = max_tp
@@ -158,7 +181,7 @@ class Programs:
         """How the weights lie, as `jaxrl.sharding.rules` takes it; the same in all layouts of an executor."""
         return {"features_first": self.features_first, "merged": self.merged}
 
-    def _forward(
+    def forward(
         self,
         params: Any,
         pool: kv_cache.Pool,
@@ -170,14 +193,13 @@ class Programs:
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
             return kv_cache.attend(self.layout, q, k, v, pool[layer], tables, positions, valid, self.attention)
 
-        return self._layers(params, tokens, positions, attend)
+        return self.layers(params, tokens, positions, attend)
 
-    def _layers(self, params: Any, tokens: jax.Array, positions: jax.Array, attends: Any) -> tuple[jax.Array, Any]:
-        return decoder.forward_layers(
-            params, tokens, positions, attends, self.config, dtype=self.dtype, features_first=self.features_first
-        )
+    def layers(self, params: Any, tokens: jax.Array, positions: jax.Array, attends: Any) -> tuple[jax.Array, Any]:
+        how = {"dtype": self.dtype, "features_first": self.features_first, "ahead": self.ahead}
+        return decoder.forward_layers(params, tokens, positions, attends, self.config, **how)
 
-    def _logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         return decoder.logits(params, hidden, self.config, features_first=self.features_first)
 
     def prefill(
@@ -204,17 +226,21 @@ class Programs:
         offset = jnp.arange(tokens.shape[-1])
         valid = offset < length[..., None]
         positions = jnp.where(valid, start[..., None] + offset, 0)
-        hidden, pool = self._forward(params, pool, tokens, tables, positions, valid)
+        hidden, pool = self.forward(params, pool, tokens, tables, positions, valid)
         last = jnp.maximum(length - 1, 0)[..., None]
         if self.features_first:
             ends = jnp.take_along_axis(hidden, last[None], axis=3)[..., 0]
         else:
             ends = jnp.take_along_axis(hidden, last[..., None], axis=2)[:, :, 0]
-        logits = self._logits(params, ends)
         position = start + length
-        drawn = sample(logits, position, rows.sampling, truncate=truncate)
+        if self.config.scalar_head:  # nothing is drawn: its number stands where a token's log-probability does
+            number = decoder.score(params, ends, features_first=self.features_first)
+            drawn = Drawn(jnp.zeros(number.shape, jnp.int32), number, number)
+        else:
+            drawn = sample(self.logits(params, ends), position, rows.sampling, truncate=truncate)
         real = slots < state.token.shape[1]
-        stopped = real & _stops(drawn.token, position, rows)
+        stopped = real & stops(drawn.token, position, rows)
+        rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], 1)
         rows = rows._replace(token=drawn.token, position=position, active=real & ~stopped)
         generated = Generated(
             drawn.token[..., None],
@@ -223,7 +249,7 @@ class Programs:
             real.astype(jnp.int32),
             stopped,
         )
-        return pool, self._pin(_put(state, slots, rows)), self._pin(generated)
+        return pool, self.pin(put_rows(state, slots, rows)), self.pin(generated)
 
     def decode(
         self,
@@ -248,7 +274,7 @@ class Programs:
           leave_after: int32 scalar, rows over all groups.
           tiles: [G, U, ...], the rows' blocks once more, if `gathered`.
         """
-        rows = _take(state, slots)
+        rows = take_rows(state, slots)
         rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
         started = rows.active
         may_stop = started | fresh
@@ -266,24 +292,25 @@ class Programs:
         def advance(carry: tuple) -> tuple:
             step, rows, counts, cache, out = carry
             hidden, cache = forward(cache, rows, step)
-            logits = self._logits(params, hidden)
+            logits = self.logits(params, hidden)
             position = rows.position + 1
             drawn = sample(logits, position, rows.sampling, truncate=truncate)
             new = (drawn.token, drawn.sampled_logprob, drawn.rollout_logprob)
             write = partial(jax.lax.dynamic_update_index_in_dim, index=step, axis=2)
             out = tuple(write(x, y.astype(x.dtype)) for x, y in zip(out, new, strict=True))
             going = rows.active
+            rows = rows if rows.recent is None else followed_by(rows, drawn.token[..., None], going)
             rows = rows._replace(
                 token=jnp.where(going, drawn.token, rows.token),
                 position=jnp.where(going, position, rows.position),
-                active=going & ~_stops(drawn.token, position, rows),
+                active=going & ~stops(drawn.token, position, rows),
             )
             return step + 1, rows, counts + going, cache, out
 
         carry = (jnp.int32(0), rows, jnp.zeros(slots.shape, jnp.int32), cache, out)
         steps, rows, counts, cache, out = jax.lax.while_loop(go_on, advance, carry)
         generated = Generated(*out, counts, started & ~rows.active)
-        return close(cache, counts), self._pin(_put(state, slots, rows)), self._pin(generated), steps
+        return close(cache, counts), self.pin(put_rows(state, slots, rows)), self.pin(generated), steps
 
     def _decode_cache(
         self, params: Any, pool: kv_cache.Pool, tables: jax.Array, tiles: WindowTiles | None, began: RowState
@@ -307,7 +334,7 @@ class Programs:
                         dtype=self.dtype,
                     )
                 token, position, active = (x[..., None] for x in (rows.token, rows.position, rows.active))
-                hidden, pool = self._forward(params, pool, token, tables, position, active)
+                hidden, pool = self.forward(params, pool, token, tables, position, active)
                 return hidden[..., 0] if self.features_first else hidden[:, :, 0], pool
 
             return pool, paged, lambda pool, counts: pool
@@ -319,19 +346,22 @@ class Programs:
             def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
                 return gathered.attend(q, k, v, windows[layer], tiles, fresh[layer], start, step)
 
-            return self._layers(params, rows.token, rows.position, attend)
+            return self.layers(params, rows.token, rows.position, attend)
 
         return blank, windowed, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
 
-    def _pin(self, tree: Any) -> Any:
+    def pin(self, tree: Any) -> Any:
         """Fixes the sharding of per-row values, so that programs follow each other without a reshard between them."""
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: self.rows_sharding, tree))
 
 
-def host_rows(groups: int, rows: int) -> RowState:
+def host_rows(groups: int, rows: int, drafting: Drafting | None = None) -> RowState:
     """A `RowState` of numpy arrays to fill on the host: inactive rows that would stop at once."""
-    shapes = row_state_shapes(groups, rows)
+    shapes = row_state_shapes(groups, rows, drafting)
     blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     blank.stop_ids[:] = -1
     blank.sampling.top_p[:] = 1
+    if drafting is not None:
+        blank.recent[:] = START
+        blank.window[:] = drafting.window.least
     return blank

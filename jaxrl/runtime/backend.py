@@ -11,8 +11,9 @@ the machine's clock; or modelled devices and scoring, both on one simulated cloc
 plan's end before it looks for verdicts: the round first hears of the responses that ended in the plan, then of the
 verdicts that came in meanwhile.
 
-A clock decides only one thing here: that a scorer timed out or crashed. That is journalled before the round hears of
-it, so a step that runs again after a crash gets the same verdict. A simulated clock needs no journal.
+A clock, or something outside the run, decides only one thing here: verdicts, such as that a scorer timed out. Those are
+journalled before the round hears of them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
+same. A simulated clock needs no journal.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
+from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
+from jaxrl.runtime.ranking import RankingSession
 from jaxrl.runtime.streaming import StreamSession
+from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
@@ -45,14 +52,15 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
+from jaxrl.scheduling.rounds.judge_turns import Judge, busy_rows
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
-from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.scheduling.tokens.workers import By, Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 _log = logging.getLogger(__name__)
-_COUNT_OF = {"timeout": "reward/timeouts", "crash": "reward/crashes"}  # what a clock decides, by status
 POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 
@@ -69,24 +77,6 @@ class Worker(Protocol):
     def allocate(self) -> None: ...
 
     def release(self, *, weights: bool = False) -> None: ...
-
-
-class Scoring(Protocol):
-    """Scores samples beside the rollout: a reward pool (`jaxrl.rewards.pool.RewardPool` says what each method does), or
-    `jaxrl.sim.scoring.ScoringWorkers`."""
-
-    def submit(self, prompt: Prompt, sample: Sample, /) -> None: ...
-
-    def cancel(self, keys: Collection[SampleKey], /) -> None: ...
-
-    def completed(self) -> list[Verdict]: ...
-
-    def wait(self, timeout_s: float, /) -> list[Verdict]: ...
-
-    @property
-    def num_pending(self) -> int: ...
-
-    def take_metrics(self) -> dict[str, float]: ...
 
 
 def text_by(tokenizer: TextDecoder) -> Callable[[Sample], str]:
@@ -110,6 +100,9 @@ class RolloutBackend:
       interrupted: whether a stop was asked for; asked after every plan, because a response may be long.
       layouts: changes the layout between rounds and inside them; None: it stays.
       stream: frees workers in the middle of a round, for gradients; None: none is freed.
+      history: what responses of earlier rounds are kept for; None: they are not kept.
+      timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
+      judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
     """
 
     def __init__(
@@ -128,14 +121,16 @@ class RolloutBackend:
         interrupted: Callable[[], bool] = lambda: False,
         layouts: Layouts | None = None,
         stream: StreamSession | None = None,
+        history: HistorySession | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
-        self._rewards = rewards
+        self._verdicts = Verdicts(rewards, clock, journal, timeouts)
         self._text_of = text_of
         self._weights = weights
         self._clock = clock
-        self._journal = journal
         self._timeline = timeline
         self._lanes = PlanLanes(self.engine.engines, timeline)
         self._on_progress = on_progress
@@ -143,25 +138,37 @@ class RolloutBackend:
         self._interrupted = interrupted
         self._layouts = layouts
         self._stream = stream
+        self._ranking: RankingSession | None = None
+        self._history = history
+        self._judge = judge
         self._request_ids = itertools.count()
         self._ready = False
         self._step, self._round = -1, 0
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
-        self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
         self._awaited: set[SampleKey] = set()  # no plan is made before these verdicts are there
-        self._arrived: dict[SampleKey, Verdict] = {}
-        self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
         self._under_way = Counter[tuple[int, int]]()  # samples by (epoch, prompt index), of every prompt of the round
         self._before = [Counters() for _ in self.engine.engines]  # of each worker
         self._recompiles = 0
 
+    def rank(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
+        """From here on, rounds in ranking groups are looked after, and the next one may begin in the present one.
+
+        Args:
+          ranking: ranks them. buffer: the executors. by: how outliers move.
+        """
+        ahead = HeadStarts(self.engine, buffer, self._weights, self._start, self._clock)
+        self._ranking = RankingSession(ranking, self.engine, ahead, by, self._clock)
+
     # -- memory phases -----------------------------------------------------------------------------------------------
 
     def enter_rollout(self, policy_version: int) -> None:
         """Brings the trainer's weights into the rollout layout, on the devices; then allocates the KV pool."""
+        if self._ranking is not None and self._ranking.ahead.is_on:
+            self._ranking.ahead.enter(policy_version)
+            return
         if self._layouts is not None and not self._ready:
             self._layouts.enter()
         self.worker.sync_weights(self._weights(), policy_version)
@@ -169,8 +176,10 @@ class RolloutBackend:
         self._ready = True
 
     def leave_rollout(self) -> None:
-        """Gives the memory of the KV pool and the rollout weights to the update."""
-        if self._ready:
+        """Gives the memory of the KV pool and the rollout weights to the update; not while the next round has begun."""
+        if self._judge is not None:
+            self._judge.release()
+        if self._ready and not (self._ranking is not None and self._ranking.ahead.is_on):
             self.worker.release(weights=True)
             self._ready = False
 
@@ -179,12 +188,13 @@ class RolloutBackend:
     def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
         """A round of training step `step` starts; its responses are drawn with `params`. `kind`: "eval" for held-out
         prompts, else the batch rule's kind of round, for the layout."""
-        assert self.engine.is_idle, "a round begins while requests of another are running"
+        assert self.engine.is_idle or self._num_ahead, "a round begins while requests of another are running"
         assert self._ready, "a round begins before enter_rollout"
         # A step may have two rounds with prompts of the same key, training and evaluation. Their order says nothing:
         # with one-step-off the training round of the next step comes between.
         self._round = int(kind == "eval")
         self._step, self._params = step, params
+        self._verdicts.begin(step, self._round)
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
         self._under_way.clear()
@@ -194,6 +204,20 @@ class RolloutBackend:
             self._layouts.begin(step, self._round, kind)
         if self._stream is not None:
             self._stream.begin(kind)
+        if self._ranking is not None:
+            self._ranking.begin()
+        if self._history is not None:
+            self._history.begin(kind)
+
+    def expect(self, offer: Offer | None) -> None:
+        """Of the round that has begun: what the next one will launch is offered between plans; None: nothing is."""
+        assert self._ranking is not None, "nothing ranks rounds here"
+        self._ranking.ahead.expect(offer)
+
+    @property
+    def _num_ahead(self) -> int:
+        """Responses of the next round that were begun."""
+        return 0 if self._ranking is None else self._ranking.ahead.num_begun
 
     @property
     def generating(self) -> bool:
@@ -213,18 +237,22 @@ class RolloutBackend:
         while not self._events:
             if self._interrupted():
                 raise Interrupted
-            self._take(self._rewards.completed())  # even if none came: after a cancellation one may be due
+            self._events += self._verdicts.completed()
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
+                if self._judge is not None:
+                    num_rows = self.engine.num_rows
+                    self._judge.turn(busy_rows(len(self.engine.unfinished()), num_rows), num_rows)
                 self._run_plan()
-            elif self._due:
-                if not self._rewards.num_pending:
-                    raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
-                self._take(self._rewards.wait(POLL_S))
+            elif self._verdicts.due is not None:
+                if self._judge is None or not self._judge.turn(0, self.engine.num_rows):
+                    self._events += self._verdicts.wait(POLL_S)
                 self._beat()
                 if self._stream is not None:
                     self._stream.after_plan()
+                if self._ranking is not None:
+                    self._ranking.look()
             else:
                 raise RuntimeError(f"step {self._step}: the round waits, and nothing is running or being scored")
         event = self._events.popleft()
@@ -237,7 +265,7 @@ class RolloutBackend:
             case Launch():
                 self._launch(command)
             case Score(prompt=prompt, sample=sample):
-                self._score(prompt, sample)
+                self._verdicts.send(prompt, sample)
             case Abort(keys=keys, keep=keep):
                 self._abort(keys, keep)
             case CancelScore(keys=keys):
@@ -254,21 +282,28 @@ class RolloutBackend:
             self._layouts.cancel()
         if self._stream is not None:
             self._stream.cancel()
-        self._rewards.cancel(set(self._due))
-        for kept in (self._events, self._due, self._awaited, self._arrived, self._requests, self._replayed):
+        if self._ranking is not None:
+            self._ranking.ahead.cancel()
+        if self._history is not None:
+            self._history.cancel()
+        self._verdicts.clear()
+        for kept in (self._events, self._awaited, self._requests):
             kept.clear()
 
-    def end(self) -> dict[str, float]:
-        """The round is over; its metrics."""
-        assert not self.engine.unfinished(), "a round ends while something of it is running"
-        self.engine.drain()  # a plan of rows that have all stopped may still be in flight
+    def end(self, result: RoundResult | None = None) -> dict[str, float]:
+        """The round is over; its metrics. `result`: what its rule has made of it; None: an evaluation's, or none has
+        any use for it."""
+        running = self._requests if self._num_ahead else self.engine.unfinished()
+        assert not running, "a round ends while something of it is running"
+        if not self._num_ahead:
+            self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._lanes.follow()
-        assert not self._due, "a round ends while something of it is being scored"
         self._requests.clear()
         of_workers = [
             engine.counters.since(before) for engine, before in zip(self.engine.engines, self._before, strict=True)
         ]
         done = sum(of_workers, Counters())
+        learned = () if result is None else (*result.groups, *result.judged)
         return {
             "rollout/preemptions": done.preemptions,
             "rollout/bubble_ratio": done.bubble_ratio,
@@ -276,34 +311,40 @@ class RolloutBackend:
             "rollout/decode_steps": done.steps,
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
-            **self._scoring_metrics(),
+            **self._verdicts.end(),
             **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
             **(self._stream.end() if self._stream is not None else {}),
+            **(self._ranking.end() if self._ranking is not None and not self._round else {}),
+            **(self._history.end(learned, done) if self._history is not None else {}),
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _scoring_metrics(self) -> dict[str, float]:
-        """The scoring's counts, and the verdicts that the journal gave in its place: a step that runs again counts the
-        same. Their seconds are not counted again."""
-        measured = self._rewards.take_metrics()
-        for status, count in self._replayed.items():
-            for name in ("reward/num_scored", _COUNT_OF[status]):
-                measured[name] = measured.get(name, 0.0) + count
-        self._replayed.clear()
-        return measured
-
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
         prompt, begun = command.prompt, {sample.key: sample for sample in command.resumed}
-        for key in command.keys:
-            request = Request(next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key)
-            if key in begun:
-                request = resume(request, begun[key])
-            self._requests[key] = request.request_id
+        if self._ranking is not None:
+            self._ranking.launched(command)
+        for key, worker in itertools.zip_longest(command.keys, command.workers):
             self._num_launched += 1
             self._under_way[prompt.key] += 1
-            self.engine.add(request)
+            ahead = None if self._ranking is None else self._ranking.ahead.adopt(key)
+            if ahead is None:
+                self._requests[key] = self._start(prompt, key, worker, begun.get(key))
+            elif isinstance(ahead, Finished):
+                self._requests[key] = ahead.request_id
+                self._tell_finished([ahead])
+            else:
+                self._requests[key] = ahead
+
+    def _start(self, prompt: Prompt, key: SampleKey, worker: int | None, begun: Sample | None = None) -> int:
+        """Gives a response to a worker, with the tokens that it has; returns the id of its request."""
+        history = None if self._history is None else self._history.index_of(prompt)
+        request = Request(
+            next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key, history=history
+        )
+        self.engine.add(request if begun is None else resume(request, begun), worker)
+        return request.request_id
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
@@ -321,11 +362,15 @@ class RolloutBackend:
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
+        if self._ranking is not None:
+            self._ranking.aborted(sample.key)
         self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
         self._events.append(SampleAborted(self._clock(), sample, dispatch))
 
     def _tell_finished(self, finished: Sequence[Finished], *, is_stopping: bool = False) -> None:
         now_s = self._clock()
+        if self._ranking is not None:
+            finished = self._ranking.ended(finished)
         for one in finished:
             sample = replace(one.sample, text=self._text_of(one.sample))
             self._events.append(SampleFinished(now_s, sample, one.dispatch))
@@ -334,6 +379,8 @@ class RolloutBackend:
             self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
             if self._layouts is not None:
                 self._layouts.finished(len(sample))
+        if self._history is not None:
+            self._history.ended([one.sample for one in finished])
         if self._stream is not None and finished:
             done, launched = self._num_finished, self._num_launched
             if self._stream.counts == "prompts":
@@ -358,14 +405,26 @@ class RolloutBackend:
             return
         if self.engine.makes_plan(worker):
             self._change_layout(worker)
+            self._draft_from_group()
         waits = self.engine.waits(worker)
         with self._lanes.step(worker):
             finished = self.engine.step(worker)
         self._tell_finished(finished)
         if self._stream is not None:
             self._stream.after_plan()
+        if self._ranking is not None:
+            self._ranking.after_plan(self._requests)
         if waits:
             self._show(worker)
+
+    def _draft_from_group(self) -> None:
+        """Gives requests of prompts without history what others of their group have brought."""
+        if self._history is None:
+            return
+        for prompt_key, index in self._history.before_plan():
+            for key, request_id in self._requests.items():
+                if (key.epoch, key.prompt_index) == prompt_key:
+                    self.engine.set_history(request_id, index)
 
     def _show(self, worker: int) -> None:
         """A plan of a worker has been collected."""
@@ -379,39 +438,8 @@ class RolloutBackend:
             tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
             self._on_progress(busy, self.engine.num_rows, tokens, self._num_finished, self._num_launched)
 
-    def _score(self, prompt: Prompt, sample: Sample) -> None:
-        key = sample.key
-        self._due.append(key)
-        journal = self._journal
-        earlier = None if journal is None else journal.find(self._step, "verdict", self._place(key))
-        if earlier is None:
-            self._rewards.submit(prompt, sample)
-        else:
-            self._arrived[key] = Verdict(self._clock(), key, 0.0, earlier["status"], {"error": earlier["error"]})
-            self._replayed[earlier["status"]] += 1
-
-    def _take(self, verdicts: list[Verdict]) -> None:
-        """Notes verdicts as they arrive, and hands over those that are due and have arrived.
-
-        Verdicts that a clock decided are on the disk before the round hears of them.
-        """
-        for verdict in verdicts:
-            if self._journal is not None and verdict.status in _COUNT_OF:
-                decision = {"status": verdict.status, "error": str(verdict.info.get("error", verdict.status))}
-                self._journal.append(self._step, "verdict", self._place(verdict.key), decision)
-            self._arrived[verdict.key] = verdict
-        while self._due and self._due[0] in self._arrived:
-            self._events.append(self._arrived.pop(self._due.popleft()))
-
     def _cancel_score(self, keys: Sequence[SampleKey]) -> None:
         gone = set(keys)
-        self._rewards.cancel(gone)
-        self._due = deque(key for key in self._due if key not in gone)
+        self._verdicts.cancel(gone)
         self._awaited -= gone
-        for key in keys:
-            self._arrived.pop(key, None)
         self._events = deque(e for e in self._events if not (isinstance(e, Verdict) and e.key in gone))
-
-    def _place(self, key: SampleKey) -> tuple[int, ...]:
-        """The key of a verdict in the journal."""
-        return (self._round, key.epoch, key.prompt_index, key.sample_index, key.attempt)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.devices import devices_problem
+from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from jaxrl.models.loading import checked_path, config_of, load_model, resolve_pa
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.runtime.drafting import drafting_of, step_costs
 from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,
@@ -36,13 +38,14 @@ from jaxrl.runtime.memory import (
     plan_chunk,
     plan_remat,
 )
-from jaxrl.runtime.rules import batcher_config
+from jaxrl.runtime.rules import batcher_config, draft_config
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
 from jaxrl.scheduling.rounds.scale_down import halves
+from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sharding.halves import Half
@@ -63,8 +66,8 @@ _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, wh
 
 def prepare_jax(config: Config) -> list[Any]:
     """Sets what must be set before the first computation; returns the devices of the run. Writes nothing."""
-    wide = "float64" in (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
-    if wide:
+    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
+    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
         jax.config.update("jax_enable_x64", True)
     devices = jax.devices()
     wanted = config.trainer.num_devices or len(devices)
@@ -214,6 +217,8 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     )
     check_length(model, config.max_model_length, asked, folder)
     check_stop_strings(config.rollout.stop, "rollout.stop")
+    if model.scalar_head:
+        raise ConfigError(f"model.path ({folder}) is a reward model, which writes nothing; it can score (reward.kind)")
     return tokenizer, model
 
 
@@ -267,27 +272,49 @@ def _executor_config(config: Config, model: ModelConfig, mesh: Mesh, tp: int) ->
         dtype=rollout.dtype,
         seed=config.trainer.seed,
         truncate=any(truncates),
+        drafting=drafting_of(config, platform_of(mesh.devices.flat[0])),
         max_tp=max(sizes),
         layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )
 
 
-def build_engine(config: Config, executor: MeshExecutor, tokenizer: Tokenizer) -> Engine:
-    """The engine of `config.rollout` over an executor."""
-    return Engine(executor, batcher_config(config), stop_check=stop_string_check(tokenizer))
+def build_engine(
+    config: Config, executor: MeshExecutor, tokenizer: Tokenizer, costs: StepCosts | None = None
+) -> Engine:
+    """The engine of `config.rollout` over an executor; `costs`: of its steps, where drafts are verified by them."""
+    drafts = draft_config(config, platform_of(executor.layout.mesh.devices.flat[0]), costs)
+    return Engine(executor, batcher_config(config, drafts), stop_check=stop_string_check(tokenizer))
 
 
-def build_engines(config: Config, workers: WorkerSet, tokenizer: Tokenizer, profile: Profile | None) -> Workers:
+def build_engines(
+    config: Config,
+    workers: WorkerSet,
+    tokenizer: Tokenizer,
+    profile: Profile | None,
+    draft_profile: Profile | None = None,
+) -> Workers:
     """The engines of all workers as one.
 
     Args:
       profile: the checked one, where layouts switch: logical time is then what it predicts, because workers in
         different layouts do not keep one pace.
+      draft_profile: the checked one, where it decides which plans verify drafts.
+
+    Raises ConfigError for a draft profile of other steps than those of these workers.
     """
-    engines = [build_engine(config, executor, tokenizer) for executor in workers.executors]
+    sizes = row_sizes(config, workers)
+    engines = [
+        build_engine(
+            config,
+            executor,
+            tokenizer,
+            None if draft_profile is None else step_costs(config, draft_profile, executor, sizes),
+        )
+        for executor in workers.executors
+    ]
     ticks = step_ticks
     if profile is not None:
-        ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, row_sizes(config, workers)), engines)
+        ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
     return Workers(engines, config.rollout.deal, ticks)
 
 

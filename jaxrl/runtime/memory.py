@@ -32,6 +32,9 @@ from jaxrl.config.devices import prime_factors
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
+from jaxrl.runtime.drafting import draft_book_bytes, verified_positions
+from jaxrl.runtime.judge_memory import JudgeMemory, planned_judge
+from jaxrl.scheduling.rounds.composition import begins_ahead
 from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
 from jaxrl.train.logprobs import DEFAULT_CHUNK
@@ -41,6 +44,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
 # float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
 _SCORE_COPIES = 3
+_BOOKS = "draft indexes"
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a decode step samples
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
 _LOGITS_SHARE = 0.5  # of what the update leaves of that: larger chunks read the head's gradient less often
@@ -77,7 +81,9 @@ class MemoryPlan:
     shared: bool = True  # both phases have the same devices
     remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
     chunk_tokens: int = 0
+    num_verified: int = 0  # drafted tokens of a step, per dp group
     stream: dict[str, int] = field(default_factory=dict)  # added on a freed device, which holds no rollout then
+    judge: JudgeMemory | None = None  # on the rollout's devices
 
     @property
     def stream_bytes(self) -> int:
@@ -110,17 +116,24 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     if memory_bytes is None:
         return useful
     resident = {} if rollout.num_devices else _resident(config, model_config, devices)
-    taken = sum(resident.values()) + _rollout_weights(config, model_config, devices)
+    weights, books = _rollout_weights(config, model_config, devices), draft_book_bytes(config)
+    judge = planned_judge(config, devices)
+    beside = books + (judge.total if judge is not None else 0)
+    taken = sum(resident.values()) + weights * (2 if begins_ahead(config) else 1) + beside
     left = int(memory_bytes * rollout.memory_fraction) - taken
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
     if fitting < per_request + _RESERVED_BLOCKS:
         raise ValueError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
-            f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state, but one "
-            "request of "
-            f"{config.max_model_length} tokens needs {in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower "
-            f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
+            f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state"
+            + (f", {in_bytes(books)} of draft indexes with them" if books else "")
+            + (f", {in_bytes(judge.total)} of the judge with them, " if judge is not None else ", ")
+            + f"but one request of {config.max_model_length} tokens needs "
+            f"{in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower "
+            + ("rollout.speculation.num_indexes, " if books else "")
+            + ("reward.judge.max_memory_gib, " if judge is not None else "")
+            + f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
         )
     return min(useful, fitting)
 
@@ -204,12 +217,12 @@ def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int
     return _device_numbers(padded, config.rollout.tp) * _BYTES[config.rollout.dtype]
 
 
-def _logits(config: Config, model_config: ModelConfig, num_devices: int) -> int:
-    """The logits of a dp group's rows on one device, which has its share of the vocabulary."""
+def _logits(config: Config, model_config: ModelConfig, num_devices: int, positions: int) -> int:
+    """The logits of so many positions of a dp group on one device, which has its share of the vocabulary."""
     rolling = config.rollout.num_devices or num_devices
     vocab = padded_config(model_config, layout_degrees(config, rolling)[-1]).vocab_size
     share = vocab // _splits(vocab, config.rollout.tp)
-    return _LOGITS_COPIES * config.rollout.max_num_seqs * share * 4
+    return _LOGITS_COPIES * positions * share * 4
 
 
 def _resident(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
@@ -378,11 +391,16 @@ def memory_plan(
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
     block_size = config.rollout.block_size
     usable = num_blocks - _RESERVED_BLOCKS
+    judge = planned_judge(config, rolling)
+    weights = _rollout_weights(config, model_config, rolling)
     return MemoryPlan(
         resident=_resident(config, model_config, training),
         rollout={
-            "rollout weights": _rollout_weights(config, model_config, rolling),
+            "rollout weights": weights,
+            **({"rollout weights of the next round": weights} if begins_ahead(config) else {}),
             "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
+            **({_BOOKS: books} if (books := draft_book_bytes(config)) else {}),
+            **(judge.parts if judge is not None else {}),
         },
         update=update_parts(config, model_config, training, platform, remat, chunk),
         num_blocks=num_blocks,
@@ -395,7 +413,9 @@ def memory_plan(
         shared=not own,
         remat=remat,
         chunk_tokens=chunk,
+        num_verified=verified_positions(config, platform),
         stream=_stream_parts(config, model_config, training, platform, remat, chunk),
+        judge=judge,
     )
 
 
@@ -411,7 +431,7 @@ def memory_problem(
     """
     rollout, longest = config.rollout, config.max_model_length
     resident = plan.resident if trains else {"master weights": plan.resident["master weights"]}
-    logits = _logits(config, model_config, num_devices)
+    logits = _logits(config, model_config, num_devices, rollout.max_num_seqs + plan.num_verified)
     held = (sum(resident.values()) if plan.shared else 0) + sum(plan.rollout.values())
     needed, pool = held + logits, plan.rollout["KV pool"] + logits
     limit = None
@@ -425,6 +445,18 @@ def memory_problem(
         rows += f", where a step has {config.data.train_batch_size * rollout.n} samples)"
         blocks = f"rollout.num_blocks ({rollout.num_blocks} blocks of {rollout.block_size} tokens)"
         lower = blocks if rollout.num_blocks and logits < pool / 2 else rows
+        if (books := plan.rollout.get(_BOOKS, 0)) > pool:
+            return (
+                f"the rollout needs {in_bytes(needed)} per device, {in_bytes(books)} of it for {_BOOKS}, and {limit}: "
+                f"lower rollout.speculation.num_indexes ({rollout.speculation.num_indexes or rollout.max_num_seqs} per "
+                f"dp group) or rollout.speculation.epochs ({rollout.speculation.epochs})"
+            )
+        if plan.judge is not None and plan.judge.total > pool:
+            return (
+                f"the rollout needs {in_bytes(needed)} per device, {in_bytes(plan.judge.total)} of it for the judge, "
+                f"and {limit}: lower reward.judge.max_memory_gib ({config.reward.judge.max_memory_gib:g}), "
+                "max_num_seqs or max_prompt_tokens"
+            )
         return (
             f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "
             f"{limit}: " + (f"lower {lower}" if pool > needed / 2 else "use more devices, or a smaller model")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.functions import read_user_file, user_function
 from jaxrl.config.options import FilterGroupsSection
-from jaxrl.config.rollouts import PartialRolloutSection
+from jaxrl.config.rollouts import PartialRolloutSection, SpeculationSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
 from jaxrl.scheduling.rounds.buffer_filter import BufferFilter
 from jaxrl.scheduling.rounds.composition import composition_problem
@@ -18,6 +18,7 @@ from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, default_verify_tokens
 
 
 def batch_rule(config: Config) -> BatchRule:
@@ -64,12 +65,32 @@ def _group_filter(options: FilterGroupsSection) -> KeepsGroup | None:
     return user_filter(function, f"{names[0]}: {file.path}: {options.name}")
 
 
-def batcher_config(config: Config) -> BatcherConfig:
-    """What continuous batching takes from section `rollout`."""
+def draft_config(config: Config, platform: str, costs: StepCosts | None = None) -> DraftConfig | None:
+    """When plans verify drafts, by `rollout.speculation`; None: never.
+
+    Args:
+      platform: of the rollout's devices (`cpu`, `gpu`, ...).
+      costs: what steps take; None: not known.
+    """
+    spec = config.rollout.speculation
+    if not spec.enable:
+        return None
+    return DraftConfig(draft_window(spec), spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
+
+
+def draft_window(options: SpeculationSection) -> Window:
+    """How the windows of `rollout.speculation` move."""
+    return Window(options.min_window, options.window_step, options.max_window)
+
+
+def batcher_config(config: Config, drafts: DraftConfig | None = None) -> BatcherConfig:
+    """What continuous batching takes from section `rollout`; `drafts`: of `draft_config`, where requests may have a
+    history."""
     return BatcherConfig(
         decode_steps=config.rollout.decode_steps,
         max_model_len=config.max_model_length,
         spread_samples=config.rollout.sample_placement == "spread",
+        drafts=drafts,
     )
 
 

@@ -20,22 +20,30 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
-from jaxrl.loop import Hooks, Loop, Together
+from jaxrl.loop import Hooks, Kept, Loop
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
-from jaxrl.runtime.rules import batch_rule, batcher_config
+from jaxrl.runtime.ranking import build_ranking
+from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config
+from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
 from jaxrl.runtime.streaming import GradientStream, StreamSession
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
-from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.scheduling.tokens.workers import Workers, step_ticks
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
 from jaxrl.sim.configured import (
     layout_predictor,
     layout_sizes,
     machine_sizes,
     num_devices_of,
+    worker_predictor,
 )
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
@@ -92,26 +100,23 @@ def build(
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-    executors = _executors(config, cost, workload, clock, phases, sizes, layouts)
-    engines = [Engine(each, batcher_config(config), batcher=LockstepBatcher) for each in executors.executors]
-    sessions, degrees = None, tuple(layouts)
-    if adapts:
-        predictors = [layout_predictor(config, cost, degrees) for _ in engines]
-        kept = (lambda: clock.now_s, phases, layout_log, None)
-        sessions = layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
+    drafts = draft_config(config, PLATFORM, step_costs(config, cost))
+    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
+    engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
+    degrees = tuple(layouts)
+    sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
     own = config.rollout.num_devices
     total = num_devices_of(config) if own else sizes.num_devices * len(engines)
     trainer = SimulatedTrainer(cost, total - own, clock)
     pace = layout_predictor(config, cost, degrees)
     workers = Workers(engines, config.rollout.deal, step_ticks if pace is None else PredictedTicks(pace, engines))
-    stream = None
-    if config.trainer.stream.enable:
-        by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
-        stream = _stream(config, cost, clock, phases, workers, executors, total, by, feeding)
+    streams = config.trainer.stream.enable
+    stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding) if streams else None
+    history, timeouts = history_session(config, clock), AdaptiveTimeouts.configured(config)
     backend = RolloutBackend(
         workers,
         executors,
-        _scoring(config, workload, clock, phases),
+        _scoring(config, workload, clock, phases, timeouts, executors),
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
         clock=lambda: clock.now_s,
@@ -120,10 +125,46 @@ def build(
         interrupted=hooks.stop,
         layouts=sessions,
         stream=stream,
+        history=history,
+        timeouts=timeouts,
     )
-    together = clock.together if own else None
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, together, stream, sessions)
+    ranking = _ranking(config, cost, history, sizes, backend, executors)
+    kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
+    loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
+
+
+def _layouts(
+    config: Config,
+    cost: CostModel,
+    degrees: Sequence[int],
+    engines: Sequence[Engine],
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    log: LayoutLog | None,
+) -> LayoutSessions:
+    """The sessions of the workers' layouts."""
+    predictors = [layout_predictor(config, cost, degrees) for _ in engines]
+    kept = (lambda: clock.now_s, phases, log, None)
+    return layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
+
+
+def _ranking(
+    config: Config,
+    cost: CostModel,
+    history: HistorySession | None,
+    sizes: MachineSizes,
+    backend: RolloutBackend,
+    executors: SimulatedWorkers,
+) -> RankingGroups | None:
+    """What ranks the rounds of `backend`, whose workers have `sizes` each; None: nothing does."""
+    if not config.rollout.ranking_groups.enable:
+        return None
+    assert history is not None, "ranks by lengths that nothing keeps"
+    predictor = worker_predictor(config, cost, [sizes.tp])
+    ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+    backend.rank(ranking, executors, by)
+    return ranking
 
 
 def _executors(
@@ -134,6 +175,7 @@ def _executors(
     phases: SimulatedPhases,
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
+    drafts: DraftConfig | None,
 ) -> SimulatedWorkers:
     """One for each worker; their plans are drawn in tracks of their own."""
     num_workers = config.rollout.num_workers
@@ -143,16 +185,27 @@ def _executors(
         phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
 
     sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
-    times = {"host_s": config.simulate.host_s, "sync_s": sync_s, "wake_s": cost.rollout_fixed_s()}
+    wake_s, host_s = cost.rollout_fixed_s(), config.simulate.host_s
+    drafting = None if drafts is None else drafting_of(config, workload, drafts)
     tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
     return SimulatedWorkers(
         [
             SimulatedExecutor(
-                sizes, workload.length, cost, clock, on_plan=partial(draw, track), layouts=layouts, **times
+                sizes,
+                workload.length,
+                cost,
+                clock,
+                host_s,
+                on_plan=partial(draw, track),
+                layouts=layouts,
+                sync_s=sync_s,
+                wake_s=wake_s,
+                drafting=drafting,
             )
             for track in tracks
         ],
         clock,
+        sync_s,
     )
 
 
@@ -164,36 +217,39 @@ def _stream(
     workers: Workers,
     executors: SimulatedWorkers,
     num_devices: int,
-    by: By,
+    pace: LatencyPredictor | None,
     feeding: Callable[[GradientStream], GradientStream],
 ) -> StreamSession:
     """The stream trainer on either half of so many devices."""
 
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-        batch = TrainBatch.of(groups)
-        current = logprobs(batch, "actor") if preparation.needs_policy(config, batch, step) else None
-        batch.old_logprobs = preparation.old_logprobs(config, batch, step, current)
-        if config.needs_ref:
-            batch.ref_logprobs = logprobs(batch, "ref")
-        batch.loss_masks = preparation.loss_masks(config, batch, step)
-        preparation.set_advantages(config, groups, batch)
-        return batch
+        return preparation.prepared(config, groups, step, logprobs)
 
     def one() -> GradientStream:
         return feeding(SimulatedStream(cost, clock, num_devices, num_devices // 2, prepare))
 
     streams = {freed: one() for freed in halves(len(workers.engines))}
     options, release = config.trainer.stream, executors.release_some
+    by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
     return StreamSession(options, workers, streams, release, drawing=phases, clock=lambda: clock.now_s, by=by)
 
 
-def _scoring(config: Config, workload: Workload, clock: SimulatedClock, phases: SimulatedPhases) -> ScoringWorkers:
+def _scoring(
+    config: Config,
+    workload: Workload,
+    clock: SimulatedClock,
+    phases: SimulatedPhases,
+    timeouts: AdaptiveTimeouts | None,
+    executors: SimulatedWorkers,
+) -> ScoringWorkers:
     """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
     chosen, reward = config.simulate, config.reward
     tasks = chosen.tasks or [chosen.task]
     own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
     order = [task.name for task in tasks] if chosen.score_in_turn else []
-    return ScoringWorkers(workload, clock, phases, reward.num_workers, reward.timeout_s, own, order)
+    limits = reward.num_workers, reward.timeout_s
+    judged = {task.name: task.scoring.device_s for task in tasks if task.scoring.device_s}
+    return ScoringWorkers(workload, clock, phases, *limits, own, order, timeouts, judged, executors.occupy)
 
 
 def _loop(
@@ -204,9 +260,9 @@ def _loop(
     phases: SimulatedPhases,
     hooks: Hooks,
     num_devices: int,
-    together: Together | None,
     stream: StreamSession | None,
-    layouts: LayoutSessions | None,
+    ranking: RankingGroups | None,
+    kept: Mapping[str, Kept | None],
 ) -> Loop:
     """The loop over prompts of `workload`, on a machine of so many devices."""
     data, trained = config.data, config.trainer
@@ -227,9 +283,10 @@ def _loop(
         stop_token_ids=(STOP_TOKEN,),
         total_steps=total_steps(config, num_prompts),
         num_devices=num_devices,
-        together=together,
+        together=SimulatedTogether(phases.clock) if config.rollout.num_devices else None,
         stream=stream,
-        kept={name: each for name, each in (("layouts", layouts), ("stream", stream)) if each is not None},
+        ranking=ranking,
+        kept={name: each for name, each in kept.items() if each is not None},
     )
 
 

@@ -11,6 +11,9 @@ replicas of each other, and each worker's shards are relabelled without a copy (
 smaller degree gathers the rest inside its submesh. So the trainer's weights are read once, and no device ever holds the
 weights of another worker's layout beside its own.
 
+With ranking groups the weights of the next round come while others are still in use (`jaxrl.runtime.head_start`): they
+wait beside them, and each worker takes its part when it is done.
+
 A worker whose layout switch failed halfway takes its weights from another worker, which has the same: the trainer's may
 be spread over all devices, and no program runs on a part of them.
 """
@@ -22,6 +25,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl.rollout.executor import MeshExecutor
@@ -42,6 +46,7 @@ class WorkerSet:
     def __init__(self, mesh: Mesh, executors: Sequence[MeshExecutor]) -> None:
         self.mesh = mesh
         self.executors = tuple(executors)
+        self._buffered: tuple[int, list[Any]] | None = None  # a version, and each worker's part of its weights
         if len(self.executors) > 1:
             for executor in self.executors:
                 executor.way_back = partial(self._take_from_another, executor)
@@ -62,17 +67,44 @@ class WorkerSet:
         """Takes the trainer's weights to all workers, each in its layout."""
         for executor in self.executors:
             executor.drop_weights()
-        tp = max(executor.tp for executor in self.executors)
-        first = self.executors[0]
-        layouts = [Layout(executor.layout.mesh, tp) for executor in self.executors]
-        whole = first.rollout_form(train_params, Layout(self.mesh, tp))
-        parts = [
-            relabel(whole, rollout_shardings(first.model, layout, first.config.max_tp, **first.form))
-            for layout in layouts
-        ]
-        del whole  # each part owns its buffers from here on: a worker that moves its own deletes them
-        for executor, part, layout in zip(self.executors, parts, layouts, strict=True):
+        parts = self._parts(train_params)
+        for executor, part, layout in zip(self.executors, parts, self._layouts(), strict=True):
             executor.take_weights(part, layout, policy_version)
+
+    def buffer_weights(self, train_params: Any, policy_version: int) -> None:
+        """Begins to bring the trainer's weights to all workers, beside those in use."""
+        assert self._buffered is None, "weights of two versions are ahead"
+        self._buffered = policy_version, self._parts(train_params)
+
+    @property
+    def is_buffered(self) -> bool:
+        """Whether buffered weights have arrived."""
+        arrays = [] if self._buffered is None else jax.tree.leaves(self._buffered[1])
+        return bool(arrays) and all(array.is_ready() for array in arrays)
+
+    def take_buffered(self, worker: int) -> None:
+        """A worker goes on with the buffered weights; its own go. The last one to take them empties the buffer."""
+        assert self._buffered is not None, "no weights are buffered"
+        version, parts = self._buffered
+        executor = self.executors[worker]
+        executor.drop_weights()
+        executor.take_weights(parts[worker], self._layouts()[worker], version)
+        parts[worker] = None
+        if not any(part is not None for part in parts):
+            self._buffered = None
+
+    def _layouts(self) -> list[Layout]:
+        """Of each worker, at the largest degree in use."""
+        tp = max(executor.tp for executor in self.executors)
+        return [Layout(executor.layout.mesh, tp) for executor in self.executors]
+
+    def _parts(self, train_params: Any) -> list[Any]:
+        """The trainer's weights for each worker, in `_layouts`. Each part owns its buffers: a worker that moves its own
+        deletes them."""
+        first, layouts = self.executors[0], self._layouts()
+        whole = first.rollout_form(train_params, Layout(self.mesh, layouts[0].tp))
+        forms = (rollout_shardings(first.model, each, first.config.max_tp, **first.form) for each in layouts)
+        return [relabel(whole, form) for form in forms]
 
     def allocate(self) -> None:
         """Allocates the pools of the workers that have none."""
@@ -84,6 +116,11 @@ class WorkerSet:
         """Frees all pools and row states (and the weights)."""
         for executor in self.executors:
             executor.release(weights=weights)
+
+    def wait_quiet(self) -> None:
+        """Waits until the devices have run what was submitted; nothing is collected."""
+        for executor in self.executors:
+            executor.wait_quiet()
 
     def release_some(self, workers: Sequence[int]) -> None:
         """Frees pools, row states and weights of closed workers; the next `sync_weights` and `allocate` bring them

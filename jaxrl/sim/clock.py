@@ -48,14 +48,27 @@ class SimulatedClock:
             ended_ns = max(ended_ns, self.now_ns)
         self.now_ns = ended_ns
 
-    def together(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Runs two things that both start now: for the second, the clock goes back to where the first began."""
-        began_ns = self.now_ns
-        one = first()
-        ended_ns, self.now_ns = self.now_ns, began_ns
+
+class SimulatedTogether:
+    """Implements `jaxrl.loop.Together`. The second of two things runs first, and then the clock goes back; so the first
+    can be told when the second has ended."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
+        self._ends_ns = 0
+
+    def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]:
+        began_ns = self._clock.now_ns
         other = second()
-        self.reach(ended_ns)
+        self._ends_ns, self._clock.now_ns = self._clock.now_ns, began_ns
+        one = first()
+        self._clock.reach(self._ends_ns)
         return one, other
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the second thing is over by now."""
+        return self._clock.now_ns >= self._ends_ns
 
 
 def nanoseconds(seconds: float) -> int:
@@ -66,10 +79,10 @@ def nanoseconds(seconds: float) -> int:
 
 
 class SimulatedPhases:
-    """`timing_s/<phase>` in simulated seconds, drawn into the timeline at `path`, if given, from `begin` on."""
+    """`timing_s/<phase>` in seconds of `clock`, drawn into the timeline at `path`, if given, from `begin` on."""
 
     def __init__(self, clock: SimulatedClock, path: str | Path | None = None) -> None:
-        self._clock = clock
+        self.clock = clock
         self._picture = None if path is None else Timeline(path, clock=lambda: clock.now_s, begin=False)
         self._sums_ns: dict[str, int] = {}
 
@@ -82,12 +95,12 @@ class SimulatedPhases:
     def phase(self, name: str, track: str = "loop", **args: Any) -> Iterator[None]:
         if name == "step" and self._picture is not None:
             self._picture.begin_step()
-        began_ns = self._clock.now_ns
+        began_ns = self.clock.now_ns
         try:
             yield
         finally:
-            self._sums_ns[name] = self._sums_ns.get(name, 0) + self._clock.now_ns - began_ns
-            self.complete(track, name, began_ns / _NS, self._clock.now_s, **args)
+            self._sums_ns[name] = self._sums_ns.get(name, 0) + self.clock.now_ns - began_ns
+            self.complete(track, name, began_ns / _NS, self.clock.now_s, **args)
 
     def take_phases(self, *names: str) -> dict[str, float]:
         """Seconds of the phases that ended since they were last taken, as `timing_s/<name>`: of `names`, or of all."""

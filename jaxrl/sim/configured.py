@@ -23,6 +23,7 @@ from jaxrl.scheduling.layouts.initial_degree import fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.situation import GroupCapacity
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, RooflineCost
 from jaxrl.sim.executor import MachineSizes
@@ -122,17 +123,26 @@ def _profiled(config: Config) -> LatencyPredictor:
     return predictor
 
 
+def _scoring_limit_s(config: Config, task: str) -> float:
+    """Seconds after which the scoring of a task's responses ends at the latest; infinite: it may never."""
+    timeouts = AdaptiveTimeouts.configured(config)
+    if timeouts is not None and timeouts.has_tests(task):
+        return timeouts.rule.max_s
+    return config.reward.timeout_s or math.inf
+
+
 def workload_of(config: Config) -> tuple[Workload, str]:
     """The workload of section `simulate`, and where its lengths come from."""
-    chosen, seed, timeout_s = config.simulate, config.trainer.seed, config.reward.timeout_s or math.inf
+    chosen, seed = config.simulate, config.trainer.seed
     if chosen.workload == "recorded":
         if not chosen.recorded_run:
             raise ConfigError(
                 "simulate.recorded_run is missing: simulate.workload is recorded, which needs a run's folder"
             )
-        scoring = chosen.task.scoring
+        scoring, timeout_s = chosen.task.scoring, _scoring_limit_s(config, "")
         _option("simulate.task", check_scoring, scoring, timeout_s)
-        recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, scoring, timeout_s)
+        of_task = scoring, timeout_s, chosen.task.history
+        recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, *of_task)
         drawn = sum(len(prompt.responses) for prompt in recorded.prompts)
         return recorded, (
             f"recorded: {drawn} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, drawn "
@@ -140,13 +150,14 @@ def workload_of(config: Config) -> tuple[Workload, str]:
         )
     longest = config.data.max_response_length
     tasks = tuple(chosen.tasks or [chosen.task])
-    for i, task in enumerate(tasks):
-        _option(f"simulate.tasks[{i}]" if chosen.tasks else "simulate.task", check_task, task, longest, timeout_s)
+    limits_s = [_scoring_limit_s(config, task.name) for task in tasks]
+    for i, (task, limit_s) in enumerate(zip(tasks, limits_s, strict=True)):
+        _option(f"simulate.tasks[{i}]" if chosen.tasks else "simulate.task", check_task, task, longest, limit_s)
     text = "; ".join(
         f"{task.name} (median {task.response.median:g}, sigma {task.response.sigma:g}, cap {longest} tokens)"
         for task in tasks
     )
-    limits = longest, config.data.max_prompt_length, timeout_s
+    limits = longest, config.data.max_prompt_length, max(limits_s)
     workload = _option("simulate.tasks", ModelledWorkload, seed, tasks, *limits)
     return workload, f"modelled: {text}, seed {seed}"
 
@@ -261,12 +272,14 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
 
 
 def layout_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor | None:
-    """The predictor of a worker's switch rule, if `rollout.layout.switch` is on: over the table that step times come
-    from, or over a profile of the modelled devices. `rollout.layout.profile` belongs to the real machine and is not
-    read."""
+    """The predictor of a worker's switch rule, if `rollout.layout.switch` is on."""
+    return worker_predictor(config, cost, degrees) if config.rollout.layout.switch else None
+
+
+def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor:
+    """Predicts a worker's steps, over the table that step times come from, or over a profile of the modelled devices.
+    `rollout.layout.profile` belongs to the real machine and is not read."""
     options = config.rollout.layout
-    if not options.switch:
-        return None
     num_devices = worker_devices_of(config)
     if config.simulate.cost == "table":
         table = _profiled(config).profile  # of one dp group, for any number of groups

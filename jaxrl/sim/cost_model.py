@@ -123,7 +123,7 @@ class TrainLoad:
 class CostModel(Protocol):
     """All that the simulated executor and the simulated trainer may ask. Pure: equal arguments, equal answers.
 
-    Executor, per dp group: `decode_step_s`, `decode_steps_s`, `prefill_s`. Backend: the rest.
+    Executor, per dp group: `decode_step_s`, `decode_steps_s`, `verify_steps_s`, `prefill_s`. Backend: the rest.
     """
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
@@ -132,6 +132,11 @@ class CostModel(Protocol):
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
         """`decode_step_s` of many steps at once, equal to the last bit: [S], [S] -> [S]."""
+        ...
+
+    def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
+        """Seconds of steps that verify `width` drafted tokens a row, each row with one token more: [S], [S] -> [S]. A
+        width of 0 is a decode step."""
         ...
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
@@ -229,6 +234,16 @@ class RooflineCost:
         memory_S = weights_s + row_memory_s * batch_S + token_memory_s * context_S
         busy_S = np.maximum(memory_S, row_compute_s * batch_S + token_compute_s * context_S)
         return busy_S + np.array([self._decode_pass_s(tp, batch) for batch in batch_S.tolist()])
+
+    def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
+        """Weights are read once, and a row's KV once for all of its queries; products, activations and reductions go by
+        tokens. Each query attends to the context and to the drafted tokens before it."""
+        weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
+        tokens_S = batch_S * (1 + width)
+        pairs_S = context_S * (1 + width) + batch_S * (width * (width + 1) / 2)
+        memory_S = weights_s + row_memory_s * tokens_S + token_memory_s * context_S
+        busy_S = np.maximum(memory_S, row_compute_s * tokens_S + token_compute_s * pairs_S)
+        return busy_S + np.array([self._decode_pass_s(tp, tokens) for tokens in tokens_S.tolist()])
 
     def _decode_pass_s(self, tp: int, batch: int) -> float:
         pass_s = self._passes.get((tp, batch))

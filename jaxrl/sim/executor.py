@@ -18,36 +18,22 @@ active takes no time.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
-from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.plan import (
-    Capacity,
-    DecodeRow,
-    Plan,
-    PlanResult,
-    PrefillChunk,
-    Request,
-    RowResult,
-    Ticket,
-)
+from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Ticket
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
-from jaxrl.sim.replay import VOCABULARY
+from jaxrl.sim.foretold import Foretold
+from jaxrl.sim.rows import Gains, LanePlan, Rows, fillers
+from jaxrl.sim.verification import Drafting, verify
 from jaxrl.types import SampleKey
-
-_SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
-_PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t stands at t * _PLACE_OF_ONE, modulo VOCABULARY
-_ZEROS = np.zeros((1 << 16,), np.float32)
-_ZEROS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,136 +77,6 @@ class SimulatedTicket:
         return self.result.index
 
 
-class LaneRows(Sequence[DecodeRow]):
-    """The rows of a lane's plan, each made when it is asked for; to be read before the next plan is made, because block
-    tables are those of that moment.
-
-    Args:
-      ids, seats: see `LanePlan`. num_slots: of a dp group. blocks: has the tables.
-    """
-
-    def __init__(self, ids: np.ndarray, seats: np.ndarray, num_slots: int, blocks: BlockManager) -> None:
-        self._ids, self._seats, self._num_slots, self._blocks = ids, seats, num_slots, blocks
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, place: int) -> DecodeRow: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> tuple[DecodeRow, ...]: ...
-
-    def __getitem__(self, place: int | slice) -> DecodeRow | tuple[DecodeRow, ...]:
-        if isinstance(place, slice):
-            return tuple(self[i] for i in range(len(self))[place])
-        request_id, (group, slot) = int(self._ids[place]), divmod(int(self._seats[place]), self._num_slots)
-        return DecodeRow(request_id, group, slot, self._blocks.table(request_id))
-
-
-@dataclass(frozen=True, slots=True)
-class LanePlan(Plan):
-    """A plan that also has the rows of `decode` as arrays, each [rows] and int64, by ascending seat.
-
-    Attributes:
-      ids: request ids.
-      seats: dp group * num_slots + slot.
-    """
-
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
-    seats: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), compare=False)
-
-
-class Gains(Mapping[int, RowResult]):
-    """What the rows of a plan gained, by request id: counts, and tokens when they are asked for.
-
-    Args, each [rows that gained something] and in the order of seats:
-      ids: request ids, int64.
-      responses: each row's whole response, int32 [tokens].
-      first, last: the positions that the plan brought, `last` excluded.
-      stopped: bool, whether the row stopped.
-    """
-
-    def __init__(
-        self, ids: np.ndarray, responses: np.ndarray, first: np.ndarray, last: np.ndarray, stopped: np.ndarray
-    ) -> None:
-        self._ids, self._responses, self._first, self._last, self._stopped = ids, responses, first, last, stopped
-        self._places: dict[int, int] | None = None  # made when all rows are asked for
-
-    def __getitem__(self, request_id: int) -> RowResult:
-        if self._places is None:
-            self._places = {each: place for place, each in enumerate(self._ids.tolist())}
-        return self._row(self._places[request_id])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ids.tolist())
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows together."""
-        return int((self._last - self._first).sum())
-
-    def count(self, request_id: int) -> int:
-        """Tokens that a request gained."""
-        return int((self._last - self._first)[self._ids == request_id].sum())
-
-    def stopped(self) -> list[tuple[int, RowResult]]:
-        """The rows that stopped, with their request ids."""
-        return [(int(self._ids[place]), self._row(place)) for place in np.flatnonzero(self._stopped).tolist()]
-
-    def tokens(self, request_id: int, first: int, last: int) -> RowResult:
-        """Positions [first, last) of a row's response, also those that other plans brought."""
-        return _row_result(self._responses[np.flatnonzero(self._ids == request_id)[0]][first:last], False)
-
-    def _row(self, place: int) -> RowResult:
-        tokens = self._responses[place][self._first[place] : self._last[place]]
-        return _row_result(tokens, bool(self._stopped[place]))
-
-
-class _Rows:
-    """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot."""
-
-    def __init__(self, num_seats: int) -> None:
-        self.ids = np.full(num_seats, -1, np.int64)
-        self.responses = np.empty(num_seats, object)  # int32 [tokens] each, from the first token to the last
-        self.context = np.zeros(num_seats, np.int64)  # prompt and response tokens so far
-        self.generated = np.zeros(num_seats, np.int64)
-        self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
-
-    def take(self, seat: int, other: _Rows, other_seat: int) -> None:
-        """Copies a row from a seat of `other`."""
-        for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
-            mine[seat] = theirs[other_seat]
-
-    def seat_of(self, row: ResidentRow) -> int:
-        """The seat of a row with these tokens, or -1."""
-        seats = np.flatnonzero((self.ids == row.request.request_id) & (self.context == row.position + 1))
-        return int(seats[0]) if len(seats) else -1
-
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.ids, self.responses, self.context, self.generated, self.left
-
-    def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
-        if len(seats):
-            self.context[seats] += count
-            self.generated[seats] += count
-            self.left[seats] -= count
-
-    def gains(self, filled: np.ndarray, seats: np.ndarray, steps: np.ndarray) -> Gains:
-        """The gains of the plan just run: one token for each of `filled`, and `steps` tokens for `seats`."""
-        if len(filled):
-            gained = np.zeros(len(self.ids), np.int64)
-            gained[filled] = 1
-            gained[seats] += steps
-            seats = np.flatnonzero(gained)
-            steps = gained[seats]
-        last = self.generated[seats]
-        return Gains(self.ids[seats], self.responses[seats], last - steps, last, self.left[seats] == 0)
-
-
 @dataclass(slots=True)
 class _Prefill:
     """The load of a plan's chunks on one dp group."""
@@ -243,6 +99,7 @@ class SimulatedExecutor:
       layouts: sizes by TP degree, of the layouts that it can change to.
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
+      drafting: of plans that speculate; None: there are none.
 
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
@@ -261,7 +118,9 @@ class SimulatedExecutor:
         layouts: Mapping[int, MachineSizes] | None = None,
         sync_s: float = 0.0,
         wake_s: float = 0.0,
+        drafting: Drafting | None = None,
     ) -> None:
+        self._drafting = drafting
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
@@ -285,13 +144,12 @@ class SimulatedExecutor:
         rows = self._rows
         prefill, filled = self._prefill(plan)
         rows.advance(filled, 1)
-        seats = self._active(plan)
-        left = rows.left[seats]
-        num_steps = _num_steps(plan, int((rows.left[filled] == 0).sum()), left)
-        seconds = self._seconds(prefill, seats, left, num_steps)
-        steps = np.minimum(left, num_steps)
-        rows.advance(seats, steps)
-        gains = rows.gains(filled, seats, steps)
+        stopped = int((rows.left[filled] == 0).sum())
+        run = self._verify if plan.speculates else self._decode
+        gains, num_steps, seconds_G = run(plan, filled, stopped)
+        for group, work in prefill.items():
+            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
+        seconds = float(seconds_G.max())  # the slowest dp group's
         self.num_tokens += gains.num_tokens
         start_ns = max(self._clock.now_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
@@ -307,6 +165,11 @@ class SimulatedExecutor:
         assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
         self._clock.reach(due.end_ns)
         return due.result
+
+    def occupy(self, from_ns: int, duration_ns: int) -> int:
+        """Something else runs on the devices, once they are done with everything submitted; when it ends."""
+        self._free_ns = max(self._free_ns, from_ns) + duration_ns
+        return self._free_ns
 
     # Memory phases
 
@@ -380,7 +243,8 @@ class SimulatedExecutor:
         self.sizes = sizes
         self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
-        self._rows = _Rows(sizes.num_groups * sizes.num_slots)
+        least_window = 0 if self._drafting is None else self._drafting.window.least
+        self._rows = Rows(sizes.num_groups * sizes.num_slots, least_window)
 
     # Inside
 
@@ -407,6 +271,8 @@ class SimulatedExecutor:
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
         rows.ids[rows.ids == request.request_id] = -1  # its old row, if it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
+        rows.keys[seat], rows.foretold[seat] = request.key, None
+        rows.windows[seat] = rows.least_window
         rows.context[seat] = len(request.prompt_ids) + kept
         rows.generated[seat], rows.left[seat] = kept, length - kept
         return seat
@@ -423,12 +289,65 @@ class SimulatedExecutor:
         assert (self._rows.ids[seats] == ids).all(), plan
         return seats[self._rows.left[seats] > 0]
 
-    def _seconds(self, prefill: dict[int, _Prefill], seats: np.ndarray, left: np.ndarray, num_steps: int) -> float:
-        """Seconds of a plan, set by its slowest dp group."""
+    def _decode(self, plan: Plan, filled: np.ndarray, stopped: int) -> tuple[Gains, int, np.ndarray]:
+        """Runs the decode steps, a token each; what all rows gained, the steps, and their seconds, [dp groups].
+
+        Args:
+          filled: seats with a prefill that ended in the plan; `stopped` of these rows stopped with it.
+        """
+        rows, seats = self._rows, self._active(plan)
+        left = rows.left[seats]
+        num_steps = _num_steps(plan, stopped, left)
         seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
-        for group, work in prefill.items():
-            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
-        return float(seconds_G.max())
+        steps = np.minimum(left, num_steps)
+        rows.advance(seats, steps)
+        return rows.gains(filled, seats, steps), num_steps, seconds_G
+
+    def _verify(self, plan: Plan, filled: np.ndarray, stopped: int) -> tuple[Gains, int, np.ndarray]:
+        """`_decode` in a plan that speculates."""
+        assert self._drafting is not None, "a plan speculates, and nothing says how"
+        drafting, rows, group_size = self._drafting, self._rows, self.num_slots
+        named = sorted((row.dp_group * group_size + row.slot, row) for row in plan.decode if self._is_live(row))
+        seats = np.array([seat for seat, _ in named], np.int64)
+        foretold = [self._foretold(seat) if row.history is not None else None for seat, row in named]
+        fullest = max(Counter(row.dp_group for row in plan.decode).values())
+        before_R, width = rows.context[seats], drafting.width(fullest)
+        found = verify(
+            foretold,
+            rows.generated[seats],
+            rows.left[seats],
+            np.array([row.max_new for _, row in named], np.int64),
+            rows.windows[seats],
+            window=drafting.window,
+            width=width,
+            num_steps=plan.num_steps,
+            num_stops=plan.leave_after - stopped,
+        )
+        rows.windows[seats] = found.windows
+        rows.advance(seats, found.gained)
+        seconds_G = np.zeros(self.num_groups)
+        for group in np.unique(seats // group_size).tolist():
+            own = seats // group_size == group
+            active_SR = found.active[:, own]
+            context_S = ((found.before[:, own] + before_R[own]) * active_SR).sum(1)
+            batch_S = active_SR.sum(1)
+            busy = batch_S > 0
+            seconds_G[group] = self._cost.verify_steps_s(self.sizes.tp, batch_S[busy], width, context_S[busy]).sum()
+        return rows.gains(filled, seats, found.gained, found.counts), found.num_steps, seconds_G
+
+    def _is_live(self, row: DecodeRow) -> bool:
+        seat = row.dp_group * self.num_slots + row.slot
+        assert self._rows.ids[seat] == row.request_id, row
+        return bool(self._rows.left[seat] > 0)
+
+    def _foretold(self, seat: int) -> Foretold:
+        """What is foretold of the response at a seat, made when it is first asked for."""
+        assert self._drafting is not None
+        rows = self._rows
+        found = rows.foretold[seat]
+        if found is None:
+            found = rows.foretold[seat] = self._drafting.foretold(rows.keys[seat], len(rows.responses[seat]))
+        return found
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""
@@ -474,27 +393,3 @@ def _num_steps(plan: Plan, num_stopped: int, left: np.ndarray) -> int:
     if wanted > len(left):
         return min(plan.num_steps, int(left.max()))
     return min(plan.num_steps, int(np.partition(left, wanted - 1)[wanted - 1]))
-
-
-def _row_result(tokens: np.ndarray, stopped: bool) -> RowResult:
-    zeros = _ZEROS[: len(tokens)] if len(tokens) <= len(_ZEROS) else np.zeros(len(tokens), np.float32)
-    return RowResult(tokens, zeros, zeros, stopped)
-
-
-def fillers(request: Request, length: int) -> np.ndarray:
-    """The tokens of a response, int32 [length], read-only: `jaxrl.sim.replay.filler` of every position at once."""
-    key, stops = request.key, request.params.stop_token_ids
-    first = key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31
-    entry = first * _PLACE_OF_ONE % VOCABULARY
-    sequence = _SEQUENCE
-    if entry + length > len(sequence):
-        sequence = np.resize(sequence, entry + length)
-    tokens = sequence[entry : entry + length].copy()
-    for stop in stops:
-        if 0 <= stop < VOCABULARY:
-            instead = next(token for token in itertools.count(stop + 1) if token not in stops)
-            tokens[(stop * _PLACE_OF_ONE - entry) % VOCABULARY :: VOCABULARY] = instead
-    if stops and length < request.params.max_tokens:
-        tokens[-1] = stops[0]
-    tokens.flags.writeable = False
-    return tokens

@@ -23,9 +23,10 @@ import numpy as np
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.blocks import BlockManager
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Seat
 from jaxrl.scheduling.tokens.progress import Completed, Ended, Named, Progress, StopCheck, TraceEvent, finish_reason
-from jaxrl.sim.executor import Gains, LanePlan, LaneRows
+from jaxrl.sim.rows import Gains, LanePlan, LaneRows
 
 _NONE = np.zeros(0, np.int64)
 
@@ -165,6 +166,10 @@ class LockstepBatcher(Batcher):
         self._dissolve()
         super().seat(seats)
 
+    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
+        self._dissolve()
+        super().set_history(request_id, history)
+
     # What others look at: the lane goes on
 
     def fullest(self, plan: Plan) -> tuple[int, int]:
@@ -239,6 +244,7 @@ class LockstepBatcher(Batcher):
             and not self.num_waiting
             and all(whole for _, _, whole in self._flights)
             and all(progress.is_resident and not progress.request.params.stop_strings for progress in self._running)
+            and (self.draft_rule is None or all(progress.history is None for progress in self._running))
         )
 
     def _form(self) -> _Lane:
@@ -281,7 +287,7 @@ class LockstepBatcher(Batcher):
         ids, seats = lane.ids[named], lane.seats[named]
         plan = LanePlan(
             index=self.next_index,
-            decode=LaneRows(ids, seats, self.capacity.num_slots, self.blocks),
+            decode=LaneRows(ids, seats, self.capacity.num_slots, self.blocks, self.config.decode_steps),
             num_steps=self.config.decode_steps,
             leave_after=UNLIMITED,
             ids=ids,

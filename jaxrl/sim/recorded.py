@@ -29,17 +29,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl.config import SimulatedScoring
+from jaxrl.config import SimulatedHistory, SimulatedScoring
 from jaxrl.config.inputs import reading
-from jaxrl.sim.workload import normal, scoring_s, uniform
+from jaxrl.sim.workload import correlated, normal, scoring_s, uniform
 from jaxrl.types import SampleKey
 
 Rule = Literal["by_prompt", "pooled", "by_rank"]
 # What a random number is for; different from those of `jaxrl.sim.workload`.
-_PROMPT, _RESPONSE, _TIME, _HANGS, _PROMPT_SCORE, _RESPONSE_SCORE = range(16, 22)
+_PROMPT, _RESPONSE, _TIME, _HANGS, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_TIME = range(16, 23)
 _NORMAL = NormalDist()
 
-_NO_SCORING = SimulatedScoring()
+_NO_SCORING, _HISTORY = SimulatedScoring(), SimulatedHistory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class RecordedWorkload:
         recorded ones.
       scoring, timeout_s: seconds of scoring, which the file does not hold, and when it is cut off.
       num_truncated: recorded responses that ended at the run's token limit.
+      history: how much of a response its prompt's earlier ones foretell, which the file does not hold either.
 
     A response is drawn from the recorded step nearest to the step asked for, so growth over training is replayed too;
     `by_rank` takes all steps together.
@@ -86,6 +87,7 @@ class RecordedWorkload:
         scoring: SimulatedScoring = _NO_SCORING,
         timeout_s: float = math.inf,
         num_truncated: int = 0,
+        history: SimulatedHistory = _HISTORY,
     ) -> None:
         if not prompts or any(not prompt.responses for prompt in prompts):
             raise ValueError(f"RecordedWorkload: prompts ({len(prompts)}) must be at least one, each with a response")
@@ -96,6 +98,7 @@ class RecordedWorkload:
         self.rule: Rule = rule
         self.scoring, self.timeout_s = scoring, timeout_s
         self.num_truncated = num_truncated
+        self._history = history
         pools = [prompt.responses for prompt in prompts]
         if rule == "pooled":
             pools = [tuple(response for pool in pools for response in pool)]
@@ -111,6 +114,7 @@ class RecordedWorkload:
         rule: Rule = "by_prompt",
         scoring: SimulatedScoring = _NO_SCORING,
         timeout_s: float = math.inf,
+        history: SimulatedHistory = _HISTORY,
     ) -> RecordedWorkload:
         """From `samples.jsonl` of a run directory. A prompt has as many characters per token as the responses have.
 
@@ -135,7 +139,7 @@ class RecordedWorkload:
             for text, same in by_text.items()
         ]
         truncated = sum(row["finish_reason"] == "length" for row in rows)
-        return cls(seed, prompts, rule, scoring, timeout_s, truncated)
+        return cls(seed, prompts, rule, scoring, timeout_s, truncated, history)
 
     @property
     def lengths(self) -> list[int]:
@@ -153,7 +157,8 @@ class RecordedWorkload:
             places = of_source[prompt.source]
             prompts.append(self.prompts[places[int(uniform(_PROMPT, seed, i, len(self.prompts)) * len(places))]])
         timeless = [replace(p, responses=tuple(replace(response, step=0) for response in p.responses)) for p in prompts]
-        return RecordedWorkload(seed, timeless, self.rule, self.scoring, self.timeout_s, self.num_truncated)
+        limits = self.scoring, self.timeout_s, self.num_truncated
+        return RecordedWorkload(seed, timeless, self.rule, *limits, self._history)
 
     def length(self, key: SampleKey, step: int = 0) -> int:
         return self._response(key, step).length
@@ -166,11 +171,19 @@ class RecordedWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         words = (self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
-        z, u = normal(_TIME, *words), uniform(_HANGS, *words)
+        prompt, own, u = (
+            normal(_PROMPT_TIME, self.seed, key.prompt_index),
+            normal(_TIME, *words),
+            uniform(_HANGS, *words),
+        )
+        z = correlated(self.scoring.correlation, prompt, own)
         return scoring_s(self.scoring, self.timeout_s, z, u, self.length(key, step))
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         return self._response(key, step).reward
+
+    def history(self, prompt_index: int) -> SimulatedHistory:
+        return self._history
 
     def _recorded_index(self, prompt_index: int) -> int:
         return int(uniform(_PROMPT, self.seed, prompt_index) * len(self.prompts))

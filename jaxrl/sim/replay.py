@@ -12,7 +12,7 @@ replayed as if the device had ended it, so the plan in which it ends may be left
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,17 @@ import numpy as np
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
-from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, RowResult, Ticket
+from jaxrl.scheduling.tokens.plan import (
+    Capacity,
+    DraftCounts,
+    Plan,
+    PlanResult,
+    PrefillChunk,
+    Request,
+    RowResult,
+    Ticket,
+)
+from jaxrl.sim.verification import Drafting
 from jaxrl.types import SampleKey
 
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
@@ -44,6 +54,7 @@ class _Slot:
     request: Request
     length: int  # of the whole response
     num_generated: int
+    window: int = 0
 
     @property
     def is_active(self) -> bool:
@@ -59,6 +70,7 @@ class ReplayExecutor:
       cost: seconds that a plan takes; nothing by default.
       layouts: by degree, what each layout that it can change to offers; `tp`: the one in use.
       switch_cost: seconds that a change of layout takes; nothing by default.
+      drafting: of plans that speculate; None: there are none.
 
     `policy_version` may be set between plans, as a weight sync would.
     """
@@ -76,6 +88,7 @@ class ReplayExecutor:
         tp: int = 1,
         layouts: Mapping[int, Capacity] | None = None,
         switch_cost: Callable[[Relayout], TimeTaken] | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.num_groups = num_groups
         self.num_slots = num_slots
@@ -88,6 +101,7 @@ class ReplayExecutor:
         self._switch_cost = switch_cost
         self._lengths = lengths
         self._cost = cost
+        self._drafting = drafting
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._results: deque[PlanResult] = deque()  # submitted and not yet collected
 
@@ -106,15 +120,26 @@ class ReplayExecutor:
                 self._advance(slot, gained.setdefault(chunk.request.request_id, []), stopped)
         rows = [self._slots[row.dp_group, row.slot] for row in plan.decode]
         assert all(s.request.request_id == r.request_id for s, r in zip(rows, plan.decode, strict=True)), plan
+        drafts = dict.fromkeys((row.request_id for row in plan.decode), DraftCounts()) if plan.speculates else {}
+        limits = [slot.num_generated + row.max_new for slot, row in zip(rows, plan.decode, strict=True)]
         num_steps = 0
-        while num_steps < plan.num_steps and len(stopped) < plan.leave_after and any(row.is_active for row in rows):
-            for slot in rows:
-                if slot.is_active:
-                    self._advance(slot, gained[slot.request.request_id], stopped)
+        while num_steps < plan.num_steps and len(stopped) < plan.leave_after:
+            active = [i for i, slot in enumerate(rows) if slot.is_active and slot.num_generated < limits[i]]
+            if not active:
+                break
+            for i in active:
+                slot, request_id = rows[i], rows[i].request.request_id
+                counts = DraftCounts(steps=1)
+                if plan.speculates and plan.decode[i].history is not None:
+                    counts = self._draft(slot, limits[i], plan)
+                for _ in range(counts.accepted + 1):
+                    self._advance(slot, gained[request_id], stopped)
+                if plan.speculates:
+                    drafts[request_id] += counts
             num_steps += 1
         result = PlanResult(
             index=plan.index,
-            rows={request_id: _row_result(tokens, request_id in stopped) for request_id, tokens in gained.items()},
+            rows={each: _row_result(tokens, each in stopped, drafts.get(each)) for each, tokens in gained.items()},
             num_steps=num_steps,
             policy_version=self.policy_version,
             duration_s=self._cost(plan, num_steps) if self._cost is not None else 0.0,
@@ -165,7 +190,22 @@ class ReplayExecutor:
             raise ValueError(
                 f"{request.key}: the recorded length ({length}) must exceed the tokens kept ({chunk.num_generated})"
             )
-        return _Slot(request, length, chunk.num_generated)
+        window = 0 if self._drafting is None else self._drafting.window.least
+        return _Slot(request, length, chunk.num_generated, window)
+
+    def _draft(self, slot: _Slot, limit: int, plan: Plan) -> DraftCounts:
+        """What a row drafts and has accepted in a step; its window moves."""
+        assert self._drafting is not None, "a plan speculates, and nothing says how"
+        foretold = self._drafting.foretold(slot.request.key, slot.length)
+        right = int(foretold.right[slot.num_generated])
+        fullest = max(Counter(row.dp_group for row in plan.decode).values())
+        room = min(limit, slot.length) - slot.num_generated - 1
+        drafted = min(slot.window, self._drafting.width(fullest), room) if right >= 0 else 0
+        if not drafted:
+            return DraftCounts(steps=1)
+        accepted = min(drafted, right)
+        slot.window = self._drafting.window.after(slot.window, drafted, accepted)
+        return DraftCounts(1, drafted, accepted, 1, int(foretold.matched[slot.num_generated]))
 
     def _advance(self, slot: _Slot, tokens: list[int], stopped: set[int]) -> None:
         """Samples one token of an active row."""
@@ -187,6 +227,6 @@ def filler(request: Request, position: int, length: int) -> int:
     return token
 
 
-def _row_result(tokens: list[int], stopped: bool) -> RowResult:
+def _row_result(tokens: list[int], stopped: bool, drafts: DraftCounts | None) -> RowResult:
     zeros = np.zeros((len(tokens),), np.float32)
-    return RowResult(np.asarray(tokens, np.int32), zeros, zeros, stopped)
+    return RowResult(np.asarray(tokens, np.int32), zeros, zeros, stopped, drafts)

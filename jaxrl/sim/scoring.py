@@ -1,6 +1,6 @@
 """Simulated scoring: workers that take as long as the workload says, and verdicts that come at their simulated time.
 
-Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime.backend.Scoring`). Each of
+Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime.verdicts.Scoring`). Each of
 `num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in a heap
 of (time, sequence, verdict). A verdict carries the time at which it came in, even if it is asked for later.
 
@@ -10,9 +10,17 @@ before it has ended, and the stages of a mixed batch add up.
 Source: rewards beside the rollout, RollPacker §4.3; tasks in turn, as its authors' code waits for a batch's rewards
 (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
 
-Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool;
-crashes and errors of scorers are not modelled. What a scorer returns besides is `acc`, equal to the reward. A cancelled
-scoring keeps its worker until its end, and is counted.
+A task may be scored on the rollout's devices, as by a judge beside the actor: a verdict then takes them for a while,
+between two plans, as soon as its response is there. That is the judge without a rule for when it runs, and without a
+GPU that shares itself out.
+
+A task of code has one test case for each response, which takes all of its scoring's seconds; its limit comes with the
+response, as in a real run (RollPacker §4.3; `jaxrl.scheduling.rounds.adaptive_timeout`).
+
+Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool, and of
+a task of code reward 0 with a test case that was cut off, as from the code scorer. Crashes and errors of scorers, and
+so retries, are not modelled. What a scorer returns besides is `acc`, equal to the reward. A cancelled scoring keeps its
+worker until its end, and is counted.
 """
 
 from __future__ import annotations
@@ -20,9 +28,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
 from jaxrl.sim.workload import Workload
@@ -35,11 +45,12 @@ class _Queued:
 
     sequence: int
     sample: Sample
+    limits_s: tuple[float, ...]
     submitted_ns: int
 
 
 class ScoringWorkers:
-    """Implements `jaxrl.runtime.backend.Scoring`.
+    """Implements `jaxrl.runtime.verdicts.Scoring`.
 
     Args:
       workload: gives each response its reward and its seconds of scoring.
@@ -49,6 +60,10 @@ class ScoringWorkers:
       timeout_s: when scoring is cut off; 0: never.
       own_workers: by task, the processes that score it alone; `num_workers` score all other tasks.
       in_turn: tasks in the order in which they are scored; empty: all at once.
+      on_devices: by task that is scored on the rollout's devices, the seconds for which a response takes them.
+      occupy: takes the devices from a moment on, for a duration, both in nanoseconds; when that has ended.
+      timeouts: says which tasks are of code, and when a test case that comes without a limit is cut off; None: none
+        are.
     """
 
     def __init__(
@@ -60,13 +75,17 @@ class ScoringWorkers:
         timeout_s: float = 0.0,
         own_workers: Mapping[str, int] | None = None,
         in_turn: Sequence[str] = (),
+        timeouts: AdaptiveTimeouts | None = None,
+        on_devices: Mapping[str, float] | None = None,
+        occupy: Callable[[int, int], int] | None = None,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"reward.num_workers ({num_workers}) must be >= 1")
         self._workload = workload
         self._clock = clock
         self._phases = phases
-        self._timeout_ns = nanoseconds(timeout_s)
+        self._timeout_s, self._timeouts = timeout_s, timeouts
+        self._on_devices, self._occupy = dict(on_devices or {}), occupy
         # heaps of (free from, worker): by task, and under the empty name the one that other tasks share
         pools = {"": num_workers, **(own_workers or {})}
         first = dict(zip(pools, itertools.accumulate((0, *pools.values())), strict=False))
@@ -79,10 +98,11 @@ class ScoringWorkers:
         self._scored = Counter[str]()
         self._scoring_s = 0.0
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
-        """Queues a finished sample; its verdict is known now, and comes when it is scored."""
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        """Queues a finished sample; its verdict is known now, and comes when it is scored. `limits_s`: of its test
+        cases; empty: none is known of its prompt."""
         sequence = self._pending[sample.key] = next(self._sequence)
-        queued = _Queued(sequence, sample, self._clock.now_ns)
+        queued = _Queued(sequence, sample, limits_s, self._clock.now_ns)
         task = self._workload.kind_name(sample.key.prompt_index)
         if task in self._queues:
             self._queues[task].append(queued)
@@ -103,22 +123,28 @@ class ScoringWorkers:
         sample = queued.sample
         # 1 + the version of its first token, as for its length in the executor
         key, step = sample.key, int(sample.versions[0]) + 1
-        duration_ns = nanoseconds(self._workload.reward_s(key, step))
-        timed_out = 0 < self._timeout_ns <= duration_ns
-        if timed_out:
-            duration_ns = self._timeout_ns
-        free = self._free.get(task, self._free[""])
-        free_ns, worker = heapq.heappop(free)
-        start_ns = max(from_ns, free_ns)
-        end_ns = start_ns + duration_ns
-        heapq.heappush(free, (end_ns, worker))
+        rule = self._timeouts.rule if self._timeouts is not None and self._timeouts.has_tests(task) else None
+        limit_s = self._timeout_s if rule is None else (*queued.limits_s, rule.max_s)[0]
+        seconds = self._workload.reward_s(key, step)
+        duration_ns = nanoseconds(min(seconds, limit_s) if limit_s else seconds)
+        is_over = 0 < nanoseconds(limit_s) <= duration_ns
+        if task in self._on_devices:
+            assert self._occupy is not None, "a task is scored on devices, and there are none"
+            duration_ns, is_over = nanoseconds(self._on_devices[task]), False
+            track, end_ns = "judge", self._occupy(from_ns, duration_ns)
+        else:
+            free = self._free.get(task, self._free[""])
+            free_ns, worker = heapq.heappop(free)
+            track, end_ns = f"reward worker {worker}", max(from_ns, free_ns) + duration_ns
+            heapq.heappush(free, (end_ns, worker))
         end_s, duration_s = end_ns / 1e9, duration_ns / 1e9
-        self._phases.complete(f"reward worker {worker}", "score", start_ns / 1e9, end_s)
-        if timed_out:
+        self._phases.complete(track, "score", (end_ns - duration_ns) / 1e9, end_s)
+        if is_over and rule is None:
             verdict = Verdict(end_s, key, 0.0, "timeout", {"error": f"no verdict after {duration_s} s"}, duration_s)
         else:
-            reward = self._workload.reward(key, step)
-            verdict = Verdict(end_s, key, reward, "ok", {"acc": reward}, duration_s)
+            reward = 0.0 if is_over else self._workload.reward(key, step)
+            info = {"acc": reward} | ({} if rule is None else _one_case(duration_s, reward, is_over))
+            verdict = Verdict(end_s, key, reward, "ok", info, duration_s)
         self._scored[verdict.status] += 1
         self._scoring_s += duration_s
         heapq.heappush(self._coming, (end_ns, queued.sequence, verdict))
@@ -165,3 +191,10 @@ class ScoringWorkers:
             "reward/pool_restarts": 0,
             "reward/seconds": seconds,
         }
+
+
+def _one_case(duration_s: float, reward: float, is_cut_off: bool) -> dict[str, Any]:
+    """What the code scorer says of a response with one test case."""
+    passed = int(reward > 0)
+    counts = {"passed": passed, "cases": 1, "cut_off": int(is_cut_off)}
+    return {"case_s": [duration_s], "correct": bool(passed), **counts}

@@ -32,6 +32,16 @@ class TableCost:
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
         return self.predictor.decode_steps_s(tp, batch_S, context_S)
 
+    def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
+        """What was measured for so many rows, at the width that they had; where no such steps were measured, the
+        measured decode step times what `rest` says that verification makes of one."""
+        if width and self.predictor.profile.draft_widths(tp):
+            steps = zip(batch_S.tolist(), context_S.tolist(), strict=True)
+            return np.array([self.predictor.verify_step_s(tp, rows, context) for rows, context in steps])
+        of_rest_S = self.rest.verify_steps_s(tp, batch_S, width, context_S)
+        longer_S = of_rest_S / self.rest.decode_steps_s(tp, batch_S, context_S)
+        return self.decode_steps_s(tp, batch_S, context_S) * longer_S
+
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
         """The time of equal rows with the same tokens and pairs (PAT equation 3); each is 2 pairs / tokens long. Tokens
         of a later chunk attend to more than such rows can; the chunk counts as one row of its own length."""

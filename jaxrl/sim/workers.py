@@ -15,17 +15,19 @@ from jaxrl.sim.executor import SimulatedExecutor
 
 
 class SimulatedWorkers:
-    """Several executors; `executors` are by the worker's number.
+    """Several executors; `executors` are by the worker's number. `sync_s`: seconds of a weight sync beside the rollout.
 
     Attributes:
       recompiles: 0, because there are no programs.
     """
 
-    def __init__(self, executors: Sequence[SimulatedExecutor], clock: SimulatedClock) -> None:
+    def __init__(self, executors: Sequence[SimulatedExecutor], clock: SimulatedClock, sync_s: float = 0.0) -> None:
         self.executors = tuple(executors)
+        self._sync_s = sync_s
         self.recompiles = 0
         self._clock = clock
         self._asleep = set(range(len(self.executors)))  # workers that an update, or a stream, has or had
+        self._buffered: tuple[int, int] | None = None  # a version, and when its weights are there
 
     @property
     def num_tokens(self) -> int:
@@ -35,6 +37,28 @@ class SimulatedWorkers:
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
         """The devices get weights of another version, each worker's at the same time."""
         self._clock.at_once(partial(each.sync_weights, train_params, policy_version) for each in self.executors)
+
+    def buffer_weights(self, train_params: Any, policy_version: int) -> None:
+        """Weights of another version are on their way, as long as a sync takes; nothing waits for them."""
+        began_ns = self._clock.now_ns
+        self._clock.advance(self._sync_s)
+        self._buffered, self._clock.now_ns = (policy_version, self._clock.now_ns), began_ns
+
+    @property
+    def is_buffered(self) -> bool:
+        """Whether they have arrived."""
+        return self._buffered is not None and self._clock.now_ns >= self._buffered[1]
+
+    def take_buffered(self, worker: int) -> None:
+        """A worker goes on with them; waits until they are there."""
+        assert self._buffered is not None, "no weights are buffered"
+        version, at_ns = self._buffered
+        self._clock.reach(at_ns)
+        self.executors[worker].policy_version = version
+
+    def occupy(self, from_ns: int, duration_ns: int) -> int:
+        """Something else runs on all devices, between plans; when it has ended everywhere."""
+        return max(executor.occupy(from_ns, duration_ns) for executor in self.executors)
 
     def allocate(self) -> None:
         """The devices that are not awake wake up, all at the same time."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
 
-from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.types import SampleKey
 
 _MASK = (1 << 64) - 1
@@ -31,22 +31,33 @@ _GAMMA = 0x9E3779B97F4A7C15
 _NORMAL = NormalDist()
 # What a random number is for: the first word of its identity.
 _TASK, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_LENGTH, _REWARD_TIME, _REWARD_HANGS, _PASS_RATE, _REWARD = range(8)
+_OUTLIER, _PROMPT_REWARD_TIME = 8, 9
 
 
-def uniform(*identity: int) -> float:
-    """A number in (0, 1) that depends on the integers alone (taken modulo 2**64), the same on every machine."""
+def word(*identity: int) -> int:
+    """64 bits that depend on the integers alone (taken modulo 2**64), the same on every machine."""
     state = 0
-    for word in identity:
-        state = ((state ^ (word & _MASK)) + _GAMMA) & _MASK
+    for each in identity:
+        state = ((state ^ (each & _MASK)) + _GAMMA) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return ((state >> 12) + 0.5) / (1 << 52)
+    return state
+
+
+def uniform(*identity: int) -> float:
+    """A number in (0, 1) made of `word`."""
+    return ((word(*identity) >> 12) + 0.5) / (1 << 52)
 
 
 def normal(*identity: int) -> float:
     """A standard normal number that depends on the integers alone."""
     return _NORMAL.inv_cdf(uniform(*identity))
+
+
+def correlated(share: float, prompt: float, own: float) -> float:
+    """A standard normal number, of which the prompt's decides `share` and the response's own the rest."""
+    return math.sqrt(share) * prompt + math.sqrt(1 - share) * own
 
 
 # Lengths
@@ -148,6 +159,10 @@ class Workload(Protocol):
         """The verdict."""
         ...
 
+    def history(self, prompt_index: int) -> SimulatedHistory:
+        """How much of a prompt's responses its earlier ones foretell."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelledWorkload:
@@ -158,7 +173,7 @@ class ModelledWorkload:
       tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights. Lengths and times in
         them are those that `check_task` lets pass.
       max_response_length, max_prompt_length: tokens at which lengths are cut.
-      timeout_s: when scoring is cut off.
+      timeout_s: when scoring is cut off, of the task that waits longest.
     """
 
     seed: int
@@ -186,11 +201,15 @@ class ModelledWorkload:
     def kind_name(self, prompt_index: int) -> str:
         return self.task(prompt_index).name
 
+    def history(self, prompt_index: int) -> SimulatedHistory:
+        return self.task(prompt_index).history
+
     def score(self, key: SampleKey) -> float:
         """The response's standard normal score; see the module's docstring."""
-        c = self.task(key.prompt_index).correlation
-        prompt = normal(_PROMPT_SCORE, self.seed, key.prompt_index)
-        return math.sqrt(c) * prompt + math.sqrt(1 - c) * normal(_RESPONSE_SCORE, self.seed, *_words(key))
+        task, own = self.task(key.prompt_index), normal(_RESPONSE_SCORE, self.seed, *_words(key))
+        if task.outlier_share and uniform(_OUTLIER, self.seed, *_words(key)) < task.outlier_share:
+            return own
+        return correlated(task.correlation, normal(_PROMPT_SCORE, self.seed, key.prompt_index), own)
 
     def length(self, key: SampleKey, step: int = 0) -> int:
         lengths = self.task(key.prompt_index).response
@@ -203,8 +222,9 @@ class ModelledWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         scoring, length = self.task(key.prompt_index).scoring, self.length(key, step)
-        z, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
-        return scoring_s(scoring, self.timeout_s, z, u, length)
+        own, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
+        prompt = normal(_PROMPT_REWARD_TIME, self.seed, key.prompt_index) if scoring.correlation else 0.0
+        return scoring_s(scoring, self.timeout_s, correlated(scoring.correlation, prompt, own), u, length)
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         task = self.task(key.prompt_index)

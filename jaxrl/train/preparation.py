@@ -7,7 +7,10 @@ while others decode. All of it is known per group, unless the estimator of the a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import numpy as np
 
@@ -57,6 +60,40 @@ def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -
     """Writes the advantages of a batch of `groups`, whose log-probabilities and masks are there."""
     policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
     batch.advantages = advantages.compute(groups, config.algorithm, policy, batch.ref_logprobs, batch.loss_masks)
+
+
+def prepared(
+    config: Config,
+    groups: Sequence[Group],
+    step: int,
+    logprobs: Callable[[TrainBatch, Literal["actor", "ref"]], list[np.ndarray]],
+    phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
+) -> TrainBatch:
+    """The batch of these groups, with all that gradients of update `step` need.
+
+    Args:
+      logprobs: of the policy before the update, or of the reference; per sample float32 [T].
+      phase: around the parts that take time, by their names.
+    """
+    batch = TrainBatch.of(groups)
+    with phase("old_log_prob"):
+        current = logprobs(batch, "actor") if needs_policy(config, batch, step) else None
+        batch.old_logprobs = old_logprobs(config, batch, step, current)
+    with phase("ref"):
+        if config.needs_ref:
+            batch.ref_logprobs = logprobs(batch, "ref")
+    batch.loss_masks = loss_masks(config, batch, step)
+    with phase("adv"):
+        set_advantages(config, groups, batch)
+    return batch
+
+
+def minibatches(groups: Sequence[Group], batch: TrainBatch, num_prompts: int) -> Iterator[TrainBatch]:
+    """The samples of `num_prompts` whole groups at a time, of a batch of `groups`."""
+    ends = [0, *itertools.accumulate(len(group.samples) for group in groups)]
+    for first in range(0, len(groups), num_prompts):
+        last = min(first + num_prompts, len(groups))
+        yield batch.select(list(range(ends[first], ends[last])))
 
 
 def joined(groups: Sequence[Group], parts: Sequence[TrainBatch]) -> TrainBatch:

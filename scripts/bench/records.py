@@ -84,13 +84,24 @@ def parse(
     at_least_one: Iterable[str],
 ) -> argparse.Namespace:
     """Parsed and checked options; with `--quick`, `quick` replaces the defaults, and what was given still wins."""
+    options = parse_counts(parser, arguments, quick, ("devices", "repetitions", *at_least_one))
+    if not options.model and not options.shape:
+        options.shape = "tiny" if options.quick else "SmolLM2-135M"
+    return options
+
+
+def parse_counts(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    quick: Mapping[str, Any],
+    at_least_one: Iterable[str],
+) -> argparse.Namespace:
+    """The same of a benchmark without a model."""
     options = parser.parse_args(arguments)
     if options.quick:
         parser.set_defaults(**quick)
         options = parser.parse_args(arguments)
-    if not options.model and not options.shape:
-        options.shape = "tiny" if options.quick else "SmolLM2-135M"
-    for name in ("devices", "repetitions", *at_least_one):
+    for name in at_least_one:
         value = getattr(options, name)
         for one in value if isinstance(value, list) else [value]:
             if one < 1:
@@ -137,12 +148,16 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     """platform, kind, count; a CPU's kind is its model name, with the number of cores that this process may use."""
     first = devices[0]
     described: dict[str, Any] = {"platform": first.platform, "kind": first.device_kind, "count": len(devices)}
-    if first.platform == "cpu":
-        described |= {"kind": _cpu_name(), "cores": num_cores()}
-    return described
+    return described | describe_host() | {"count": len(devices)} if first.platform == "cpu" else described
 
 
-def _cpu_name() -> str:
+def describe_host() -> dict[str, Any]:
+    """The same of a benchmark that needs no device."""
+    return {"platform": "cpu", "kind": cpu_name(), "count": 1, "cores": num_cores()}
+
+
+def cpu_name() -> str:
+    """The model name of this machine's CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -99,7 +99,7 @@ class InstantScoring:
     def __init__(self) -> None:
         self._done: list[Verdict] = []
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         self._done.append(Verdict(time.monotonic(), sample.key, float(sample.key.sample_index % 2), "ok", {}, 0.0))
 
     def cancel(self, keys: Collection[SampleKey]) -> None:

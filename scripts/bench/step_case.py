@@ -105,8 +105,8 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.loop import Hooks, Loop
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
+    from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
-    from jaxrl.rewards.scorers import build_scorer
     from jaxrl.runtime.backend import RolloutBackend, text_by
     from jaxrl.runtime.build import (
         build_engine,

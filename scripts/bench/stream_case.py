@@ -123,8 +123,8 @@ def run(spec: StreamSpec, ask: Ask) -> None:
     from jaxrl.loop import Hooks, Loop
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
+    from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
-    from jaxrl.rewards.scorers import build_scorer
     from jaxrl.runtime.backend import RolloutBackend, text_by
     from jaxrl.runtime.build import build_engines, build_stream, build_workers, load_weights, read_tokenizer_and_model
     from jaxrl.runtime.rules import batch_rule

@@ -74,7 +74,7 @@ class Compiled:
       thunks: what the program runs, in order.
       text: the optimised HLO.
       copies: arrays of more than a megabyte that are written anew without a computation: (computation, name, bytes).
-      memory: bytes of `arguments`, `results`, `aliased` and `temporaries`.
+      memory: bytes of `arguments`, `results`, `aliased` and `temporaries`, and of `host_arguments`.
     """
 
     thunks: list[Thunk]
@@ -123,6 +123,20 @@ def compile_program(lowered: Any, options: Mapping[str, Any] | None = None) -> C
         return read(executable, Path(folder))
 
 
+def with_host_memory(lowered: Any, same: Any) -> Any:
+    """A program some of whose arguments lie in the host's memory, for compile-only devices.
+
+    Those devices know no kinds of memory. So the program is traced for a CPU and lowered for CUDA, where its module has
+    everything that a GPU's has; then it takes the place of the module that was lowered for the devices.
+
+    Args:
+      lowered: `jax.jit(...).trace(...).lower(lowering_platforms=("cuda",))`, on one CPU device.
+      same: the same function of the same shapes, lowered for one compile-only device.
+    """
+    same._lowering._hlo = lowered.compiler_ir("stablehlo")
+    return same
+
+
 def read(executable: Any, folder: Path) -> Compiled:
     """What is in an executable, and in XLA's dump of its compilation."""
     dumped = {path.name.split(".", 2)[2]: path for path in folder.glob("*thunk_sequence*.txt")}
@@ -133,6 +147,7 @@ def read(executable: Any, folder: Path) -> Compiled:
         "results": stats.output_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
+        "host_arguments": stats.host_argument_size_in_bytes,
     }
     if last is None:
         raise RuntimeError("XLA wrote no sequence of thunks: its dump has another form than this reads")
@@ -153,6 +168,33 @@ def _thunks(text: str) -> list[Thunk]:
         (open_thunks[-1][1].inner if open_thunks else roots).append(thunk)
         open_thunks.append((indent, thunk))
     return roots
+
+
+def host_copies(text: str) -> list[tuple[str, int]]:
+    """The order in which copies from the host's memory begin and end, and products with what they bring run, in the
+    computation that has most of them: ("begin" | "end" | "product", number of the copy)."""
+    best: list[tuple[str, int]] = []
+    for body in re.split(r"^\}", text, flags=re.MULTILINE):
+        numbers: dict[str, int] = {}
+        events: list[tuple[str, int]] = []
+        for line in body.splitlines():
+            found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line)
+            if found is None:
+                continue
+            name, rest = found[1], found[2].split(", metadata")[0]
+            used = [numbers[each] for each in re.findall(r"%([\w.\-]+)", rest) if each in numbers]
+            if " copy-start(" in rest and "S(5)" in rest:
+                numbers[name] = len(set(numbers.values()))
+                events.append(("begin", numbers[name]))
+            elif " copy-done(" in rest and used:
+                numbers[name] = used[0]
+                events.append(("end", used[0]))
+            elif " bitcast(" in rest and used:
+                numbers[name] = used[0]
+            elif used and re.search(r" (fusion|custom-call|dot)\(", rest):
+                events += [("product", number) for number in used]
+        best = max(best, events, key=len)
+    return best
 
 
 def _copies(text: str) -> Iterator[tuple[str, str, int]]:

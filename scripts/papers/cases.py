@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from papers.setups import TASKS, Case
+from papers.setups import EPOCH_STEPS, TASKS, Case
 
 ROLLPACKER_SETUPS = {"7B/8k": "rollpacker.7b", "14B/16k": "rollpacker.14b", "32B/32k": "rollpacker.32b"}
 """RollPacker's names for its columns (Table 2), and our set-ups."""
@@ -120,18 +120,93 @@ def _pat(steps: int) -> list[Case]:
     return found
 
 
-EXPERIMENTS = {"rollpacker": _rollpacker, "april": _april, "pat": _pat}
+REWARDS_STEPS = 5  # a period of short rounds and a long one, and an epoch where prompts come again
+_CODE = Case("rollpacker.7b", "tail", *JOINT, tasks=("code",), steps=REWARDS_STEPS, score_when="sample")
+_AGAIN = replace(_CODE, epoch_steps=REWARDS_STEPS, steps=2 * REWARDS_STEPS)
+REWARDS_TIMEOUTS = {
+    "first epoch": tuple(replace(_CODE, timeout=each) for each in ("fixed", "adaptive")),
+    "second epoch": tuple(replace(_AGAIN, timeout=each) for each in ("fixed", "adaptive")),
+    "second epoch, no prompt much harder": (
+        replace(_AGAIN, timeout="fixed"),
+        replace(_AGAIN, timeout="adaptive", pass_spread=0.5),
+    ),
+}
+"""RollPacker Fig. 14c, fixed and adaptive time-outs, by what is known of the prompts. What is right makes no difference
+to how long fixed time-outs take."""
+
+_JUDGED = replace(_CODE, tasks=("judge",))
+REWARDS_JUDGE = {
+    "a quarter of the devices for itself": replace(_JUDGED, devices=12),
+    "on all devices, which it takes for each verdict": replace(_JUDGED, judge="devices"),
+    "beside all devices, on a third as many more": _JUDGED,
+}
+"""Where the judge of the 7B model runs (RollPacker §4.3, §6.5)."""
+
+
+def rewards_rows(setup: str) -> dict[str, Case]:
+    """Table 2's row above the reward scheduler, and that row without and with adaptive time-outs."""
+    tail = Case(setup, "tail", *JOINT, steps=2 * REWARDS_STEPS, epoch_steps=REWARDS_STEPS)
+    beside = replace(tail, score_when="sample")
+    return {
+        "+ tail batching": tail,
+        "+ rewards beside the rollout": replace(beside, timeout="fixed"),
+        "+ adaptive time-outs": replace(beside, timeout="adaptive"),
+    }
+
+
+def _rewards(steps: int) -> list[Case]:
+    found = dict.fromkeys(case for pair in REWARDS_TIMEOUTS.values() for case in pair)
+    found |= dict.fromkeys(REWARDS_JUDGE.values())
+    return [*found, *(case for setup in ROLLPACKER_SETUPS.values() for case in rewards_rows(setup).values())]
+
+
+RHYMERL_TASKS = ("math", "code")
+RHYMERL_ROWS = {
+    "plain": {},
+    "+ ranking groups": {"pipeline": "naive"},
+    "+ two tiers": {"pipeline": "two_tier"},
+    "+ speculation": {"pipeline": "two_tier", "speculation": True},
+}
+"""RhymeRL Fig. 14: the baseline, and what each bar has besides those before it."""
+
+RHYMERL_STEPS = 8  # that means are over: two epochs
+
+
+def rhymerl_rows(task: str) -> dict[str, Case]:
+    """Fig. 14's bars for a task. Two workers for each of 16 groups, four for each of 8."""
+    plain = Case(f"rhymerl.{task}", "plain", tasks=(task,), workers=32, score_when="sample")
+    return {name: replace(plain, **more) for name, more in RHYMERL_ROWS.items()}
+
+
+def _rhymerl(steps: int) -> list[Case]:
+    pairs = -(-min(steps, RHYMERL_STEPS) // 2)  # of an odd and an even step
+    whole = EPOCH_STEPS + 2 * pairs + 1  # an epoch without history before, a step that only learns after
+    return [replace(case, steps=whole) for task in RHYMERL_TASKS for case in rhymerl_rows(task).values()]
+
+
+EXPERIMENTS = {
+    "rollpacker": _rollpacker,
+    "april": _april,
+    "pat": _pat,
+    "rhymerl": _rhymerl,
+    "rollpacker-rewards": _rewards,
+}
 
 
 def cases_of(paper: str, steps: int, seeds: Iterable[int], decode_steps: int, scale: int) -> list[Case]:
     """Every run, of whole periods of short rounds and a long one where there are such."""
     chosen = list(seeds)
     found = [
-        replace(case, seed=seed, decode_steps=decode_steps, scale=scale)
+        replace(case, seed=seed, decode_steps=decode_steps, scale=scale, workers=_workers(case, scale))
         for case in EXPERIMENTS[paper](steps)
         for seed in chosen
     ]
     return [replace(case, steps=-(-case.steps // case.period) * case.period) for case in found]
+
+
+def _workers(case: Case, scale: int) -> int:
+    """Two are enough to try something out."""
+    return case.workers if scale == 1 else min(case.workers, 2)
 
 
 def headline(cases: Iterable[Case]) -> list[Case]:
@@ -139,7 +214,8 @@ def headline(cases: Iterable[Case]) -> list[Case]:
     return [
         case
         for case in cases
-        if not case.setup.startswith("pat")
+        if case.paper in ("rollpacker", "april")
+        and not case.epoch_steps
         and (case.rule == "partial" or (case.rule == "tail" and case.tasks == TASKS and case.score_when == "rollout"))
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from papers import april_page, pat_page, rollpacker_page
+from papers import april_page, pat_page, rewards_page, rhymerl_page, rollpacker_page
 from papers.cases import APRIL_SETUPS, ROLLPACKER_SETUPS
 from papers.reported import REPORTED
 from papers.runs import Steps
@@ -25,10 +25,14 @@ def page(header: Mapping[str, Any], runs: Sequence[Steps]) -> str:
             sections = rollpacker_page.sections(found, header["what_if"])
         case "april":
             sections = april_page.sections(found, header["what_if"])
+        case "rollpacker-rewards":
+            sections = rewards_page.sections(found)
+        case "rhymerl":
+            sections = rhymerl_page.sections(found, header["what_if"])
         case _:
             sections = pat_page.sections(found, header["what_if"])
     parts = [_top(header, runs), *sections]
-    if header["what_if"] and header["paper"] != "pat":
+    if header["what_if"] and header["paper"] in ("rollpacker", "april"):
         parts.append(_what_if(header))
     return "\n\n".join(parts) + "\n"
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from statistics import NormalDist
 
-import numpy as np
-
-from jaxrl.sim.workload import normal, uniform
+from jaxrl.sim.workload import uniform
 from papers import slime
 from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS
 from papers.lengths import SEED, batches_of, lengths_of, responses_of, spreads
 from papers.machines import cost_of, inference
 from papers.pat import PAT
+from papers.rhymerl import RHYMERL
 from papers.rollpacker import ROLLPACKER
 from papers.solver import Constant, Problem, Values
 
@@ -65,41 +63,6 @@ def april_throughput(size: str, values: Values, filtered_share: float, num_rollo
     return sum(each.tokens for each in found) / math.fsum(each.seconds for each in found)
 
 
-# ---------------------------------------------------------------- RhymeRL
-
-
-@lru_cache(maxsize=1)
-def _rank_scores() -> tuple[np.ndarray, np.ndarray]:
-    """Of 4,096 prompts: their part of the score, and the median of 16 responses' own parts; [P] each."""
-    prompts = range(4096)
-    own = np.array([[normal(SEED, 1, p, i) for i in range(16)] for p in prompts])
-    return np.array([normal(SEED, 0, p) for p in prompts]), np.median(own, axis=1)
-
-
-def rank_up_share(correlation: float, num_groups: int = 8) -> float:
-    """RhymeRL Fig. 9: the share of responses in a higher ranking group than their prompt's median an epoch before.
-
-    Groups are bounded by quantiles: those of a normal distribution for responses, and for medians one of their
-    variance, which is close. So the share is smooth in the correlation; 0 and 1 are taken as just inside.
-    """
-    prompt, median = _rank_scores()
-    c = min(max(correlation, 1e-9), 1 - 1e-9)
-    common, own = math.sqrt(c), math.sqrt(1 - c)
-    bounds = np.array([_NORMAL.inv_cdf(i / num_groups) for i in range(1, num_groups)])
-    spread = math.sqrt(c + (1 - c) * float(median.var()))
-    above = np.append(bounds, np.inf)[np.searchsorted(bounds * spread, common * prompt + own * median)]
-    share = [math.erfc((bound - common * a) / own / math.sqrt(2)) / 2 for bound, a in zip(above, prompt, strict=True)]
-    return _mean(share)
-
-
-def _rhymerl(values: Values) -> dict[str, float]:
-    return {
-        "rhymerl.math.rank_up_share": rank_up_share(values["math.correlation"]),
-        "rhymerl.code.rank_up_share": rank_up_share(values["code.correlation"]),
-        "rhymerl.growth_320_steps": (1 + values["lengths.growth"]) ** 320,
-    }
-
-
 # ---------------------------------------------------------------- all of them
 
 
@@ -129,16 +92,6 @@ PROBLEMS: tuple[Problem, ...] = (
             f"prompts of {PROMPT_TOKENS} tokens",
         ),
     ),
-    Problem(
-        name="rhymerl",
-        constants=(
-            Constant("math.correlation", "share", 0.7, 0.5, 0.02, 0.999),
-            Constant("code.correlation", "share", 0.5, 0.5, 0.02, 0.999),
-            Constant("lengths.growth", "share per step", 0.005, 1.0, 1e-5, 0.1),
-        ),
-        facts=("rhymerl.math.rank_up_share", "rhymerl.code.rank_up_share", "rhymerl.growth_320_steps"),
-        predict=_rhymerl,
-        assumptions=("groups of 16; ranks depend on scores only, so the length distribution does not matter",),
-    ),
+    *RHYMERL,
     *ROLLPACKER,
 )

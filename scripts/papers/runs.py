@@ -36,7 +36,10 @@ class Steps:
     `start_s` is the time of weights and of waking before a rollout; `train_s` is what is left of a step. Of the batch,
     `stale_share` counts tokens from earlier rollouts, `stale_samples` the responses that have some. `streamed` is the
     share of its prompts whose gradients were computed beside the rollout, `freed_at` the share of samples that were
-    done when devices were freed (0: none were).
+    done when devices were freed (0: none were). With ranking groups, `moved` is the share of the responses that went to
+    another worker, `idle` that of the workers' time in which they had nothing to do; with speculation, `accepted` is of
+    the drafted tokens, `drafted` of all tokens, and `per_step` what a row gains in a step. `cut_off` counts test cases
+    that their time limit ended, `scoring_s` adds up the seconds of all scoring.
     """
 
     case: Case
@@ -56,6 +59,13 @@ class Steps:
     degrees: list[float] = field(default_factory=list)  # that rounds ended in
     streamed: list[float] = field(default_factory=list)
     freed_at: list[float] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+    drafted: list[float] = field(default_factory=list)
+    per_step: list[float] = field(default_factory=list)
+    cut_off: list[float] = field(default_factory=list)
+    scoring_s: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     preemptions: int = 0
 
@@ -93,6 +103,13 @@ class Steps:
         self.degrees.append(measured.get("rollout/layout/final_tp", float(self.case.degree)))
         self.streamed.append(measured.get("actor/streamed_share", 0.0))
         self.freed_at.append(measured.get("rollout/scale_down/done_share", 0.0))
+        self.moved.append(measured.get("rollout/ranking/moved_share", 0.0))
+        self.idle.append(measured.get("rollout/ranking/idle_share", 0.0))
+        self.accepted.append(measured.get("rollout/spec/accept_rate", 0.0))
+        self.drafted.append(measured.get("rollout/spec/drafted_share", 0.0))
+        self.per_step.append(measured.get("rollout/spec/tokens_per_step", 1.0))
+        self.cut_off.append(measured.get("reward/code/cut_off", 0.0))
+        self.scoring_s.append(measured.get("reward/seconds", 0.0))
         self.preemptions += int(measured.get("rollout/preemptions", 0.0))
 
 

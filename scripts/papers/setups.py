@@ -4,7 +4,8 @@ Purpose: `Case` is one run: a set-up of `papers.facts.SETUPS`, a rule with its f
 and `models` turn it into what `jaxrl.commands.simulate.build` takes. Nothing in here reads the results of the papers'
 own methods.
 
-Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1.
+Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1;
+RhymeRL §7.
 
 Departures, where the papers are silent: the calibration file's assumptions; prompts of `PROMPT_TOKENS` tokens; vLLM's
 and SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory
@@ -19,26 +20,38 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.models.shapes import named_shape
+from jaxrl.scheduling.tokens.draft_rule import Window, draft_width
 from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.foretold import Foreteller
 from jaxrl.sim.hardware import HARDWARE
+from jaxrl.sim.verification import Drafting
 from jaxrl.sim.workload import ModelledWorkload
 from papers.calibrate import constant
 from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS, Setup
 from papers.lengths import lengths_of
 from papers.pat import GROUP, OneOutlier
+from papers.rhymerl import history_of, lengths_at
 from papers.rollpacker import OWN_TRAINER, TASKS, task_lengths
 
 ROWS = 512  # per dp group
+RESERVED_SHARE = 0.25  # of the devices, that a judge has for itself elsewhere (RollPacker §4.3)
 NODE = 8  # devices, which TP does not leave
-DATASET_PROMPTS = 100_000  # no prompt comes twice in any case
+DATASET_PROMPTS = 100_000  # no prompt comes twice in any case but RhymeRL's
+EPOCH_STEPS = 4  # of RhymeRL's runs here
+PAPER_EPOCH_STEPS = 16  # in which its lengths grow as much: 20 steps of warm-up hold its first epoch
+
+RANKING_GROUPS = {"math": 16, "code": 8}  # RhymeRL §7.2.3
+VERIFY_TOKENS = 256  # of a step of a dp group: what jaxrl takes on GPUs
 
 _OWN_PROBLEM = ("rollpacker.7b", "rollpacker.32b")  # set-ups with machines of their own; the others share their paper's
 
 Rule = Literal["plain", "tail", "partial", "adaptive"]
 Stream = Literal["off", "adaptive", "fixed"]
+Pipeline = Literal["off", "naive", "two_tier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,12 @@ class Case:
       freed_at: with `fixed`, the share of a round's samples after which they are freed.
       fetch: the stream gets groups once, those that are there, and no more than this share of the batch; 0: as they
         end.
+      pipeline: ranking groups, with equal shares of workers or with two tiers.
+      speculation: drafts from the epoch before.
+      timeout: of the code task; whole: of all of a sample's scoring, as the baseline has it; else of its test case.
+      epoch_steps: batches after which prompts come again; 0: no prompt does.
+      pass_spread: how much prompts differ in how often they are solved (`simulate.task.pass_spread`).
+      judge: has workers of its own, beside all devices; or takes its time from the rollout's devices.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
       scale: divides prompts, devices and the longest response, to try the script out.
@@ -85,6 +104,12 @@ class Case:
     stream: Stream = "off"
     freed_at: float = 0.0
     fetch: float = 0.0
+    pipeline: Pipeline = "off"
+    speculation: bool = False
+    timeout: Literal["whole", "fixed", "adaptive"] = "whole"
+    epoch_steps: int = 0
+    pass_spread: float = 2.0
+    judge: Literal["workers", "devices"] = "workers"
 
     @property
     def base(self) -> Case:
@@ -102,6 +127,8 @@ class Case:
         paper, name = self.setup.split(".")[:2]
         if self.own_trainer:
             return OWN_TRAINER
+        if paper == "rhymerl":
+            return "rhymerl_machine"
         return f"{paper}_{name}" if paper == "pat" or self.setup in _OWN_PROBLEM else paper
 
     @property
@@ -112,7 +139,7 @@ class Case:
     def title(self) -> str:
         """For people."""
         factors = f" P {self.prompt_factor:g} R {self.response_factor:g}" if self.rule in ("tail", "partial") else ""
-        layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp else ""
+        layout = f", tp {self.degree}, {self.num_devices} devices" if self.tp or self.devices else ""
         layout += f", of tp {', '.join(map(str, self.degrees))}" if self.degrees else ""
         longest = f", {self.max_tokens} tokens" if self.tokens else ""
         longest += ", scored beside the rollout" if self.score_when == "sample" else ""
@@ -120,6 +147,12 @@ class Case:
         longest += ", planner" if self.planner else ""
         if self.stream != "off":
             longest += f", stream {self.stream}" + (f" {self.freed_at:.0%}" if self.freed_at else "")
+        longest += f", ranking groups {self.pipeline}" if self.pipeline != "off" else ""
+        longest += ", speculation" if self.speculation else ""
+        longest += f", time-outs {self.timeout}" if self.timeout != "whole" else ""
+        longest += f", epochs of {self.epoch_steps} steps" if self.epoch_steps else ""
+        longest += f", spread of pass rates {self.pass_spread:g}" if self.pass_spread != 2.0 else ""
+        longest += ", judge on the devices" if self.judge == "devices" else ""
         if self.fetch:
             longest += f", one fetch of {self.fetch:.0%}"
         return f"{self.setup} {self.rule}{factors}, {'+'.join(self.tasks)}{layout}{longest}, seed {self.seed}"
@@ -144,7 +177,13 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        return max((self.devices or self.of.num_devices) // self.scale, self.degree * self.workers)
+        least = self.degree * self.workers * (2 if self.paper == "rhymerl" else 1)  # half of them rolls out
+        return max((self.devices or self.of.num_devices) // self.scale, least)
+
+    @property
+    def rollout_devices(self) -> int:
+        """Devices of the rollout's own; 0: training has them as well, in turns."""
+        return self.num_devices // 2 if self.paper == "rhymerl" else 0
 
     @property
     def max_tokens(self) -> int:
@@ -184,6 +223,18 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         }
     if case.own_trainer:
         rollout["memory_fraction"] = 0.8
+    if case.paper == "rhymerl":
+        rollout |= {
+            "num_devices": case.rollout_devices,
+            "deal": "prompts",
+            "speculation": {"enable": case.speculation, "verify_tokens": VERIFY_TOKENS},
+            "ranking_groups": {
+                "enable": case.pipeline != "off",
+                "num_groups": RANKING_GROUPS[case.tasks[0]] if case.scale == 1 else 2,
+                "two_tier": case.pipeline == "two_tier",
+                "move": "recompute",
+            },
+        }
     if case.planner:
         rollout["layout"] = {"planner": True, "devices_per_host": NODE, "degrees": _planned_degrees(case)}
     return from_mapping(
@@ -202,8 +253,8 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             "actor": {
                 "dtype": "bfloat16",
                 "offload_optimizer": True,
-                "use_kl_loss": rollpacker,
-                "old_logprobs": "rollout" if case.own_trainer else "recompute",
+                "use_kl_loss": case.paper in ("rollpacker", "rhymerl"),
+                "old_logprobs": "rollout" if case.own_trainer or case.paper == "rhymerl" else "recompute",
                 "ppo_max_token_len_per_gpu": 1 << 16,
             },
             # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
@@ -211,22 +262,30 @@ def configuration(case: Case, calibration: Calibration) -> Config:
             "reward": {
                 "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
                 "score_when": case.score_when if rollpacker else "sample",
+                "domains": {} if case.timeout == "whole" else {"code": {"kind": "code"}},
+                "code": {} if case.timeout == "whole" else {"timeout": case.timeout},
             },
             "trainer": {
                 "total_training_steps": case.steps,
                 "save_freq": 0,
                 "seed": case.seed,
                 "stream": _stream(case),
+                "one_step_off": case.paper == "rhymerl",
             },
             "simulate": {
                 "hardware": setup.hardware,
                 "num_devices": case.num_devices,
-                "num_prompts": DATASET_PROMPTS,
+                "num_prompts": _epoch_steps(case) * case.num_prompts or DATASET_PROMPTS,
                 "tasks": _own_workers(case, calibration) if rollpacker else [],
                 "score_in_turn": rollpacker and case.score_when == "rollout",
             },
         }
     )
+
+
+def _epoch_steps(case: Case) -> int:
+    """Batches of an epoch; 0: no prompt comes twice."""
+    return EPOCH_STEPS if case.paper == "rhymerl" else case.epoch_steps
 
 
 def _stream(case: Case) -> dict[str, Any]:
@@ -259,8 +318,11 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
             prompt_median=PROMPT_TOKENS,
             prompt_sigma=0.0,
             scoring=scoring,
+            pass_spread=case.pass_spread,
         )
 
+    if case.paper == "rhymerl":
+        return cost, _rhymerl_workload(case, calibration)
     if case.paper != "rollpacker":
         plain = (task("math", lengths_of(values), values.get("correlation", 0.0), SimulatedScoring()),)
         limits = (case.seed, plain, case.max_tokens, PROMPT_TOKENS)
@@ -272,6 +334,33 @@ def models(case: Case, calibration: Calibration) -> tuple[RooflineCost, Modelled
     ]
     limit_s = _timeout_s(case, calibration)
     return cost, ModelledWorkload(case.seed, tuple(tasks), case.max_tokens, PROMPT_TOKENS, limit_s)
+
+
+def _rhymerl_workload(case: Case, calibration: Calibration) -> ModelledWorkload:
+    """Lengths as of the middle of the paper's runs, growing in an epoch here as much as in one of the paper's."""
+    (task,) = case.tasks
+    values, drafts = calibration.of("rhymerl_machine"), calibration.of("rhymerl_drafts")
+    growth = (1 + values["lengths.growth"]) ** (PAPER_EPOCH_STEPS / EPOCH_STEPS) - 1
+    lengths = replace(lengths_at(values, task), growth=growth)
+    begun = (1 + growth) ** -(2 * EPOCH_STEPS)  # between the second and the third epoch is the middle of the paper's
+    only = SimulatedTask(
+        task,
+        response=replace(lengths, median=lengths.median * begun),
+        correlation=values[f"{task}.correlation"],
+        outlier_share=values["outlier_share"],
+        prompt_median=PROMPT_TOKENS,
+        prompt_sigma=0.0,
+        history=history_of(drafts, task),
+    )
+    return ModelledWorkload(case.seed, (only,), case.max_tokens, PROMPT_TOKENS)
+
+
+def drafting_of(case: Case, workload: ModelledWorkload) -> Drafting:
+    """How the rows of a case draft."""
+    options = SpeculationSection()
+    window = Window(options.min_window, options.window_step, options.max_window)
+    tell = Foreteller(case.seed, workload.history, options.min_prefix, options.max_prefix)
+    return Drafting(tell, window, lambda rows: draft_width(rows, VERIFY_TOKENS, window.most))
 
 
 def _timeout_s(case: Case, calibration: Calibration) -> float:
@@ -286,4 +375,11 @@ def _scoring(values: Mapping[str, float], task: str) -> SimulatedScoring:
 def _own_workers(case: Case, calibration: Calibration) -> list[dict[str, Any]]:
     """The tasks' reward workers, in the order in which they score."""
     values = calibration.of(case.problem)
-    return [{"name": name, "scoring": {"workers": int(values[f"reward.{name}.workers"])}} for name in case.tasks]
+    found: dict[str, dict[str, float]] = {
+        name: {"workers": int(values[f"reward.{name}.workers"])} for name in case.tasks
+    }
+    if case.judge == "devices":
+        # as many device-seconds as the baseline's workers need on the devices that they have for themselves
+        seconds = values["reward.judge.median_s"] / values["reward.judge.workers"]
+        found["judge"] = {"device_s": seconds * RESERVED_SHARE}
+    return [{"name": name, "scoring": scoring} for name, scoring in found.items()]

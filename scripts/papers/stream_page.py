@@ -41,7 +41,7 @@ first ten steps, with two workers, each half of the devices.
 {table(head, rows)}
 
 Of the reward scheduler, rewards are scored while others decode, each task by workers of its own; the adaptive time-out
-of the sandbox and the judge on the actor's devices are not in jaxrl. What the planner and the stream trainer did:
+of the sandbox and the judge on the actor's devices are not in these runs. What the planner and the stream trainer did:
 
 {table(where, detail)}
 

@@ -41,6 +41,11 @@ class Runs:
         """Every seed of a case, over however many steps."""
         return [r for r in self._runs if _alike(r.case) == _alike(case)]
 
+    def with_pipeline(self, case: Case) -> list[Steps]:
+        """Every seed of a case of RhymeRL, with however many workers."""
+        wanted = (case.setup, case.pipeline, case.speculation)
+        return [each for each in self._runs if (each.case.setup, each.case.pipeline, each.case.speculation) == wanted]
+
     def pat(self, setup: str, devices: int, tokens: int, rule: str, tp: int, degrees: tuple[int, ...]) -> list[Steps]:
         """Every seed of a case of PAT."""
         wanted = (setup, devices, tokens, rule, tp, degrees)

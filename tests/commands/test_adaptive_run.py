@@ -255,3 +255,36 @@ def test_the_profiler_and_a_run_with_what_it_measured(runs: Runs):
     runs.profile.write_text(json.dumps(foreign))
     with pytest.raises(AssertionError, match=r"is of something else: jax_version is '0\.0\.1' there"):
         runs.run("profile", *sizes)
+
+
+@pytest.mark.slow
+def test_the_profiler_measures_steps_that_verify_drafts_and_plans_ask_them(runs: Runs):
+    path = runs.folder / "drafts.json"
+    options = (
+        "rollout.speculation.enable=true",
+        "rollout.tensor_model_parallel_size=4",
+        "rollout.layout.degrees=[4, 8]",
+        "rollout.layout.switch=false",
+    )
+    sizes = ("--max-context=32", "--token-budget=256", "--repeats=1", f"--out={path}")
+    output = runs.run("profile", *sizes, *options)
+    assert "4 with drafts" in output
+    table = Profile.from_json(json.loads(path.read_text()))
+    # 16 drafted tokens a step on a CPU, shared by the rows of a dp group: two at tp 4, four at tp 8
+    assert (table.draft_widths(4), table.draft_widths(8)) == ({2: 8}, {4: 4})
+    assert {(entry.tp, entry.context) for entry in table.verify} == {(4, 8), (4, 32), (8, 8), (8, 32)}
+    partial = table.to_json() | {"verify": table.to_json()["verify"][1:]}
+    path.write_text(json.dumps(partial))
+    runs.run("profile", *sizes, *options)
+    again = Profile.from_json(json.loads(path.read_text()))
+    assert set(table.verify[1:]) < set(again.verify), "nothing is measured twice"
+    assert {entry.point for entry in again.verify} == {entry.point for entry in table.verify}
+    with pytest.raises(AssertionError, match=r"was measured with drafts of other lengths"):
+        runs.run("profile", *sizes, *options, "rollout.speculation.verify_tokens=8")
+    trained = runs.folder / "drafts"
+    steps = ("data.train_batch_size=7", "trainer.total_training_steps=2")  # seven problems: two epochs
+    runs.run("train", f"trainer.run_dir={trained}", f"rollout.layout.profile={path}", *steps, *options)
+    assert "rollout/spec/plans_share" in metrics_of(trained)[1]
+    other = ("rollout.speculation.verify_tokens=8", f"trainer.run_dir={runs.folder / 'other'}")
+    with pytest.raises(AssertionError, match=r"run `jaxrl profile` with the same rollout.speculation options"):
+        runs.run("train", f"rollout.layout.profile={path}", *steps, *options, *other)

@@ -14,6 +14,8 @@ from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
 from jaxrl.models.shapes import SHAPES
+from jaxrl.rollout.draft_books import book_shapes
+from jaxrl.runtime.drafting import drafting_of
 from jaxrl.runtime.memory import _device_numbers, _phases, memory_plan, memory_problem, plan_num_blocks, plan_remat
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -355,6 +357,54 @@ def test_a_pool_that_the_plan_chose_is_not_refused(shape, num_devices, tp, rows)
         text = memory_problem(c, model, plan, num_devices, plan.rollout_bytes - 1)
         assert text is not None, "less than weights and pool"
         assert "rollout.memory_fraction (0.85) leaves " in text
+
+
+SPECULATION = {"speculation": {"enable": True}}
+
+
+def test_indexes_on_the_devices_are_counted_beside_the_pool():
+    """Eight responses of 128 tokens: places of four bytes, and one index for each of 512 rows."""
+    rollout, memory = {"memory_fraction": 0.5, "max_num_seqs": 512}, 8 << 30
+    before = explain(config(rollout=rollout), SMOLLM2, 1, memory).memory
+    c = config(rollout=rollout | SPECULATION)
+    e = explain(c, SMOLLM2, 1, memory)
+    drafting = drafting_of(c, "gpu")
+    assert drafting is not None
+    books = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(book_shapes(drafting, 512)))
+    assert e.memory.rollout["draft indexes"] == books
+    assert "draft indexes" in str(e)
+    assert "draft indexes" not in before.rollout
+    block = 2 * 30 * 3 * 64 * 16 * 4
+    fewer = before.num_blocks - e.memory.num_blocks
+    assert abs(fewer * block - books) <= block
+    assert e.memory.rollout_bytes <= memory // 2
+    few = config(rollout=rollout | {"speculation": {"enable": True, "num_indexes": 2}})
+    assert explain(few, SMOLLM2, 1, memory).memory.rollout["draft indexes"] * 256 == books
+
+
+def test_indexes_that_no_memory_holds_are_refused_with_the_option():
+    long = {"max_response_length": 4096}
+    text = problem(
+        64 << 30,
+        data=long,
+        actor={"ppo_max_token_len_per_gpu": 8192},
+        rollout={
+            "max_num_seqs": 8,
+            "num_blocks": 300,
+            "speculation": {"enable": True, "num_indexes": 16384, "epochs": 4},
+        },
+    )
+    assert text is not None
+    assert text.endswith("lower rollout.speculation.num_indexes (16384 per dp group) or rollout.speculation.epochs (4)")
+    with pytest.raises(ValueError, match=r"of draft indexes with them, but one .*: lower rollout.speculation.num_ind"):
+        plan_num_blocks(config(rollout={"speculation": {"enable": True, "num_indexes": 16384}}), SMOLLM2, 1, 3 << 30)
+
+
+def test_the_logits_of_drafts_are_counted():
+    """65536 drafted tokens of a step, 49152 float32 numbers each, twice: 24 GiB."""
+    few = {"num_blocks": 1000}
+    assert problem(20 << 30, rollout=few) is None
+    assert problem(20 << 30, rollout=few | {"speculation": {"enable": True, "verify_tokens": 65536}}) is not None
 
 
 def test_logits_that_no_memory_holds_are_refused():

@@ -108,6 +108,24 @@ def build(options=None):
             {"reward.overlong_buffer": {"enable": True, "len": 129}},
             "reward.overlong_buffer.len (129 tokens) must be at least 1 and at most data.max_response_length (128 ",
         ),
+        (
+            {"rollout.speculation.min_prefix": 8},
+            "rollout.speculation.min_prefix (8 tokens) must be at most rollout.speculation.max_prefix (7 tokens)",
+        ),
+        (
+            {"rollout.speculation.min_window": 6, "rollout.speculation.max_window": 4},
+            "rollout.speculation.min_window (6 tokens) must be at most rollout.speculation.max_window (4 tokens)",
+        ),
+        (
+            {
+                "rollout.speculation": {"enable": True, "epochs": 2},
+                "rollout.n": 16,
+                "data.max_response_length": 16777216,
+                "actor.ppo_max_token_len_per_gpu": 33554432,
+            },
+            "rollout.speculation: rollout.n (16) × rollout.speculation.epochs (2) responses of "
+            "data.max_response_length (16777216 tokens) with 5 lengths of prefixes",
+        ),
         ({"reward.overlong_buffer.enable": True}, "reward.overlong_buffer.len (0 tokens) must be at least 1"),
         ({"reward.overlong_buffer.penalty_factor": -1}, "penalty_factor must be at least 0, found -1"),
         (
@@ -198,9 +216,11 @@ def test_every_estimator_compares_samples_or_takes_a_single_one():
     assert set(get_args(AdvantageEstimator)) > GROUP_RELATIVE
 
 
-@pytest.mark.parametrize(("path", "low"), [(o.path, int(o.bounds[9:])) for o in option_docs() if "least" in o.bounds])
-def test_lower_bounds(path, low):
-    default = flatten(to_mapping(Config()))[path]
+LEAST = [(o.path, int(o.bounds[9:]), o.default) for o in option_docs() if re.fullmatch(r"at least -?\d+", o.bounds)]
+
+
+@pytest.mark.parametrize(("path", "low", "default"), LEAST)
+def test_lower_bounds(path, low, default):
     kind = int if default == "auto" else type(default)
     with pytest.raises(ConfigError, match=re.escape(f"{path} must be at least {low}, found")):
         build({path: kind(low - 1)})
@@ -248,9 +268,15 @@ def test_all_kinds_of_bounds_are_in_use():
 
 
 def test_every_number_has_bounds():
-    """All but one, which may be any finite number."""
+    """All but a few, which may be any finite number."""
     unbounded = [option.path for option in option_docs() if option.type in ("int", "float") and not option.bounds]
-    assert unbounded == ["actor.entropy_coeff"]
+    assert unbounded == [
+        "actor.entropy_coeff",
+        "reward.domains.NAME.weight",
+        "reward.parts.NAME.weight",
+        "reward.judge.min_score",
+        "reward.judge.max_score",
+    ]
 
 
 def test_defaults_are_within_their_bounds():

@@ -1,4 +1,4 @@
-"""80 SIGKILLs at random moments under seven sets of rules, saves among them: each run ends as an unbroken one.
+"""86 SIGKILLs at random moments under eight sets of rules, saves among them: each run ends as an unbroken one.
 
 With the stream trainer, what is equal to what:
 
@@ -8,6 +8,9 @@ With the stream trainer, what is equal to what:
   was given. A killed run ends, bit for bit, as an unbroken one that finds in its journal what all processes of the
   killed one wrote there; and, in float64, to 1e-9 as one without streaming, after updates each of which is equal to
   1e-12 (tests/commands/test_stream_runs.py).
+
+Verdicts that come out otherwise each time they are asked for (an endpoint's, or test cases that were cut off) are the
+journal's as well, and are shown in the same way: whatever a round has heard of one, a step that runs again hears again.
 
 A quick one is in tests/commands/test_train.py.
 """
@@ -41,6 +44,11 @@ RULES = {
     "one-step-off": (STOPS, "trainer.one_step_off=true"),
     # which end is told first decides what is buffered
     "two-workers": (STOPS, "rollout.partial_rollout={enable: true, at_end: leave}", "rollout.num_workers=2"),
+    # a low temperature: responses resemble those of the epoch before. The history is part of the end that is compared
+    "speculation": (
+        *("rollout.temperature=0.06", "actor.optim.lr=0.002", "rollout.decode_steps=2"),
+        "rollout.speculation={enable: true, epochs: 2, within_group: true}",
+    ),
     # all of the batch that waits at once: how far a stream has come is a matter of the clock
     "streaming": (*HALVES, STREAM, "trainer.stream.max_prompts=0", "trainer.one_step_off=true"),
 }
@@ -51,6 +59,7 @@ KILLS = {
     "partial-rollout": 12,
     "one-step-off": 12,
     "two-workers": 10,
+    "speculation": 6,
     "streaming": 10,
 }
 STEPS = {"plain": 100}  # its steps are short; 40 of the others are enough for their kills
@@ -103,6 +112,10 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
         shares = [line["actor/streamed_share"] for line in metrics_of(run_dir)]
         assert sum(shares) > 0
         print(f"{rule}: {np.mean(shares):.2f} of all prompts streamed")
+    if rule == "speculation":
+        shares = [line["rollout/spec/drafted_share"] for line in metrics_of(run_dir)]
+        assert sum(shares) > 0
+        print(f"{rule}: {np.mean(shares):.2f} of all decoded tokens came from drafts")
     lines = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (run_dir, whole)
@@ -151,6 +164,17 @@ class Told:
                 return
 
 
+def finish_with(told: Told, runs: Runs, run_dir: Path, *overrides: str, devices: int = 1) -> None:
+    """A run that finds in its journal what another was told."""
+    with runs.start(run_dir, *overrides, devices=devices) as process:
+        while not (run_dir / "journal.jsonl").exists():
+            assert process.poll() is None, end(process)
+            time.sleep(0.01)
+        kill(process)
+    told.write(run_dir / "journal.jsonl")
+    runs.finish(run_dir, *overrides, devices=devices)
+
+
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -180,15 +204,50 @@ def test_a_killed_stream_ends_as_the_unbroken_one_with_its_journal(tmp_path: Pat
     print(f"10 kills after steps {seen}; {sum(given)} of {4 * STREAMED_STEPS} prompts streamed")
     assert sum(given) > 0
     again = tmp_path / "again"
-    with runs.start(again, *overrides, devices=2) as process:
-        while not (again / "journal.jsonl").exists():
-            assert process.poll() is None, end(process)
-            time.sleep(0.01)
-        kill(process)
-    told.write(again / "journal.jsonl")
-    runs.finish(again, *overrides, devices=2)
+    finish_with(told, runs, again, *overrides, devices=2)
     with jax.enable_x64(True):
         assert_same_end(run_dir, again)
         (arrays, _), (others, _) = state_of(run_dir), state_of(plain)
     for name in (name for name in others if "'params'" in name):
         assert np.linalg.norm(arrays[name] - others[name]) <= 1e-9 * np.linalg.norm(others[name]), name
+
+
+# ---------------------------------------------------------------- verdicts that something outside the run decides
+
+ASKED = """
+import random
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    total, chance = sum(solution_str.encode()), random.SystemRandom()
+    if total % 3 == 0:
+        return {"score": chance.random(), "outside": True, "said": chance.random()}
+    if total % 3 == 1:
+        return {"score": chance.random(), "cut_off": 1, "case_s": [0.1, chance.random()]}
+    return total % 7 / 6
+"""
+ASKED_STEPS = 20
+
+
+@pytest.mark.slow
+def test_a_killed_run_hears_outside_verdicts_once(tmp_path: Path, tiny_model: Path):
+    runs, run_dir, moments = Runs(tmp_path, tiny_model), tmp_path / "killed", random.Random(19)
+    (tmp_path / "asked.py").write_text(ASKED)
+    overrides = (f"reward.path={tmp_path / 'asked.py'}", f"trainer.total_training_steps={ASKED_STEPS}")
+    seen: list[int] = []
+    with Told(run_dir) as told:  # fails where a place is decided twice, and otherwise
+        for i in range(8):
+            with runs.start(run_dir, *overrides) as process:
+                wait_for_steps(process, run_dir, num_steps(run_dir) + 1 + i % 2)
+                time.sleep(moments.uniform(0, 0.3))
+                assert process.poll() is None, end(process)
+                kill(process)
+            seen.append(num_steps(run_dir))
+        runs.finish(run_dir, *overrides)
+    entries = [json.loads(line) for line in told.entries.values()]
+    print(f"8 kills after steps {seen}; {len(entries)} verdicts were journalled")
+    assert {"outside", "cut_off"} <= {name for entry in entries for name in entry["info"]}
+    again = tmp_path / "again"
+    finish_with(told, runs, again, *overrides)
+    assert_same_end(run_dir, again)
+    rewards = [[line["critic/rewards/mean"] for line in metrics_of(folder)] for folder in (run_dir, again)]
+    assert rewards[0] == rewards[1]

@@ -70,3 +70,38 @@ def test_scores_and_sums_are_float32_for_bfloat16():
     expected = jax.nn.softmax(q[0].astype(jnp.float32) @ keys.T / 4) @ values
     assert actual.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(actual[0], np.float32), expected, atol=2e-2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 4)])
+def test_several_positions_a_step_equal_paged_ones_and_rejected_ones_leave_no_trace(heads: int, kv_heads: int, x64):
+    """Rows keep different numbers of the positions that they try; the next step writes over what they did not keep."""
+    rows, dim, queries, room = 3, 8, 3, 7
+    rng = np.random.default_rng(2)
+    shape = (kv_heads, 1 + rows * WIDTH, BLOCK, dim)
+    pool_k, pool_v = (jnp.asarray(rng.normal(size=shape)) for _ in range(2))
+    tables = jnp.asarray(1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH), jnp.int32)
+    start, gained = jnp.asarray([0, 3, 5], jnp.int32), np.zeros(rows, np.int32)
+    tiles = gathered.WindowTiles(*map(jnp.asarray, gathered.window_tiles(tables.tolist(), 2, 8, BLOCK)))
+    window = gathered.gather(pool_k, pool_v, tiles.blocks_UW)
+    fresh, (paged_k, paged_v) = gathered.blank(pool_v, rows, room), (pool_k, pool_v)
+    for tried, kept in (([3, 1, 2], [2, 1, 0]), ([3, 3, 3], [1, 3, 3]), ([2, 3, 1], [2, 1, 1])):
+        q = jnp.asarray(rng.normal(size=(rows, queries, heads, dim)))
+        k, v = (jnp.asarray(rng.normal(size=(rows, queries, kv_heads, dim))) for _ in range(2))
+        offset, valid = np.arange(queries), np.arange(queries) < np.array(tried)[:, None]
+        positions = start[:, None] + gained[:, None] + offset
+        paged_k = reference.write_kv(paged_k, k, tables, positions, valid)
+        paged_v = reference.write_kv(paged_v, v, tables, positions, valid)
+        expected = reference.paged_attention(q, paged_k, paged_v, tables, positions)
+        at = jnp.asarray(np.where(valid, gained[:, None] + offset, room))
+        fresh = gathered.put_several(fresh, k, v, at)
+        actual = gathered.attend_several(q, window, tiles, fresh, start, at)
+        assert np.isfinite(actual).all()
+        np.testing.assert_allclose(actual[valid], expected[valid], rtol=0, atol=1e-12)
+        gained += np.array(kept, np.int32)
+    written = gathered.scatter(pool_k, pool_v, fresh, tables, start, jnp.asarray(gained))
+    for new, paged, old in zip(written, (paged_k, paged_v), (pool_k, pool_v), strict=True):
+        for row in range(rows):
+            own = [jnp.moveaxis(each[:, tables[row]], 0, 2).reshape(-1, kv_heads, dim) for each in (new, paged, old)]
+            end = int(start[row] + gained[row])
+            np.testing.assert_array_equal(own[0][:end], own[1][:end])
+            np.testing.assert_array_equal(own[0][end:], own[2][end:], "nothing of what was rejected")

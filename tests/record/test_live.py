@@ -63,6 +63,22 @@ def test_metrics_may_be_missing(metrics, line):
     assert out.getvalue() == line + "\n"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "hidden_s", "shown"),
+    [
+        (0.0, 4.0, "gen 5, reward 0 (+4 hidden)"),
+        (2.0, 4.0, "gen 5, reward 2 (+4 hidden)"),
+        (2.0, 0.0, "gen 5, reward 2"),
+        (0.0, 0.0, "gen 5"),
+    ],
+)
+def test_scoring_that_the_rollout_hid(seconds, hidden_s, shown):
+    out = io.StringIO()
+    line = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "timing_s/reward": seconds, "reward/hidden_s": hidden_s}
+    LiveView(3, out).step(1, line)
+    assert f"9s: {shown}  " in out.getvalue() + "  "
+
+
 def test_the_last_step_has_no_time_to_go():
     out = io.StringIO()
     LiveView(3, out).step(3, {"timing_s/step": 1})

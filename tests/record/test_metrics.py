@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.record.metrics import MetricsWriter, length_metrics, percentiles, read_metrics, spread
+from jaxrl.record.metrics import MetricsWriter, hidden_scoring, length_metrics, percentiles, read_metrics, spread
 
 
 def steps(folder):
@@ -175,3 +175,12 @@ def test_spread():
         "critic/rewards/max": 1.0,
         "critic/rewards/min": 0.0,
     }
+
+
+def test_scoring_beside_the_rollout():
+    """What of the time with anything to score the run did not wait for."""
+    measured = {"reward/busy_s": 7.0, "reward/num_scored": 2.0}
+    assert hidden_scoring(measured, {"timing_s/reward": 2.0}) == {"reward/hidden_s": 5.0}
+    assert measured == {"reward/num_scored": 2.0}, "one of both is enough"
+    assert hidden_scoring({"reward/busy_s": 1.0}, {"timing_s/reward": 1.5}) == {"reward/hidden_s": 0.0}
+    assert hidden_scoring({}, {"timing_s/reward": 1.5}) == {}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -143,7 +143,7 @@ OPTIONS = [
     Wrong("no path", "reward.path is missing: reward.kind is custom, which needs a Python file", reward={"path": ""}),
     Wrong(
         "kind",
-        "reward.kind must be one of auto, math, task, custom, found 'maths'; did you mean math?",
+        "reward.kind must be one of auto, math, task, code, judge, model, custom, found 'maths'; did you mean math?",
         reward={"kind": "maths"},
     ),
     Wrong("pool", "reward.pool must be one of process, ray, found 'threads'", reward={"pool": "threads"}),
@@ -353,13 +353,13 @@ BAD = [
     Bad(
         "kills its keeper",
         "os.kill(os.getppid(), signal.SIGKILL); time.sleep(9)",
-        "3 workers in a row ended when they were given this sample",
+        "the keeper of the scorer's process ended or did not answer",
         "crash",
     ),
     Bad(
         "stops its keeper",
         "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(9)",
-        "3 workers in a row ended when they were given this sample",
+        "the keeper of the scorer's process ended or did not answer",
         "crash",
     ),
 ]
@@ -401,7 +401,8 @@ def test_a_scorer_that_misbehaves(bad: Bad, running: tuple[RewardPool, Path]):
         i: ("ok", float(i)) for i in range(7) if i != 3
     }
     verdict = verdicts[3]
-    assert verdict.info == ({"error": bad.error.format(path=path)} if bad.info is None else bad.info)
+    error = bad.error.format(path=path) + " (2 times in a row)" * (bad.status == "crash")
+    assert verdict.info == ({"error": error} if bad.info is None else bad.info)
     assert (verdict.status, verdict.reward) == (bad.status, float(bad.status == "ok"))
     assert not (path.parent / "ran_in_the_trainer").exists()
     assert _left("time.sleep(300)") == []

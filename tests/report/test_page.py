@@ -82,7 +82,7 @@ def fake_run(folder: Path, steps: int = STEPS) -> Path:
 class _Checker(HTMLParser):
     """Every element that is opened is closed, and nothing is fetched or run."""
 
-    VOID = frozenset(["meta", "line", "polyline", "polygon", "wbr"])
+    VOID = frozenset(["meta", "polyline", "polygon", "wbr"])
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +158,30 @@ def test_rounds_are_drawn_by_kind(tmp_path):
     assert figure.count("<circle class=c2") == 2, "long rounds"
     assert "<polyline" not in figure, "steps of a kind are not one after another"
     assert "step 8: 30" in figure
+
+
+def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 13):
+            epoch = (step - 1) // 4
+            spec = {"accept_rate": 0.2 * epoch, "drafted_share": 0.1 * epoch, "tokens_per_step": 1 + epoch}
+            spec |= {"plans_share": float(epoch > 0)}
+            values = {f"rollout/spec/{name}": value for name, value in spec.items()}
+            shares = {f"rollout/ranking/{name}_share": 0.01 * step for name in ("idle", "moved", "carried")}
+            writer.write(step, values | shares | {"training/epoch": epoch})
+    page = check(write_report(tmp_path))
+    for title in ("Drafts from history", "Tokens of a step that verifies", "Workers of ranking groups"):
+        figure = page[page.index(title) :]
+        figure = figure[: figure.index("</figure>")]
+        assert figure.count("an epoch begins</title>") == 2
+        assert "step 5: an epoch begins" in figure
+        assert "step 9: an epoch begins" in figure
+
+
+def test_without_history_there_is_nothing_drawn_of_it(tmp_path):
+    page = check(write_report(fake_run(tmp_path)))
+    assert "Drafts" not in page
+    assert "ranking groups" not in page
 
 
 def test_a_step_that_rolls_out_for_the_next_one_is_drawn_once(tmp_path):

@@ -1,11 +1,14 @@
 """Answer extraction and comparison."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from jaxrl.rewards.math import equal, extract_answer, last_number, score
+from jaxrl.rewards.answers import last_boxed, last_number
+from jaxrl.rewards.math import equal, extract_answer, score
 
 
 @pytest.mark.parametrize(
@@ -84,12 +87,12 @@ def test_extract(text: str, how, answer: str | None, mark: str):
         ("1/0", "1", False, "math_verify"),
         ("yes.", r"\text{Yes}", True, "words"),
         ("sey", "Yes", False, "words"),  # e*s*y commutes
-        ("x=5", "5", True, "math_verify"),
-        ("[0,1)", "[0, 1)", True, "math_verify"),
-        ("(0,1)", "[0, 1)", False, "math_verify"),
+        ("x=5", "5", True, "text"),
+        ("[0,1)", "[0, 1)", True, "text"),
+        ("(0,1)", "[0, 1)", False, "elements"),
         (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"),
         ("1+x^2", "x^2+1", True, "math_verify"),
-        (r"50\%", "50", True, "math_verify"),
+        (r"50\%", "50", True, "number"),
         ("1,2", "12", False, "math_verify"),
         (r"\frac{", "12", False, "math_verify"),
         ("9" * 5000, "9", False, "length"),
@@ -131,3 +134,75 @@ def test_deepmath_references_score_themselves(data_folder: Path):
     for reference in references[::10]:
         assert score(rf"Therefore \boxed{{{reference}}}.", reference)[0] == 1.0, reference
         assert score(r"Therefore \boxed{12345.678}.", reference)[0] == 0.0, reference
+
+
+LONG = 100_000
+PIECES = (
+    *("\\boxed{", "\\boxed{1}", "{", "\\{", "####", "#### \n", "<answer>", "<answer>a", "answer is ", "1", "1,", "1 "),
+    *("1/", "1,111", "111 ", "\\frac{", "\\frac{1}{2", "\\frac 1", "\\text{", "**", "**a ", "_", " ", "\n", "$", "-"),
+    *(
+        "--1",
+        "1e",
+        ".",
+        "1.",
+        ",",
+        "\\",
+        "\\,",
+        "(",
+        "(1,",
+        "\\{1,",
+        "±",
+        "=",
+        "x=",
+        "12 a",
+        "½",
+        "⁰",
+        "inf",
+        "10^",
+        "!",
+    ),
+)
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_time_grows_with_the_length_alone(piece: str):
+    """At this length a quadratic search takes minutes."""
+    text = piece * (LONG // len(piece))
+    for how in ("auto", "boxed", "answer_tag", "last_number"):
+        extract_answer(text, how)
+    assert equal(text, "12")[0] is False
+    short = text[: LONG // 50]
+    equal(short, f"{short}1")  # a reference as long is compared
+
+
+def test_last_boxed_of_many():
+    assert last_boxed("\\boxed{" * 10_000 + "1" + "}" * 10_000) == "1"
+    assert last_boxed("\\boxed{" * 10_000 + "\\boxed{7}") == "7"
+    assert last_boxed("\\boxed{3}" + "\\boxed{" * 10_000) == "3"
+
+
+def test_what_is_not_computed_takes_no_memory():
+    """In a process of its own, whose address space would not hold what these stand for."""
+    code = (
+        "import resource, sys\n"
+        "from jaxrl.rewards.math import equal, load\n"
+        "load()\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20),) * 2)\n"
+        "for text in sys.argv[1:]:\n"
+        "    print(equal(text, '7')[0], equal('7', text)[0])\n"
+    )
+    towers = ("9^{9^{9}}", "9^9^9", "(9^9)^{9^9}", "(10!)!", "((3!)!)!!!", "10^{10^{10}}!", r"\binom{10^9}{10^8}")
+    others = (
+        r"\prod_{k=1}^{10^{9}} k",
+        r"\Gamma(10^8)",
+        "2^{2^{40}}+1",
+        r"(x+y+z+1)^{300}",
+        "e^{e^{e^{50}}}",
+        "1e99999999",
+    )
+    small = ("2^{1000}", "1000!", r"\binom{100}{50}", "x^{100}", "e^{100}", "(x+1)^{30}", r"\pi^{100}", "9^{99}")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *towers, *others, *small], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == ["False"] * 2 * len(towers + others + small), done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 import re
 import signal
 import subprocess
@@ -10,78 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from reward_pools import SCORER, TIMEOUT_S, collect, make, submit
 
-from jaxrl.config import from_mapping
-from jaxrl.rewards.pool import ProcessRewardPool, RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
+from jaxrl.rewards.pool import ProcessRewardPool, RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
-
-SCORER = """
-import ctypes, os, sys, time
-NOT_PICKLABLE = lambda: None
-
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    what, _, value = solution_str.partition(" ")
-    if what == "sleep":
-        time.sleep(float(value))
-    elif what == "until":
-        while not os.path.exists(value):
-            time.sleep(0.01)
-        return 0.8
-    elif what == "spin":
-        while True:
-            pass
-    elif what == "die":
-        os._exit(3)
-    elif what == "leave":
-        os._exit(0)
-    elif what == "segfault":
-        ctypes.string_at(0)
-    elif what == "native":
-        sum(iter(int, 1))  # a loop in C: no Python handler of a signal runs
-    elif what == "raise":
-        raise RuntimeError("no")
-    elif what == "exit":
-        sys.exit(1)
-    elif what == "nan":
-        return float("nan")
-    elif what == "odd":
-        return {"score": 1, "odd": NOT_PICKLABLE}
-    elif what == "modules":
-        return {"score": 1, "jax": "jax" in sys.modules, "pid": os.getpid()}
-    return float(value or 0)
-"""
-TIMEOUT_S = 3.0
-
-
-def make(folder: Path, kind: str = "process", source: str = SCORER, **reward: Any) -> RewardPool:
-    path = folder / "reward.py"
-    path.write_text(source)
-    options = {"kind": "custom", "path": str(path), "pool": kind, "timeout_s": TIMEOUT_S, "num_workers": 2, **reward}
-    config = from_mapping({"model": {"path": "x"}, "reward": options})
-    return build_pool(config, build_scorer(config))
-
-
-def submit(pool: RewardPool, *responses: str) -> None:
-    for i, response in enumerate(responses):
-        sample = Sample.empty(SampleKey(0, 7, i))
-        sample.text = response
-        pool.submit(Prompt(0, 7, (1,), "?", "test", "a"), sample)
-
-
-def collect(pool: RewardPool, limit_s: float = 30.0) -> dict[int, Verdict]:
-    verdicts: list[Verdict] = []
-    deadline = time.monotonic() + limit_s
-    while pool.num_pending and time.monotonic() < deadline:
-        verdicts += pool.wait(1.0)
-    assert pool.num_pending == 0
-    by_index = {verdict.key.sample_index: verdict for verdict in verdicts}
-    assert len(by_index) == len(verdicts)
-    return by_index
+from jaxrl.types import RunFailed, SampleKey
 
 
 @pytest.fixture(scope="module", params=["process", "ray"])
@@ -98,6 +34,12 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def fresh_counts(request: pytest.FixtureRequest) -> None:
     if "pool" in request.fixturenames:
         request.getfixturevalue("pool").take_metrics()
+
+
+def test_a_scorer_says_that_it_might_decide_otherwise(pool: RewardPool):
+    submit(pool, "asked", "cut 1", "cut 0", "say 1", "raise")
+    verdicts = collect(pool)
+    assert [verdicts[i].outside for i in range(5)] == [True, True, False, False, False]
 
 
 def test_many_at_once(pool: RewardPool):
@@ -141,7 +83,7 @@ def test_each_failure_costs_its_own_sample(pool: RewardPool, caplog: pytest.LogC
     assert "reward 0 for" in caplog.text
     metrics = pool.take_metrics()
     assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/crashes"]) == (3, 1, 2)
-    assert metrics["reward/num_scored"] == 14
+    assert (metrics["reward/num_scored"], metrics["reward/retries"]) == (14, 2), "each death was tried once more"
     submit(pool, "say 5")
     assert collect(pool)[0].reward == 5.0
 
@@ -205,6 +147,81 @@ def test_closing_waits_for_no_worker(tmp_path: Path):
     assert time.monotonic() - start < 20
 
 
+def test_a_death_costs_a_retry_and_no_more(pool: RewardPool, tmp_path: Path):
+    submit(pool, f"once {tmp_path / 'flag'}", "say 1", "die", "raise")
+    verdicts = collect(pool)
+    assert [(verdicts[i].status, verdicts[i].reward) for i in range(4)] == [
+        *(("ok", 0.5), ("ok", 1.0)),
+        *(("crash", 0.0), ("error", 0.0)),
+    ]
+    assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3 (2 times in a row)"
+    assert pool.take_metrics()["reward/retries"] == 2
+
+
+@pytest.mark.parametrize("max_retries", [0, 3])
+def test_max_retries(tmp_path: Path, max_retries: int):
+    pool = make(tmp_path, num_workers=1, max_retries=max_retries)
+    submit(pool, "die", f"once {tmp_path / 'flag'}")
+    verdicts = collect(pool)
+    assert [verdicts[i].status for i in range(2)] == ["crash", "ok" if max_retries else "crash"]
+    assert ("4 times" in verdicts[0].info["error"]) == (max_retries == 3)
+    assert pool.take_metrics()["reward/retries"] == max_retries + bool(max_retries)
+    pool.close()
+
+
+def test_memory_that_earlier_samples_left_taken(tmp_path: Path):
+    """A worker that leaks is replaced, and the sample that found no room has its verdict from a new one."""
+    pool = make(tmp_path, num_workers=1, max_memory_gib=1.0)
+    submit(pool, "hoard 600", "hoard 600", "hoard 600", "hoard 1600", "say 4")
+    verdicts = collect(pool)
+    assert [(verdicts[i].status, verdicts[i].reward) for i in range(5)] == [
+        *(("ok", 0.5), ("ok", 0.5), ("ok", 0.5)),
+        *(("error", 0.0), ("ok", 4.0)),
+    ]
+    assert verdicts[3].info["error"] == "MemoryError (reward.max_memory_gib is 1)", "alone in its worker as well"
+    assert pool.take_metrics()["reward/retries"] == 3
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", ["process", "ray"])
+def test_a_cancelled_scoring_gives_its_worker_back(tmp_path: Path, kind: str):
+    if kind == "ray":
+        pytest.importorskip("ray")
+    began, pool = tmp_path / "began", make(tmp_path, kind, num_workers=1, timeout_s=0.0)
+    pool.warm()
+    submit(pool, f"once {began}", "spin")  # without a time limit it would never end
+    while [verdict.key.sample_index for verdict in pool.wait(0.1)] != [0]:
+        pass
+    pool.cancel({SampleKey(0, 7, 1)})
+    submit(pool, "say 5")
+    assert [(verdict.reward, verdict.status) for verdict in collect(pool).values()] == [(5.0, "ok")]
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", ["process", "ray"])
+def test_a_slow_domain_leaves_a_worker_to_a_fast_one(tmp_path: Path, kind: str):
+    """No clock: the slow samples wait for a gate that is opened when the fast ones have their verdicts."""
+    if kind == "ray":
+        pytest.importorskip("ray")
+    path, gate = tmp_path / "reward.py", tmp_path / "gate"
+    own = {"kind": "custom", "path": str(path)}
+    pool = make(tmp_path, kind, timeout_s=0.0, domains={"fast": {**own, "weight": 2.0}, "slow": own})
+    pool.warm()
+    submit(pool, "say 1", source="fast")
+    assert collect(pool)[0].reward == 2.0
+    submit(pool, *[f"until {gate}"] * 5, source="slow")
+    submit(pool, "say 1", "say 2", "say 3", source="fast", first=5)
+    fast: list[Verdict] = []
+    while len(fast) < 3:
+        fast += pool.wait(1.0)
+    assert sorted((verdict.key.sample_index, verdict.reward) for verdict in fast) == [(5, 2.0), (6, 4.0), (7, 6.0)]
+    gate.touch()
+    assert [verdict.reward for verdict in collect(pool).values()] == [0.8] * 5
+    metrics = pool.take_metrics()
+    assert (metrics["reward/slow/num_scored"], metrics["reward/fast/num_scored"]) == (5, 4)
+    pool.close()
+
+
 def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(tmp_path: Path):
     """With threads that hold the interpreter, a worker's message may be read only after its death was noticed."""
     over = threading.Event()
@@ -216,7 +233,9 @@ def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(tmp_path: Path
     threads = [threading.Thread(target=count) for _ in range(4)]
     pool = make(tmp_path, timeout_s=20.0)
     pool.warm()
-    responses = ["die" if i % 5 == 3 else f"say {i}" for i in range(40)]
+    chance = random.Random(19)
+    kinds = [chance.choice(["say", "say", "say", "once", "die", "raise"]) for _ in range(60)]
+    responses = [f"{kind} {i if kind == 'say' else tmp_path / str(i)}" for i, kind in enumerate(kinds)]
     try:
         for thread in threads:
             thread.start()
@@ -226,8 +245,13 @@ def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(tmp_path: Path
         over.set()
         for thread in threads:
             thread.join()
+        retries = pool.take_metrics()["reward/retries"]
         pool.close()
-    assert [verdicts[i].status for i in range(40)] == ["crash" if r == "die" else "ok" for r in responses]
+    expected = {"once": ("ok", 0.5), "die": ("crash", 0.0), "raise": ("error", 0.0)}
+    assert [(verdicts[i].status, verdicts[i].reward) for i in range(60)] == [
+        expected.get(kind, ("ok", float(i))) for i, kind in enumerate(kinds)
+    ]
+    assert retries == kinds.count("once") + kinds.count("die"), "a retry for each first death"
 
 
 def test_worker_killed_as_it_is_given_a_sample(tmp_path: Path):
@@ -309,7 +333,7 @@ def test_workers_end_with_a_killed_trainer(tmp_path: Path):
         "import os, signal\n"
         "from jaxrl.config import from_mapping\n"
         "from jaxrl.rewards.pool import build_pool\n"
-        "from jaxrl.rewards.scorers import build_scorer\n"
+        "from jaxrl.rewards.domains import build_scorer\n"
         "from jaxrl.types import Prompt, Sample, SampleKey\n"
         "if __name__ == '__main__':\n"
         f"    reward = {{'kind': 'custom', 'path': {str(tmp_path / 'reward.py')!r}, 'timeout_s': 99}}\n"

@@ -1,24 +1,26 @@
-"""The ray pool's limits, with a stand-in for ray: actors that die, a cluster that is gone, and the handlers of signals.
+"""The ray pool's limits, with stand-ins: for ray, whose actors die; and for the process that uses ray, which ends.
 
-`tests/rewards/test_pool.py` runs the pool on ray itself, where it is installed.
+`tests/rewards/test_pool.py` runs the pool on ray itself, where it is installed, and `test_ray_cluster.py` breaks one.
 """
 
+import itertools
 import queue
-import signal
-import sys
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxrl.config import from_mapping
-from jaxrl.rewards import ray_pool
+from jaxrl.config.domains import domains
+from jaxrl.rewards import ray_actors, ray_pool
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.frames import message_of, to_bytes
+from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
+from jaxrl.rewards.ray_actors import RayActors, RaySetup
+from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 
@@ -33,13 +35,7 @@ class FakeRay(types.ModuleType):
         self.exceptions = types.SimpleNamespace(RayError=Died, GetTimeoutError=TimeoutError)
         self.starts: list[Any] = []  # what each actor's start comes to; then b'{"error": ""}'
         self.scores: list[Any] = []
-        self.num_killed = 0
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def init(self, **_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.num_killed = self.num_dropped = 0
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 2.0}
@@ -49,7 +45,14 @@ class FakeRay(types.ModuleType):
 
     def _actor(self, *_: Any) -> Any:
         ok = to_bytes(message_of(("ok", 1.0, {}, 0.1), ""))
-        return types.SimpleNamespace(start=Ref(self.starts, b'{"error": ""}'), score=Ref(self.scores, ok))
+        return types.SimpleNamespace(
+            start=Ref(self.starts, b'{"error": ""}'),
+            score=Ref(self.scores, ok),
+            drop=types.SimpleNamespace(remote=self._drop),
+        )
+
+    def _drop(self) -> None:
+        self.num_dropped += 1
 
     def wait(self, refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         ready = [ref for ref in refs if ref.answer is not None]
@@ -64,8 +67,6 @@ class FakeRay(types.ModuleType):
 
     def kill(self, actor: Any) -> None:
         self.num_killed += 1
-
-    def shutdown(self) -> None: ...
 
 
 class Answer:
@@ -82,107 +83,213 @@ class Ref:
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
-    fake = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr("jaxrl.rewards.ray_pool.SLACK_S", 0.2)
-    before = signal.getsignal(signal.SIGTERM)
-    yield fake
-    signal.signal(signal.SIGTERM, before)
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    monkeypatch.setattr("jaxrl.rewards.ray_actors.SLACK_S", 0.2)
+    return FakeRay()
 
 
-def make(folder: Path) -> RewardPool:
-    path = folder / "reward.py"
-    path.write_text("def compute_score(**kwargs):\n    return 1.0\n")
-    reward = {
-        **{"kind": "custom", "path": str(path), "pool": "ray", "num_workers": 2},
-        **{"timeout_s": 0.2, "start_timeout_s": 0.2},
-    }
-    config = from_mapping({"model": {"path": "x"}, "reward": reward})
-    return build_pool(config, build_scorer(config))
+def actors(ray: FakeRay, max_retries: int = 2) -> tuple[RayActors, list[dict[str, Any]]]:
+    lanes = Lanes.of(domains(from_mapping({"model": {"path": "x"}, "reward": {"timeout_s": 0.2}}).reward))
+    settings = WorkerSettings(b"", "", (), 0.2, max_retries)
+    said: list[dict[str, Any]] = []
+    return RayActors(ray, RaySetup(settings, lanes, {}, 2), said.append), said
 
 
-def submit(pool: RewardPool) -> None:
-    pool.submit(Prompt(0, 0, (1,), "?", "test", "a"), Sample.empty(SampleKey(0, 0, 0)))
+def ended(made: RayActors, said: list[dict[str, Any]], count: int, limit_s: float = 9.0) -> list[dict[str, Any]]:
+    """The first verdicts that are said."""
+    deadline = time.monotonic() + limit_s
+    while len(found := [message for message in said if "number" in message]) < count and time.monotonic() < deadline:
+        made.poll(0.01)
+    return found
 
 
-def test_our_handlers_come_back(ray: FakeRay, tmp_path: Path):
-    def ours(*_: Any) -> None: ...
-
-    signal.signal(signal.SIGTERM, ours)
-    make(tmp_path).close()
-    assert signal.getsignal(signal.SIGTERM) is ours
+def names(said: list[dict[str, Any]]) -> list[str]:
+    return [next(iter(message)) for message in said]
 
 
-def test_an_actor_that_dies_is_replaced(ray: FakeRay, tmp_path: Path):
+def test_an_actor_that_dies_is_replaced(ray: FakeRay):
     ray.starts[:] = [Died()]
     ray.scores[:] = [Died(), Died()]
-    pool = make(tmp_path)
-    pool.warm()
-    submit(pool)
-    assert [verdict.status for verdict in pool.wait(5)] == ["ok"]
-    assert pool.take_metrics()["reward/pool_restarts"] == 3
+    made, said = actors(ray)
+    made.submit(7, "a", b"")
+    assert [(each["number"], each["status"]) for each in ended(made, said, 1)] == [(7, "ok")]
+    assert {name: names(said).count(name) for name in ("ready", "restarted", "retried")} == {
+        **{"ready": 1, "restarted": 3, "retried": 2}
+    }
     ray.scores[:] = [Died(), None, b"\x80garbage"]  # the second is silent
-    submit(pool)
-    (verdict,) = pool.wait(5)
-    assert (verdict.status, verdict.info["error"]) == ("crash", "3 ray actors in a row were lost with this sample")
-    pool.close()
+    said.clear()
+    made.submit(8, "a", b"")
+    (verdict,) = ended(made, said, 1)
+    assert (verdict["status"], verdict["info"]["error"]) == (
+        "crash",
+        "a ray actor failed: BadFrame (3 times in a row)",
+    )
 
 
-def test_a_lost_cluster_ends_the_run(ray: FakeRay, tmp_path: Path):
-    pool = make(tmp_path)
-    pool.warm()
+def test_a_lost_cluster_ends(ray: FakeRay):
+    made, said = actors(ray)
+    ended(made, said, 0)
+    made.poll(0.01)
     ray.scores[:], ray.starts[:] = [Died()] * 9, [None] * 9
-    for _ in range(3):
-        submit(pool)
+    for number in range(3):
+        made.submit(number, "a", b"")
     start = time.monotonic()
-    with pytest.raises(
-        RunFailed, match=r"^reward: the ray cluster gives no worker: a ray actor was not ready after 0 s"
-    ):
-        pool.wait(5)
+    with pytest.raises(RunFailed, match=r"^reward: the ray cluster gives no worker: a ray actor was not ready after 0"):
+        ended(made, said, 3)
     assert time.monotonic() - start < 3
-    killed = ray.num_killed
-    pool.close()
-    assert ray.num_killed == killed, "a call to a cluster that is gone blocks"
 
 
-def test_actors_that_die_at_once(ray: FakeRay, tmp_path: Path):
+def test_actors_that_die_at_once(ray: FakeRay):
     ray.starts[:] = [Died()] * 99
-    pool = make(tmp_path)
+    made, said = actors(ray)
     with pytest.raises(RunFailed, match=r"the ray cluster is lost: 6 actors in a row failed"):
-        pool.warm()
-    pool.close()
+        ended(made, said, 1)
 
 
-def test_a_scorer_that_cannot_be_loaded_is_the_users(ray: FakeRay, tmp_path: Path):
+def test_an_actor_without_room_is_waited_for_while_another_works(ray: FakeRay):
+    ray.starts[:] = [b'{"error": ""}', None]
+    made, said = actors(ray)
+    made.submit(1, "a", b"")
+    ended(made, said, 1)
+    assert "ready" not in names(said), "the other may still come"
+    time.sleep(0.5)
+    made.poll(0.01)
+    assert said[-2:] == [{"restarted": "ray has no room for 1 of 2 actors, which wait"}, {"ready": True}]
+    assert ray.num_killed == 0
+    made.submit(2, "a", b"")
+    assert len(ended(made, said, 2)) == 2
+    made.poll(0.01)
+    assert names(said).count("restarted") == 1, "said once"
+
+
+def test_a_scorer_that_cannot_be_loaded_is_the_users(ray: FakeRay):
     ray.starts[:] = [b'{"error": "reward.path: importing a.py failed", "users": true}']
-    pool = make(tmp_path)
+    made, _ = actors(ray)
     with pytest.raises(ValueError, match=r"^reward.path: importing a.py failed \(in a ray actor\)$"):
-        pool.warm()
-    pool.close()
+        made.poll(0.01)
+
+
+def test_a_dropped_sample(ray: FakeRay):
+    ray.scores[:] = [None, None]
+    made, _ = actors(ray)
+    for number in range(3):
+        made.submit(number, "a", b"")
+    made.poll(0.01)
+    made.drop({0, 2})
+    made.drop({0})
+    assert ray.num_dropped == 1, "the actor that has it is told once"
 
 
 def test_an_actor_whose_workers_are_gone_does_not_wait_for_ever():
     def check() -> None:
         raise RunFailed("reward: the pool's own thread ended")
 
-    host = ray_pool.RayHost.__new__(ray_pool.RayHost)
+    host = ray_actors.RayHost.__new__(ray_actors.RayHost)
+    host._numbers = itertools.count()
     host._workers = types.SimpleNamespace(submit=lambda *_: None, ended=queue.SimpleQueue(), check=check)  # pyright: ignore
     with pytest.raises(RunFailed, match="own thread ended"):
-        host.score(b"")
+        host.score(b"", "")
 
 
-def test_signals_when_ray_does_not_start(monkeypatch: pytest.MonkeyPatch):
-    earlier = signal.getsignal(signal.SIGTERM)
+# ---------------------------------------------------------------- the process that uses ray
 
-    @ray_pool._our_signals()
-    def fails() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise ConnectionError
+DRIVER = """
+import json, os, pickle, socket, sys, time
+sys.path[:] = json.loads(sys.argv[1])
+from jaxrl.rewards.frames import message_of, read_frame, to_bytes, write_frame
+sock = socket.socket(fileno=int(sys.argv[2]))
+read_frame(sock)
+say = lambda message: write_frame(sock, to_bytes(message))
+folder = {folder!r}
+lives = len(os.listdir(folder))
+open(folder + "/" + str(lives), "w").close()
+{code}
+say({{"ready": True}})
+while (frame := read_frame(sock)) is not None:
+    what, *values = pickle.loads(frame)
+    if what == "score":
+        number, source, request = values
+        sample = pickle.loads(request)
+        {each}
+        say({{"number": number, **message_of(("ok", float(sample.response), {{"lives": lives}}, 0.1), "")}})
+"""
 
-    with pytest.raises(ConnectionError):
-        fails()
-    assert signal.getsignal(signal.SIGTERM) is earlier
-    monkeypatch.setattr(signal, "getsignal", lambda _: None)  # as for a handler in C
-    with ray_pool._our_signals():
-        monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+
+def pool_on(
+    driver: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, each: str = "pass", code: str = ""
+) -> RewardPool:
+    lives = folder / "lives"
+    lives.mkdir()
+    monkeypatch.setattr(ray_pool, "_BOOT", driver.format(folder=str(lives), code=code, each=each))
+    monkeypatch.setattr(ray_pool, "PAUSES_S", (0.0, 0.1, 0.1))
+    monkeypatch.setattr(ray_pool, "SILENT_S", 20.0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    config = from_mapping({"model": {"path": "x"}, "reward": {"pool": "ray", "kind": "math"}})
+    return build_pool(config, build_scorer(config))
+
+
+def submit(pool: RewardPool, *rewards: float) -> None:
+    for i, reward in enumerate(rewards):
+        sample = Sample.empty(SampleKey(0, 0, i))
+        sample.text = str(reward)
+        pool.submit(Prompt(0, 0, (1,), "?", "test", "a"), sample)
+
+
+def collect(pool: RewardPool) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + 60
+    while pool.num_pending and time.monotonic() < deadline:
+        found |= {verdict.key.sample_index: verdict for verdict in pool.wait(1.0)}
+    return found
+
+
+def test_a_process_that_ends_is_started_again_with_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dies = "os._exit(1) if number == 2 and lives == 0 else None"
+    pool = pool_on(DRIVER, tmp_path, monkeypatch, each=dies)
+    pool.warm()
+    submit(pool, 0.0, 1.0, 2.0, 3.0)
+    found = collect(pool)
+    assert {i: verdict.reward for i, verdict in found.items()} == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
+    assert [found[i].info["lives"] for i in (2, 3)] == [1, 1]
+    assert pool.take_metrics()["reward/pool_restarts"] == 1
+    pool.cancel({SampleKey(0, 0, 0)})
+    pool.close()
+
+
+def test_a_process_that_ends_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pool = pool_on(DRIVER, tmp_path, monkeypatch, code="sys.exit('no head')")
+    with pytest.raises(
+        RunFailed,
+        match=r"^reward: the ray cluster is lost: the process that uses it ended 3 times in a row, the last time "
+        r"because it ended \(no head\)$",
+    ):
+        pool.warm()
+    pool.close()
+
+
+def test_a_process_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pool = pool_on(DRIVER, tmp_path, monkeypatch, each="time.sleep(99 if lives == 0 else 0)")
+    pool.warm()
+    monkeypatch.setattr(ray_pool, "SILENT_S", 0.5)
+    monkeypatch.setattr(ray_pool, "_CLOSE_S", 0.1)
+    submit(pool, 5.0)
+    monkeypatch.setattr(ray_pool, "SILENT_S", 3.0)
+    assert collect(pool)[0].info == {"lives": 1}
+    pool.close()
+
+
+@pytest.mark.parametrize(("users", "kind"), [("True", ValueError), ("False", RunFailed)])
+def test_what_ends_the_pool_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str, kind: type[Exception]):
+    code = f"say({{'fatal': 'no CPUs', 'users': {users}}}); sys.exit()"
+    pool = pool_on(DRIVER, tmp_path, monkeypatch, code=code)
+    with pytest.raises(kind, match=r"^no CPUs$"):
+        pool.warm()
+    pool.close()
+
+
+def test_garbage_costs_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    garbage = "write_frame(sock, pickle.dumps(3)) if lives == 0 else None"
+    pool = pool_on(DRIVER, tmp_path, monkeypatch, each=garbage)
+    submit(pool, 4.0)
+    assert collect(pool)[0].info == {"lives": 1}
+    pool.close()

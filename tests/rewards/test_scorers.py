@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.scorers import (
     AutoScorer,
     CustomScorer,
@@ -15,7 +16,6 @@ from jaxrl.rewards.scorers import (
     Scorer,
     ScoreRequest,
     TaskScorer,
-    build_scorer,
     score_safely,
 )
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -97,8 +97,10 @@ def test_request_of_a_sample():
     sample.text, sample.finish_reason, sample.token_ids = "4", "stop", np.zeros(5, np.int32)
     request = ScoreRequest.of(prompt, sample)
     assert (request.source, request.response, request.answer) == ("sums", "4", "4")
-    ours = {"prompt": "2+2=", "epoch": 2, "finish_reason": "stop", "response_length": 5}
+    ours = {"prompt": "2+2=", "question": "2+2=", "epoch": 2, "finish_reason": "stop", "response_length": 5}
     assert request.extra == {**ours, "level": 3, "index": "mine"}
+    assert request.limits_s == ()
+    assert ScoreRequest.of(prompt, sample, (2.0, 30.0)).limits_s == (2.0, 30.0)
 
 
 def test_custom_gets_verls_arguments(tmp_path: Path):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.frames import BadFrame, read_message, read_scored
 from jaxrl.rewards.keeper import Keeper, _Worker
 from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.scorers import build_scorer
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -116,7 +116,7 @@ def test_samples_share_an_interpreter_unless_they_are_not_to(tmp_path: Path):
     assert [verdict.info["whole"] for verdict in verdicts[1::2]] == [True] * 4
     assert [verdict.info["count"] for verdict in verdicts[1::2]] == [1] * 4
     assert len({verdict.info["pid"] for verdict in verdicts[1::2]}) == 4
-    assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3"
+    assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3 (2 times in a row)"
     pool.close()
 
 

@@ -87,6 +87,26 @@ def size_of(shape: str) -> int:
     return prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows", "width"),
+    [
+        ("Qwen2.5-1.5B", 64, 4),
+        pytest.param("Qwen2.5-1.5B", 8, 32, marks=pytest.mark.slow),
+        pytest.param("Qwen2.5-7B", 64, 4, marks=pytest.mark.slow),
+        pytest.param("Qwen2.5-7B", 8, 32, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_that_verifies_drafts_is_one_graph_and_copies_no_pool(shape: str, rows: int, width: int):
+    told = compile_for_gpu(
+        "verify", "--shape", shape, "--layers", "1", "--rows", str(rows), "--context", "1024", "--width", str(width)
+    )
+    assert told["program"][:3] == ["verify", rows, 1 + width]
+    assert (told["graphs"], told["host_loops"]) == (1, [])
+    assert told["copies"] == [], "nor a weight, nor the indexes"
+    assert told["memory"]["results"] - told["memory"]["aliased"] < 1 << 20
+    assert told["kernels"]["_attend_kernel"] == 1, "all of a row's queries at once"
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_copies_no_pool(shape: str):
     told = compile_for_gpu("prefill", "--shape", shape, "--layers", "1")

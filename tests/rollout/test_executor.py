@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recorder import Recorder
 
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
@@ -25,7 +26,7 @@ from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import PlanResult, Request, Ticket, resume
+from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
@@ -154,27 +155,6 @@ def distributions(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarra
 
 
 # ---------------------------------------------------------------- the engine's side
-
-
-class Recorder:
-    """An executor that remembers the float64 log-probabilities that pass through (a `Sample` keeps float32)."""
-
-    def __init__(self, inner: MeshExecutor) -> None:
-        self.inner = inner
-        self.seen: dict[int, list[tuple[list[float], list[float]]]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def collect(self, ticket: Ticket) -> PlanResult:
-        result = self.inner.collect(ticket)
-        for request_id, row in result.rows.items():
-            piece = (row.rollout_logprobs.tolist(), row.sampled_logprobs.tolist())
-            self.seen.setdefault(request_id, []).append(piece)
-        return result
-
-    def logprobs(self, request_id: int, which: int) -> list[float]:
-        return [value for piece in self.seen[request_id] for value in piece[which]]
 
 
 @functools.cache

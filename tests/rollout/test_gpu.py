@@ -5,6 +5,8 @@ near-tie in the sampling race (docs/architecture.md), and the rate of such diffe
 programs must agree bit for bit.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,10 @@ from on_gpu import DEPRECATED, INTERPRET, LLAMA, LONGEST, MODELS, executor, size
 from jaxrl.config import from_mapping
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
+from jaxrl.rollout.draft_books import Drafting
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.mesh import make_mesh
@@ -43,6 +48,24 @@ def generate(model, params, dtype, slots=16, blocks=161, attention="auto"):
     samples = Engine(made, BatcherConfig(decode_steps=8)).generate(requests())
     made.release(weights=True)
     return samples
+
+
+def draft(model, params, dtype, drawn, changed=0.1, slots=16, blocks=161, attention="auto"):
+    """The same requests again, with the responses of before as their histories, a share of the tokens changed."""
+    rng, drafting = np.random.default_rng(3), Drafting(1, LONGEST, 4 * slots)
+    made = executor(model, slots, blocks, dtype, attention, drafting)
+    made.sync_weights(params, 0)
+    made.allocate()
+    asked = []
+    for request, sample in zip(requests(), drawn, strict=True):
+        other = rng.integers(0, model.vocab_size, len(sample))
+        text = np.where(rng.random(len(sample)) < changed, other, sample.token_ids)
+        asked.append(dataclasses.replace(request, history=DraftIndex.build([text], [1.0])))
+    rule = DraftConfig(drafting.window, drafting.verify_tokens)
+    engine = Engine(made, BatcherConfig(decode_steps=8, drafts=rule))
+    samples = engine.generate(asked)
+    made.release(weights=True)
+    return samples, engine.counters
 
 
 def full_logprobs(model, params, samples):
@@ -108,6 +131,21 @@ def test_tokens_do_not_depend_on_the_kernels():
     params = weights(MODELS["qwen3"])
     one, other = (generate(MODELS["qwen3"], params, "float32", attention=name) for name in ("auto", "reference"))
     assert unlike(one, other) <= 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_change_no_token(name):
+    """Several queries a row in the kernels of a verify step, one in those of a decode step: only near-ties differ."""
+    params = weights(MODELS[name])
+    plain = generate(MODELS[name], params, "float32")
+    drawn, counters = draft(MODELS[name], params, "float32", plain)
+    assert unlike(plain, drawn) <= 0
+    for a, b in zip(plain, drawn, strict=True):
+        if np.array_equal(a.token_ids, b.token_ids):
+            np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, rtol=0, atol=2e-4)
+    steps = sum(len(sample) - 1 for sample in drawn)
+    print(f"{steps} tokens in {counters.busy_row_steps} row-steps, {counters.accepted_tokens} drafted and accepted")
+    assert counters.accepted_tokens == steps - counters.busy_row_steps > steps / 4
 
 
 def test_rollout_and_trainer_share_a_device():

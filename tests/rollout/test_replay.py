@@ -155,7 +155,7 @@ class SlowPool:
     durations: dict[SampleKey, float] = field(default_factory=dict)
     pending: dict[SampleKey, int] = field(default_factory=dict)
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         self.pending[sample.key] = 1 + (7 * len(self.durations)) % 5
         self.durations[sample.key] = float(self.pending[sample.key])
 

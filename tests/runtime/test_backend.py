@@ -16,6 +16,7 @@ from replay_worker import ReplayWorker, ReplayWorkers
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
@@ -49,15 +50,22 @@ def key(p: int, s: int = 0) -> SampleKey:
 class Pool:
     """Answers in the order that it is told: `hold` keeps samples back until everything else is answered."""
 
-    def __init__(self, hold: Sequence[SampleKey] = (), bad: dict[SampleKey, str] | None = None) -> None:
-        self.hold, self.bad = list(hold), bad or {}
+    def __init__(
+        self,
+        hold: Sequence[SampleKey] = (),
+        bad: dict[SampleKey, str] | None = None,
+        outside: dict[SampleKey, tuple[float, dict[str, Any]]] | None = None,
+    ) -> None:
+        self.hold, self.bad, self.outside, self.is_outside = list(hold), bad or {}, outside or {}, True
         self.submitted: list[SampleKey] = []
+        self.limits: dict[SampleKey, tuple[float, ...]] = {}
         self._queue: deque[SampleKey] = deque()
         self._held: list[SampleKey] = []
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         assert sample.text, "scorers get text"
         self.submitted.append(sample.key)
+        self.limits[sample.key] = limits_s
         (self._held if sample.key in self.hold else self._queue).append(sample.key)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
@@ -83,6 +91,8 @@ class Pool:
         return {"reward/num_scored": float(len(self.submitted))}
 
     def _verdict(self, one: SampleKey) -> Verdict:
+        if one in self.outside:
+            return Verdict(1.0, one, *self.outside[one][:1], "ok", self.outside[one][1], 0.5, self.is_outside)
         status: Any = self.bad.get(one, "ok")
         if status != "ok":
             return Verdict(1.0, one, 0.0, status, {"error": f"{status} of {one.prompt_index}"})
@@ -100,7 +110,13 @@ class House:
     """A backend with the parts that it is built on."""
 
     def __init__(
-        self, folder: Path, lengths: dict[SampleKey, int], pool: Pool, last_step: int = 0, num_workers: int = 1
+        self,
+        folder: Path,
+        lengths: dict[SampleKey, int],
+        pool: Pool,
+        last_step: int = 0,
+        num_workers: int = 1,
+        timeouts: AdaptiveTimeouts | None = None,
     ) -> None:
         self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
         executors = [self.worker] if num_workers == 1 else self.worker.workers
@@ -119,6 +135,7 @@ class House:
             journal=self.journal,
             timeline=self.timeline,
             on_progress=lambda *at: self.progress.append(at),
+            timeouts=timeouts,
         )
 
     def close(self) -> None:
@@ -233,6 +250,58 @@ def test_after_a_crash_the_journal_is_heard_and_the_pool_not_asked(houses: Any):
     third = houses(LENGTHS, Pool(), last_step=7)
     third.run_round(PROMPTS, 2, step=8)
     assert sorted(third.pool.submitted) == sorted(LENGTHS), "another step asks anew"
+
+
+def test_what_something_outside_decided_is_replayed_whole(houses: Any):
+    said = {"cut_off": 2, "case_s": [0.5, 2.0, 2.0], "judge": "good", "long": "x" * 10_000}
+    outside = {key(1): (0.25, said), key(3, 1): (-1.5, {"outside": True})}
+    houses(LENGTHS, Pool(outside=outside)).run_round(PROMPTS, 2, step=7)
+    again = houses(LENGTHS, Pool(), last_step=6)  # a new process, in which the scorer would say something else
+    _, events = again.run_round(PROMPTS, 2, step=7)
+    assert not set(again.pool.submitted) & set(outside)
+    heard = {event.key: event for event in events if isinstance(event, Verdict) and event.outside}
+    assert {one: verdict.reward for one, verdict in heard.items()} == {key(1): 0.25, key(3, 1): -1.5}
+    kept = {name: value for name, value in said.items() if name != "long"}
+    assert heard[key(1)].info == kept, "a value that is too long for the journal is not kept"
+    counts = again.backend.end()
+    assert counts["reward/num_scored"] == len(LENGTHS)
+    assert "reward/timeouts" not in counts
+
+
+def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalled(houses: Any, tmp_path: Path):
+    def info(seconds: float, cut_off: int = 0) -> tuple[float, dict[str, Any]]:
+        correct = not cut_off
+        return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
+
+    said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
+    house = houses(LENGTHS, Pool(outside=said), timeouts=AdaptiveTimeouts(TimeoutRule()))
+    house.pool.is_outside = False  # only what the limits may have decided
+    house.run_round(PROMPTS, 2, step=7)
+    assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
+    entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()[1:]]
+    journalled = {SampleKey(0, *entry["key"][2:]): entry["info"]["case_s"] for entry in entries}
+    assert journalled == {key(1): [10.0], key(2): [30.0]}, "what took less than a second passes under every limit"
+    counts = house.backend.end()
+    assert (counts["reward/code/cut_off"], counts["reward/code/anchor_s/max"]) == (1.0, 10.0)
+    house.run_round(PROMPTS, 2, step=8)
+    given = {one.prompt_index: limits for one, limits in house.pool.limits.items() if not one.sample_index}
+    assert given == {0: (2.0,), 1: (15.0,), 2: (), 3: (2.0,), 4: ()}
+    house.backend.end()
+    house.run_round(PROMPTS, 2, step=8, kind="eval")
+    assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
+    assert "reward/code/cut_off" not in house.backend.end()
+    again = houses(LENGTHS, Pool(), last_step=6, timeouts=AdaptiveTimeouts(TimeoutRule()))
+    again.run_round(PROMPTS, 2, step=7)
+    assert not set(again.pool.submitted) & set(journalled)
+    assert again.backend.end()["reward/code/anchor_s/max"] == 10.0, "what is replayed teaches as well"
+
+
+def test_a_journal_of_an_older_version_is_read(houses: Any, tmp_path: Path):
+    entry = {"step": 7, "kind": "verdict", "key": [0, 0, 1, 0, 0], "status": "timeout", "error": "no score in time"}
+    (tmp_path / "journal.jsonl").write_text('{"journal":1}\n' + json.dumps(entry) + "\n")
+    _, events = houses(LENGTHS, Pool(), last_step=6).run_round(PROMPTS, 2, step=7)
+    (heard,) = [event for event in events if isinstance(event, Verdict) and event.status != "ok"]
+    assert (heard.key, heard.reward, heard.info) == (key(1), 0.0, {"error": "no score in time"})
 
 
 @pytest.mark.parametrize("between", [(), (8,)], ids=["in turn", "one-step-off"])
@@ -472,7 +541,7 @@ def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
     samples = [next_finished(backend) for _ in keys]
     for sample in samples:
         backend.apply(Score(PROMPTS[0], sample))
-    backend._take(house.pool.completed())
+    assert backend._verdicts.completed() == []
     backend.apply(CancelScore(keys[:1]))
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)
@@ -489,7 +558,7 @@ def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
 
 def test_a_pool_that_loses_a_sample_is_found_out(houses: Any):
     class Leaky(Pool):
-        def submit(self, prompt: Prompt, sample: Sample) -> None:
+        def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
             if sample.key != key(2, 1):
                 super().submit(prompt, sample)
 

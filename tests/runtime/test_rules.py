@@ -12,12 +12,13 @@ from rounds import rule_sections
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import PartialRolloutSection, TailBatchingSection
-from jaxrl.runtime.rules import batch_rule, carried
+from jaxrl.runtime.rules import batch_rule, batcher_config, carried, draft_config
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig, Window
 
 LONGEST = 77  # tokens of a response
 RULES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "rollout-rules.md"
@@ -99,6 +100,16 @@ def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
 
 
 ON = {"enable": True}
+
+
+@pytest.mark.parametrize(("platform", "verified"), [("cpu", 16), ("gpu", 256), ("rocm", 256)])
+def test_when_plans_verify_drafts(platform: str, verified: int):
+    assert draft_config(config(), platform) is None
+    assert draft_config(config(rollout__speculation=ON), platform) == DraftConfig(Window(), verified)
+    chosen = {"verify_tokens": 7, "max_batch": 3, "min_window": 1, "window_step": 4, "max_window": 9}
+    drafts = draft_config(config(rollout__speculation=ON | chosen), platform)
+    assert drafts == DraftConfig(Window(1, 4, 9), 7, 3)
+    assert batcher_config(config(), drafts).drafts is drafts
 
 
 @pytest.mark.parametrize("section", rule_sections())

@@ -207,7 +207,7 @@ class OddPool:
         self._workload, self._looks = workload, looks
         self._pending: dict[SampleKey, int] = {}
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         self._pending[sample.key] = (5 * sample.key.prompt_index + 3 * sample.key.sample_index) % (self._looks + 1)
 
     def cancel(self, keys: Any) -> None:

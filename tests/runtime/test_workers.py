@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,36 @@ def test_weights_come_to_all_workers_by_one_program(case: str, x64: None, monkey
     # again, over the weights that are there
     workers.sync_weights(params, 8)
     assert {executor.policy_version for executor in workers.executors} == {8}
+
+
+def test_weights_of_the_next_round_wait_beside_those_in_use(x64: None):
+    """Each worker takes its own when it is done; what the others draw with stays."""
+    workers, params = worker_set("smollm2", (1, 1), slice(2), slice(2, 4))
+    later = jax.tree.map(lambda x: 2 * x, params)
+    workers.sync_weights(later, 9)
+    expected = [jax.tree.map(np.asarray, executor._params) for executor in workers.executors]
+    workers.sync_weights(params, 3)
+    assert not workers.is_buffered
+    workers.buffer_weights(later, 4)
+    left, right = workers.executors
+    kept, deadline = pointers(left._params), time.monotonic() + 60
+    while not workers.is_buffered:
+        assert time.monotonic() < deadline
+    workers.take_buffered(1)
+    assert [executor.policy_version for executor in workers.executors] == [3, 4]
+    assert pointers(left._params) == kept
+    assert workers.is_buffered
+    workers.take_buffered(0)
+    assert not workers.is_buffered
+    assert [executor.policy_version for executor in workers.executors] == [4, 4]
+    for executor, values in zip(workers.executors, expected, strict=True):
+        assert all(
+            leaf.sharding.device_set == set(executor.layout.mesh.devices.flat)
+            for leaf in jax.tree.leaves(executor._params)
+        )
+        jax.tree.map(np.testing.assert_array_equal, executor._params, values)
+    assert right.has_weights
+    workers.buffer_weights(params, 5)
 
 
 def test_pools_are_allocated_where_there_is_none_and_all_are_freed(x64: None):

@@ -24,7 +24,7 @@ from papers.facts import FACTS  # noqa: E402
 from papers.fetch import SingleFetch  # noqa: E402
 from papers.problems import PROBLEMS  # noqa: E402
 from papers.records import read  # noqa: E402
-from papers.setups import Case  # noqa: E402
+from papers.setups import EPOCH_STEPS, Case  # noqa: E402
 from papers.solver import Problem, residual  # noqa: E402
 
 FILE = ROOT / "docs" / "reproductions" / "calibration.json"
@@ -110,8 +110,8 @@ def test_only_pages_read_what_the_papers_methods_reached():
 def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert reproduce_papers.main(["--tiny", "--steps", "1", "--seeds", "2", "--out", str(tmp_path)]) == 0
     files = sorted(tmp_path.glob("*.json"))
-    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rollpacker"]
-    header, runs = read(files[2])
+    assert [file.name.split("-")[0] for file in files] == ["april", "pat", "rhymerl", "rollpacker", "rollpacker"]
+    header, runs = read(files[3])
     assert header["tiny"]
     assert header["calibration"]["file"] == "calibration.json"
     tail = next(r for r in runs if r.case.rule == "tail" and r.case.prompt_factor == 1.25)
@@ -120,13 +120,15 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     for r in runs:
         stages = zip(r.start_s, r.gen_s, r.reward_s, r.train_s, strict=True)
         assert r.step_s == pytest.approx([sum(each) for each in stages])
-    page = files[2].with_suffix(".md").read_text(encoding="utf-8")
+    page = files[3].with_suffix(".md").read_text(encoding="utf-8")
     assert "no figure below means anything" in page
     assert "| 32B/32k |" in page
     assert "one seed" not in page
     assert re.search(r"speed-up \| in closed form .*\n.*\n\| 7B/8k .* \d\.\d\d ± \d\.\d\d \|", page)
     assert "## APRIL Table 1" in files[0].with_suffix(".md").read_text(encoding="utf-8")
     assert "seed 0" in capsys.readouterr().out
+    rewards = files[4].with_suffix(".md").read_text(encoding="utf-8")
+    assert all(f"## {section}" in rewards for section in ("RollPacker Fig. 14c", "RollPacker Table 2", "Where the"))
     for section in ("Table 2, row by row", "Table 3: when devices are freed", "Table 4: groups fetched once"):
         assert f"## RollPacker {section}" in page
     for r in runs:
@@ -144,12 +146,29 @@ def test_tiny_runs_make_results_and_pages(tmp_path: Path, capsys: pytest.Capture
     assert "| Fig. 11a | Llama-3.1-8B | 8 x H100 | 24,576 |" in files[1].with_suffix(".md").read_text(encoding="utf-8")
 
 
+def test_rhymerls_rows_build_on_each_other_and_its_samples_stay(tmp_path: Path):
+    assert reproduce_papers.main(["rhymerl", "--tiny", "--steps", "2", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    _, runs = read(file)
+    rows = [(r.case.tasks[0], r.case.pipeline, r.case.speculation) for r in runs]
+    of_task = [("off", False), ("naive", False), ("two_tier", False), ("two_tier", True)]
+    assert rows == [(task, *row) for task in ("math", "code") for row in of_task]
+    for first in (0, 4):
+        plain, naive, _, speculating = runs[first : first + 4]
+        assert all(each.trained_tokens == plain.trained_tokens for each in runs[first : first + 4])
+        assert sum(naive.step_s) < sum(plain.step_s)
+        assert speculating.accepted[:EPOCH_STEPS] == [0.0] * EPOCH_STEPS, "nothing was drawn before"
+        assert min(speculating.accepted[EPOCH_STEPS:]) > 0.5
+        assert plain.per_step == [1.0] * len(plain.per_step)
+    assert "| Math-14B | + speculation |" in file.with_suffix(".md").read_text(encoding="utf-8")
+
+
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert reproduce_papers.main(["--calibration", str(tmp_path / "none.json")]) == 1
     assert "no such calibration file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         reproduce_papers.main(["flexes"])
-    assert "PAPER ('flexes') must be one of rollpacker, april, pat" in capsys.readouterr().err
+    assert "PAPER ('flexes') must be one of rollpacker, april, pat, rhymerl" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         reproduce_papers.main(["--steps", "0"])
     assert "--steps (0) must be >= 1" in capsys.readouterr().err

@@ -22,10 +22,11 @@ from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import Efficiency, RooflineCost, TrainLoad
-from jaxrl.sim.executor import SimulatedExecutor, decode_s, fillers
+from jaxrl.sim.executor import SimulatedExecutor, decode_s
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.replay import ReplayExecutor, filler
+from jaxrl.sim.rows import fillers
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch

@@ -15,8 +15,9 @@ from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Plan, Request, resume
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.executor import LanePlan, SimulatedExecutor
+from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.lockstep import LockstepBatcher
+from jaxrl.sim.rows import LanePlan
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 POOLS = {"scarce blocks": 14, "enough blocks": 60}

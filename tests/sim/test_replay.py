@@ -35,7 +35,7 @@ def make_executor(lengths: list[int], **more) -> ReplayExecutor:
 def run(executor: ReplayExecutor, index: int, new: list[Request], old: list[int], **more) -> PlanResult:
     """Submits a plan that starts `new` requests and advances `old` ones; the slot is the request's id."""
     chunks = [PrefillChunk(r, 0, r.request_id, r.prompt_ids, 0, (1,), True, len(r.generated)) for r in new]
-    rows = [DecodeRow(i, 0, i, (1, 2)) for i in [*old, *(r.request_id for r in new)]]
+    rows = [DecodeRow(i, 0, i, (1, 2), 16) for i in [*old, *(r.request_id for r in new)]]
     return executor.collect(executor.submit(Plan(index, tuple(chunks), tuple(rows), **more)))
 
 

@@ -10,6 +10,7 @@ import pytest
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import key, known, prompt
 
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.scoring import ScoringWorkers
@@ -21,11 +22,17 @@ SECONDS = {key(0): 5.0, key(1): 1.0, key(2): 2.0}
 class Bench:
     """A scoring and its clock."""
 
-    def __init__(self, num_workers: int = 1, timeout_s: float = 0.0, drawing: Path | None = None) -> None:
+    def __init__(
+        self,
+        num_workers: int = 1,
+        timeout_s: float = 0.0,
+        drawing: Path | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
+    ) -> None:
         self.clock = SimulatedClock()
         self.phases = SimulatedPhases(self.clock, drawing)
         workload = known(dict.fromkeys(SECONDS, 3), SECONDS)
-        self.scoring = ScoringWorkers(workload, self.clock, self.phases, num_workers, timeout_s)
+        self.scoring = ScoringWorkers(workload, self.clock, self.phases, num_workers, timeout_s, timeouts=timeouts)
 
     def submit(self, *keys: SampleKey) -> None:
         for each in keys:
@@ -99,6 +106,22 @@ def test_metrics_are_those_of_a_pool_and_start_anew():
     counted = dict(zip((f"reward/{name}" for name in names), (3, 0, 2, 0, 0, 5.0), strict=True))
     assert bench.scoring.take_metrics() == counted
     assert set(bench.scoring.take_metrics().values()) == {0}
+
+
+def test_test_cases_are_cut_off_at_the_limits_that_come_with_them():
+    bench = Bench(num_workers=3, timeout_s=1.5, timeouts=AdaptiveTimeouts(TimeoutRule(1.0, 4.0)))
+    for each, limits in ((key(0), ()), (key(1), (1.25,)), (key(2), (1.75,))):
+        bench.scoring.submit(prompt(each.prompt_index), response(each), limits)
+    verdicts = {}
+    while bench.scoring.num_pending:
+        verdicts |= {verdict.key: verdict for verdict in bench.scoring.wait(0.5)}
+    said = {each: (v.duration_s, v.info["case_s"], v.info["cut_off"]) for each, v in verdicts.items()}
+    assert said == {
+        key(0): (4.0, [4.0], 1),  # nothing is known of it
+        key(1): (1.0, [1.0], 0),
+        key(2): (1.75, [1.75], 1),
+    }
+    assert {verdict.status for verdict in verdicts.values()} == {"ok"}
 
 
 def test_rewards_and_times_are_those_of_the_step_of_the_first_token():

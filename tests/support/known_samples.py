@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxrl.config import SimulatedHistory
 from jaxrl.types import SampleKey
 
 
@@ -51,6 +52,9 @@ class KnownWorkload:
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         return self._sample(key).reward
+
+    def history(self, prompt_index: int) -> SimulatedHistory:
+        return SimulatedHistory()
 
     def _sample(self, key: SampleKey) -> KnownSample:
         if key not in self.samples:

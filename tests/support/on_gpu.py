@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.rollout.draft_books import Drafting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.sharding.layout import Layout
@@ -65,7 +66,9 @@ def weights(model: ModelConfig) -> Any:
     return jax.tree.unflatten(structure, map(noisy, leaves, jax.random.split(jax.random.key(1), len(leaves))))
 
 
-def executor(model: ModelConfig, slots: int, blocks: int, dtype: str, attention: Any = "auto") -> MeshExecutor:
+def executor(
+    model: ModelConfig, slots: int, blocks: int, dtype: str, attention: Any = "auto", drafting: Drafting | None = None
+) -> MeshExecutor:
     """On one device, in the form that a GPU's programs have."""
     as_on_a_gpu = {"merged": True, "gathered": False, "features_first": False, "interpret": True} if INTERPRET else {}
     sizes = ExecutorConfig(
@@ -76,6 +79,7 @@ def executor(model: ModelConfig, slots: int, blocks: int, dtype: str, attention:
         decode_steps=8,
         dtype=dtype,
         attention=attention,
+        drafting=drafting,
         **as_on_a_gpu,
     )
     return MeshExecutor(model, Layout(make_mesh(jax.devices()[:1]), 1), sizes)

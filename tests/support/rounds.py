@@ -33,8 +33,9 @@ Table = list[tuple[Event, list[tuple]]]
 
 
 def rule_sections() -> list[str]:
-    """Sections of `rollout` that switch a batch rule on: those with an `enable`."""
-    sections = {each.name: getattr(RolloutSection(), each.name) for each in fields(RolloutSection)}
+    """Sections of `rollout` that switch a batch rule on: those with an `enable`, but what only makes rounds faster."""
+    names = [each.name for each in fields(RolloutSection) if each.name not in ("speculation", "ranking_groups")]
+    sections = {name: getattr(RolloutSection(), name) for name in names}
     return [name for name, section in sections.items() if is_dataclass(section) and hasattr(section, "enable")]
 
 

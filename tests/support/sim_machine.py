@@ -36,15 +36,18 @@ SMALL = ModelConfig("llama", 1000, 64, 128, 4, 4, 2, 16)
 
 @dataclass(frozen=True)
 class ConstantCost:
-    """Round numbers: 10 s a prefill, 1 s a decode step whatever its rows, 7 s a forward pass, 5 s a sync, and 100 s a
-    training step with 1 s for each update; beside the rollout 20 s for gradients, 3 s to bring weights or sums across,
-    and 2 s for a swap of weights."""
+    """Round numbers: 10 s a prefill, 1 s a decode step whatever its rows, and a sixteenth more for each token that a
+    row may draft in it; 7 s a forward pass, 5 s a sync, and 100 s a training step with 1 s for each update; beside the
+    rollout 20 s for gradients, 3 s to bring weights or sums across, and 2 s for a swap of weights."""
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         return 1.0 if batch else 0.0
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
         return np.ones(len(batch_S))
+
+    def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
+        return np.full(len(batch_S), 1.0 + width / 16)
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
         return 10.0 if tokens else 0.0

@@ -14,7 +14,7 @@ from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
 from jaxrl.scheduling.rounds.filtered_share import MOST_PER_MISSING
-from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.cost_model import CostModel, RooflineCost
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Group
@@ -100,8 +100,9 @@ class House:
     """A run through any number of processes; `metrics` and `groups` are those of the steps that count, `tokens` those
     drawn in the round of each."""
 
-    def __init__(self, config: Config, workload: ModelledWorkload) -> None:
+    def __init__(self, config: Config, workload: ModelledWorkload, cost: CostModel | None = None) -> None:
         self.config, self.workload = config, workload
+        self.cost = RooflineCost(SMALL, H100) if cost is None else cost
         self.metrics: dict[int, Metrics] = {}
         self.groups: dict[int, list[Group]] = {}
         self.tokens: dict[int, int] = {}
@@ -115,7 +116,7 @@ class House:
         whether the run is finished."""
         self.num_asked, self.ends = 0, ends
         hooks = Hooks(lambda *_: None, self.on_step, lambda *_: None, self.save, self.stop)
-        simulation = self.simulation = build(self.config, RooflineCost(SMALL, H100), self.workload, hooks)
+        simulation = self.simulation = build(self.config, self.cost, self.workload, hooks)
         loop: Any = simulation.loop
         loop._backend = Counting(loop._backend, self.tokens)
         if self.saved:
@@ -166,8 +167,8 @@ class House:
         return metrics, trained
 
 
-def whole(config: Config, workload: ModelledWorkload) -> House:
-    house = House(config, workload)
+def whole(config: Config, workload: ModelledWorkload, cost: CostModel | None = None) -> House:
+    house = House(config, workload, cost)
     assert house.run()
     return house
 

@@ -96,7 +96,7 @@ class Scorers:
         self._seed, self._chance, self._timeouts, self._spoils = seed, chance, timeouts, spoils
         self._due: dict[SampleKey, int] = {}
 
-    def submit(self, prompt: Prompt, sample: Sample) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         self._due[sample.key] = self._chance.choice([0, 0, 1, 3, 12])
 
     def cancel(self, keys: Collection[SampleKey]) -> None:

@@ -35,7 +35,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.layout import LayoutSection
-from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost
+from jaxrl.scheduling.layouts.latency_profile import (
+    NEW_PROFILE,
+    Measurement,
+    Profile,
+    SwitchCost,
+    VerifyMeasurement,
+)
 
 
 def rms_context(lengths: Sequence[int]) -> float:
@@ -46,7 +52,7 @@ def rms_context(lengths: Sequence[int]) -> float:
 class _Curve:
     """Step time of one batch over total context, piecewise linear."""
 
-    def __init__(self, points: Sequence[Measurement]) -> None:
+    def __init__(self, points: Sequence[Measurement | VerifyMeasurement]) -> None:
         points = sorted(points, key=lambda point: point.context)
         self.tokens = np.array([point.batch * point.context for point in points], np.float64)
         self.seconds = np.array([point.seconds for point in points], np.float64)
@@ -64,7 +70,7 @@ class _Curve:
 class _Surface:
     """Step time of one degree over batch and total context."""
 
-    def __init__(self, points: Sequence[Measurement]) -> None:
+    def __init__(self, points: Sequence[Measurement | VerifyMeasurement]) -> None:
         batches = sorted({point.batch for point in points})
         self.batches = np.array(batches, np.float64)
         self.curves = [_Curve([point for point in points if point.batch == batch]) for batch in batches]
@@ -121,6 +127,11 @@ class LatencyPredictor:
         self.profile = profile
         self.options = LayoutSection() if options is None else options
         self._surfaces = {tp: _Surface([p for p in profile.decode if p.tp == tp]) for tp in profile.degrees}
+        self._verify = {
+            tp: _Surface(points)
+            for tp in profile.degrees
+            if (points := [point for point in profile.verify if point.tp == tp])
+        }
         if row_sizes is None:
             row_sizes = {rows.tp: rows.sizes for rows in profile.row_sizes}
         self._row_sizes = {tp: np.array(sizes) for tp, sizes in row_sizes.items()}
@@ -146,6 +157,14 @@ class LatencyPredictor:
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
         """`decode_step_s` of many steps at once: [S], [S] -> [S]. Raises ValueError if tp has not been profiled."""
         return self._profiled_s(tp, batch_S, context_S) * self.ratio(tp)
+
+    def verify_step_s(self, tp: int, batch: int, context: float) -> float:
+        """Seconds of a step that verifies drafts, of the width that was measured for so many rows; of a decode step
+        where the programs for so many rows have no room for drafts (`Profile.draft_widths`)."""
+        padded = int(self._padded(tp, np.array([batch], np.float64))[0])
+        if padded not in self.profile.draft_widths(tp):
+            return self.decode_step_s(tp, batch, context)
+        return float(self._verify[tp].at(np.array([padded]), np.array([context], np.float64))[0]) * self.ratio(tp)
 
     def prefill_s(self, tp: int, batch: int, context: float) -> float:
         """Seconds to build the caches of `batch` rows of `context` tokens each, in every dp group."""
@@ -234,9 +253,12 @@ class LatencyPredictor:
             raise ValueError(
                 f"the latency profile has no decode points for tp {tp}, only {self.degrees}: {NEW_PROFILE}"
             )
-        batch_S = np.asarray(batch_S, np.float64)
+        padded_S = self._padded(tp, np.asarray(batch_S, np.float64))
+        return surface.at(padded_S, np.asarray(context_S, np.float64))
+
+    def _padded(self, tp: int, batch_S: np.ndarray) -> np.ndarray:
+        """The rows of the programs that run batches of so many."""
         sizes = self._row_sizes.get(tp)
-        if sizes is not None:
-            padded_S = sizes[np.minimum(np.searchsorted(sizes, batch_S), len(sizes) - 1)]
-            batch_S = np.maximum(batch_S, padded_S)
-        return surface.at(batch_S, np.asarray(context_S, np.float64))
+        if sizes is None:
+            return batch_S
+        return np.maximum(batch_S, sizes[np.minimum(np.searchsorted(sizes, batch_S), len(sizes) - 1)])

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-SCHEMA = 2
+SCHEMA, WITHOUT_VERIFY = 3, 2  # a table that lacks the newest part is written as it was before there was one
 MIN_CONTEXT, DENSE_BELOW = 8, 512  # tokens of a row: the shortest measured, and where points begin to thin out
 NEW_PROFILE = "make a new one with `jaxrl profile`"
 
@@ -67,6 +67,22 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyMeasurement:
+    """The time of a step that verifies drafts, `width` tokens of each row, at a `ProfilePoint`."""
+
+    tp: int
+    batch: int
+    context: int
+    width: int
+    seconds: float
+
+    @property
+    def point(self) -> ProfilePoint:
+        """Where it was measured."""
+        return ProfilePoint(self.tp, self.batch, self.context)
+
+
+@dataclass(frozen=True, slots=True)
 class SwitchCost:
     """What a change of layout costs.
 
@@ -102,6 +118,8 @@ class Profile:
     Attributes:
       identity: what it holds for.
       decode, prefill: seconds per decode step, and of a whole prefill; each load once.
+      verify: seconds per step that verifies drafts, each load once, and of one width for each number of rows; none if
+        nothing was drafted.
       switches: costs, each ordered pair of degrees once.
       row_sizes: of the measured programs, at most one entry per degree; none: no batch is padded.
       source: "synthetic" for a table that was made up (to try switches out); reports must say so.
@@ -113,18 +131,23 @@ class Profile:
     switches: tuple[SwitchCost, ...] = ()
     row_sizes: tuple[RowSizes, ...] = ()
     source: Source = "measured"
+    verify: tuple[VerifyMeasurement, ...] = ()
 
     def __post_init__(self) -> None:
         if self.source not in get_args(Source):
             raise ValueError(f"profile: source {self.source!r} must be one of {', '.join(get_args(Source))}")
         if self.identity.device_count < 1:
             raise ValueError(f"profile: device_count ({self.identity.device_count}) must be >= 1")
-        for kind, entries in (("decode", self.decode), ("prefill", self.prefill)):
+        for kind, entries in (("decode", self.decode), ("prefill", self.prefill), ("verify", self.verify)):
             _refuse_repeated(kind, [entry.point for entry in entries])
             for entry in entries:
                 self._refuse_degrees(kind, entry.tp)
                 if min(entry.batch, entry.context) < 1 or not 0 < entry.seconds < math.inf:
                     raise ValueError(f"profile: {kind} {entry}: batch, context and seconds must be > 0, and finite")
+        pairs = {(entry.tp, entry.batch, entry.width) for entry in self.verify}
+        _refuse_repeated("verify", [f"tp {tp}, {batch} rows" for tp, batch, _ in pairs])
+        if any(entry.width < 1 for entry in self.verify):
+            raise ValueError("profile: verify entries: width must be >= 1")
         _refuse_repeated("switch", [(cost.from_tp, cost.to_tp) for cost in self.switches])
         for cost in self.switches:
             self._refuse_degrees("switch", cost.from_tp, cost.to_tp)
@@ -156,6 +179,10 @@ class Profile:
         """A hash of the whole table, in hex."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
+    def draft_widths(self, tp: int) -> dict[int, int]:
+        """Drafted tokens of each row in the steps that were measured, by the number of rows."""
+        return {entry.batch: entry.width for entry in sorted(self.verify, key=_point) if entry.tp == tp}
+
     def check(self, identity: ProfileIdentity) -> None:
         """Raises ValueError, naming each field that differs, if the table is not of this model, machine and jax."""
         mine, theirs = asdict(self.identity), asdict(identity)
@@ -167,8 +194,8 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Plain mappings and lists, for `json.dump`."""
-        return {
-            "schema": SCHEMA,
+        entry = {
+            "schema": SCHEMA if self.verify else WITHOUT_VERIFY,
             "source": self.source,
             "identity": asdict(self.identity),
             "decode": [asdict(point) for point in self.decode],
@@ -176,15 +203,17 @@ class Profile:
             "switches": [asdict(cost) for cost in self.switches],
             "row_sizes": [asdict(rows) | {"sizes": list(rows.sizes)} for rows in self.row_sizes],
         }
+        return entry | ({"verify": [asdict(point) for point in self.verify]} if self.verify else {})
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Profile:
         """The table that `to_json` wrote. Raises ValueError for another schema, or for anything missing or unknown."""
-        if entry.get("schema") != SCHEMA:
+        schema = entry.get("schema")
+        if schema not in (SCHEMA, WITHOUT_VERIFY):
             raise ValueError(
-                f"latency profile of schema {entry.get('schema')!r}: this version reads {SCHEMA}: {NEW_PROFILE}"
+                f"latency profile of schema {schema!r}: this version reads {WITHOUT_VERIFY} and {SCHEMA}: {NEW_PROFILE}"
             )
-        names = {"schema", *(each.name for each in fields(cls))}
+        names = {"schema", *(each.name for each in fields(cls))} - ({"verify"} if schema == WITHOUT_VERIFY else set())
         if set(entry) != names:
             raise ValueError(f"latency profile: its keys must be {sorted(names)}, and are {sorted(entry)}")
         return cls(
@@ -194,10 +223,11 @@ class Profile:
             switches=tuple(_read(SwitchCost, each, "switches") for each in entry["switches"]),
             row_sizes=tuple(_read_row_sizes(each) for each in entry["row_sizes"]),
             source=entry["source"],
+            verify=tuple(_read(VerifyMeasurement, each, "verify") for each in entry.get("verify", ())),
         )
 
 
-T = TypeVar("T", ProfileIdentity, Measurement, SwitchCost)
+T = TypeVar("T", ProfileIdentity, Measurement, VerifyMeasurement, SwitchCost)
 _TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -219,6 +249,10 @@ def _read_row_sizes(entry: Any) -> RowSizes:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"latency profile, row_sizes: {value!r} must be of type int")
     return RowSizes(entry["tp"], tuple(entry["sizes"]))
+
+
+def _point(entry: VerifyMeasurement) -> ProfilePoint:
+    return entry.point
 
 
 def _refuse_repeated(kind: str, keys: Sequence[object]) -> None:
@@ -297,7 +331,23 @@ def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
     return tuple(sorted(chosen))
 
 
-def missing_points(measured: Iterable[Measurement], points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
+def verify_points(points: Iterable[ProfilePoint], widths: Mapping[int, Mapping[int, int]]) -> tuple[ProfilePoint, ...]:
+    """Those of `points` at which steps that verify drafts are measured: the shortest and the longest context of every
+    batch that has such steps. In between the time is as good as linear.
+
+    Args:
+      widths: drafted tokens of each row, by degree and number of rows; batches that are not there have none.
+    """
+    chosen: dict[tuple[int, int], list[ProfilePoint]] = {}
+    for point in sorted(points):
+        if point.batch in widths.get(point.tp, {}):
+            chosen.setdefault((point.tp, point.batch), []).append(point)
+    return tuple(point for own in chosen.values() for point in dict.fromkeys((own[0], own[-1])))
+
+
+def missing_points(
+    measured: Iterable[Measurement | VerifyMeasurement], points: Iterable[ProfilePoint]
+) -> tuple[ProfilePoint, ...]:
     """The `points` that have not been measured yet, in their order."""
     known = {entry.point for entry in measured}
     return tuple(point for point in points if point not in known)

@@ -16,7 +16,8 @@ move is rather overestimated. Links between workers are taken to be those inside
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, rows_of
@@ -63,6 +64,23 @@ def cheaper_move(predictor: LatencyPredictor, source: Engine, target: Engine, re
     move_s = across_s(predictor, _degree(source), _degree(target), max(map(sum, groups), default=0))
     again_s = predictor.recompute_s(_degree(target), lengths[:: target.batcher.capacity.num_groups])
     return "migrate" if move_s < again_s else "recompute"
+
+
+def step_seconds(predictor: LatencyPredictor, engine: Engine) -> Callable[[float, float], float]:
+    """(rows of a worker like `engine`, their tokens together) -> predicted seconds of a decode step.
+
+    Rows are spread evenly over the dp groups. More than there are slots take turns, so a step of all of them takes as
+    many steps. Room for their KV is not looked at.
+    """
+    capacity, tp = engine.batcher.capacity, _degree(engine)
+
+    def step_s(rows: float, tokens: float) -> float:
+        in_group = rows / capacity.num_groups
+        turns = max(in_group / capacity.num_slots, 1.0)
+        batch = max(math.ceil(in_group / turns), 1)
+        return turns * predictor.decode_step_s(tp, batch, tokens / capacity.num_groups / turns)
+
+    return step_s
 
 
 def across_s(predictor: LatencyPredictor, from_tp: int, to_tp: int, tokens: int) -> float:

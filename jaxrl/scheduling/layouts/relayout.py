@@ -31,13 +31,15 @@ from jaxrl.scheduling.tokens.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """What the device must know about a row that decodes. `token` stands at `position` and has no KV yet."""
+    """What the device must know about a row that decodes. `token`, the last one of `response`, stands at `position` and
+    has no KV yet."""
 
     request: Request
     dp_group: int
     slot: int
     token: int
     position: int
+    response: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
 def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
     """What the device must know about the row that decodes at this seat."""
     token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
-    return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position)
+    return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position, tuple(progress.tokens))
 
 
 def _arrival(by_id: Mapping[int, Progress]) -> Callable[[int], int]:

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -69,12 +70,14 @@ class RoundResult:
       groups: to train on, sorted by prompt key.
       left: prompts that leave the system now without being trained on, and why.
       metrics: of the round; counts are of prompts or samples as their names say.
+      judged: scored groups of those that dynamic sampling has left out, in the order in which they were judged.
     """
 
     kind: RoundKind
     groups: list[Group]
     left: dict[PromptKey, Outcome]
     metrics: dict[str, float]
+    judged: list[Group]
 
 
 class BatchRule(Protocol):
@@ -97,6 +100,14 @@ class BatchRule(Protocol):
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         """The next round. It draws prompts from `prompts` as it launches them."""
+        ...
+
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> Sequence[PlannedGroup]:
+        """All that the round after the one under way will launch, drawn now; `time` is that round's.
+
+        None where that is not known, or where the batch depends on which of its responses end first: they may begin
+        now, at a moment that a clock decides.
+        """
         ...
 
     def settle(self, current: Round) -> RoundResult:
@@ -132,10 +143,11 @@ class FreshBatches:
 
     Attributes:
       queue: prompts that dynamic sampling has launched and not needed.
+      begun: prompts of the next round that were drawn ahead.
       share: of groups that dynamic sampling filters.
     """
 
-    SCHEMA = 2  # 1: without queue and share
+    SCHEMA, AHEAD_SCHEMA = 2, 3  # 1: without queue and share; 3: with begun, where there is something in it
 
     def __init__(self, batch: BatchSettings, options: OverProvisioningSection | None = None) -> None:
         num_prompts, num_responses = batch.num_groups, batch.group_size
@@ -143,8 +155,10 @@ class FreshBatches:
             option = "rollout.over_provisioning"
             num_prompts = provisioned(f"{option}.prompt_factor", options.prompt_factor, num_prompts)
             num_responses = provisioned(f"{option}.response_factor", options.response_factor, num_responses)
+        self._over_provisions = options is not None and options.enable  # by nothing, if both factors are 1
         self.limits = RaceLimits(batch, num_responses, num_prompts - batch.num_groups)
         self.queue: deque[Waiting] = deque()
+        self.begun: deque[PromptKey] = deque()
         self.num_rounds = 0
         self.share = FilteredShare()
         self._open: OpenRound | None = None
@@ -155,17 +169,29 @@ class FreshBatches:
 
     @property
     def num_carried(self) -> int:
-        return len(self.queue)
+        return len(self.queue) + len(self.begun)
 
     @property
     def max_under_way(self) -> tuple[int, int]:
         return self.limits.max_under_way
+
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
+        batch = self.limits.batch
+        if self._over_provisions or batch.filter_groups.enable or batch.max_active_requests:
+            return []  # `composition.is_timeless` says the same of a configuration
+        missing = batch.num_groups - len(self.begun)  # a resumed run with smaller batches may have some
+        self.begun.extend(prompt.key for prompt in prompts.next(max(missing, 0)))
+        drawn = [prompts.get(*prompt_key) for prompt_key in islice(self.begun, batch.num_groups)]
+        return [first_launch(each, self.limits.num_responses, time.step, self.num_rounds + 1) for each in drawn]
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
         assert self._open is None, "a round is planned before the one before it is settled"
         self.num_rounds += 1
 
         def supply() -> PlannedGroup:
+            if self.begun:
+                drawn = prompts.get(*self.begun.popleft())
+                return first_launch(drawn, self.limits.num_responses, time.step, self.num_rounds)
             if self.queue:
                 return self.queue.popleft().relaunch(prompts, self.limits.num_responses)
             return new_group(prompts, self.limits.num_responses, time.step, self.num_rounds)
@@ -188,22 +214,26 @@ class FreshBatches:
         metrics["rollout/discarded_prompts"] = float(len(discarded))
         if self.limits.batch.filter_groups.enable:
             metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
-        return RoundResult(current.kind, groups, left, metrics)
+        return RoundResult(current.kind, groups, left, metrics, opened.judged())
 
     def state_dict(self) -> dict[str, Any]:
-        """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order."""
+        """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order; what was drawn ahead as
+        int64 [N, 2] (epoch, index)."""
         assert self._open is None, "state between rounds only"
         return {
-            "schema": self.SCHEMA,
+            "schema": self.AHEAD_SCHEMA if self.begun else self.SCHEMA,
             "num_rounds": self.num_rounds,
             "queue": pack_waiting(self.queue),
+            **({"begun": np.asarray(self.begun, np.int64).reshape(-1, 2)} if self.begun else {}),
             "filtered_share": self.share.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["schema"] == 1:
             return
-        check_schema("batches of new prompts", state, self.SCHEMA)
+        if state["schema"] != self.AHEAD_SCHEMA:
+            check_schema("batches of new prompts", state, self.SCHEMA)
+        self.begun = deque((int(epoch), int(index)) for epoch, index in state.get("begun", ()))
         self.queue = unpack_waiting(state["queue"])
         self.num_rounds = int(state["num_rounds"])
         self.share = FilteredShare.of_state(state["filtered_share"])
@@ -222,6 +252,11 @@ def provisioned(option: str, factor: float, count: int) -> int:
 def new_group(prompts: PromptStream, num_responses: int, step: int, round_index: int = 0) -> PlannedGroup:
     """The next prompt of the source, with fresh responses."""
     (prompt,) = prompts.next(1)
+    return first_launch(prompt, num_responses, step, round_index)
+
+
+def first_launch(prompt: Prompt, num_responses: int, step: int, round_index: int = 0) -> PlannedGroup:
+    """A prompt that was drawn and never launched, with fresh responses."""
     keys = tuple(SampleKey(prompt.epoch, prompt.index, i) for i in range(num_responses))
     return PlannedGroup(prompt, keys, first_step=step, first_round=round_index)
 
@@ -327,6 +362,12 @@ class OpenRound:
             kept |= self.race.groups[prompt_key].kept.keys()
         ended = (*self.ledger.finished.values(), *self.ledger.aborted.values())
         return sum(len(sample) for sample in ended if sample.key not in kept)
+
+    def judged(self) -> list[Group]:
+        """Scored groups of the prompts that dynamic sampling has left out, in the order in which they were judged."""
+        finished = self.ledger.finished
+        groups = (self.race.groups[prompt_key] for prompt_key in self.race.filtered)
+        return [Group(group.planned.prompt, [finished[key] for key in sorted(group.kept)]) for group in groups]
 
     def metrics(self, groups: Sequence[Group], thrown_tokens: int) -> dict[str, float]:
         """What every rule reports of a round; `groups` is its batch."""

@@ -40,7 +40,57 @@ def composition_problem(config: Config) -> str | None:
             "rollout.stale_tokens=recompute, found recorded: every token there is of an earlier version, so its ratio "
             "is taken to what was recorded at sampling, and every weight would be 1"
         )
+    if rollout.ranking_groups.enable and (problem := _ranking_problem(config)) is not None:
+        return problem
     return _stream_problem(config) if config.trainer.stream.enable else None
+
+
+def is_timeless(config: Config) -> bool:
+    """Whether a round brings the same batch whichever of its responses end first; so a clock may decide where and when
+    they run."""
+    rollout = config.rollout
+    races = rollout.tail_batching.enable or rollout.partial_rollout.enable or rollout.over_provisioning.enable
+    return not (races or config.algorithm.filter_groups.enable)
+
+
+def begins_ahead(config: Config) -> bool:
+    """Whether workers that are done with a round may begin with the next one, and so weights of two versions exist."""
+    return config.rollout.ranking_groups.enable and is_timeless(config)
+
+
+def _ranking_problem(config: Config) -> str | None:
+    """Why prompts cannot be ranked."""
+    option, rollout = "rollout.ranking_groups.enable", config.rollout
+    if not config.trainer.one_step_off:
+        return (
+            f"{option} needs trainer.one_step_off: workers that are done with a step's rollout go on with the next "
+            "one's, while the update runs"
+        )
+    if not rollout.num_devices:
+        return (
+            f"{option} needs rollout.num_devices: workers take the next step's weights while others still draw the "
+            "present one's, so the rollout needs devices of its own"
+        )
+    if rollout.num_workers < 2:
+        return (
+            f"{option} needs rollout.num_workers to be at least 2, found {rollout.num_workers}: they share the groups"
+        )
+    if rollout.tail_batching.enable:
+        return (
+            f"{option} excludes rollout.tail_batching: both decide which prompts share a round's workers, the one by "
+            "the last rollout's lengths and the other by those of this one"
+        )
+    if rollout.layout.adapts:
+        return (
+            f"{option} excludes rollout.layout.planner and rollout.layout.switch: groups are shared out by what "
+            "workers of one layout take for them"
+        )
+    if rollout.max_active_requests:
+        return (
+            f"{option} excludes rollout.max_active_requests ({rollout.max_active_requests} samples): prompts are "
+            "ranked when all of a round start together"
+        )
+    return None
 
 
 def _stream_problem(config: Config) -> str | None:

@@ -8,7 +8,7 @@ verdicts reach the round in the order in which their samples completed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -35,12 +35,17 @@ class SampleFinished:
 
 
 VerdictStatus = Literal["ok", "error", "timeout", "crash"]
-"""Only `timeout` and `crash` are decided by the clock or the machine; so these two are journalled."""
+"""`timeout` and `crash` are always decided by the clock or the machine, the others only where `Verdict.outside` says
+so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A scorer's answer for one sample. A scorer that fails gives reward 0 and says why in `status` and `info`."""
+    """A scorer's answer for one sample. A scorer that fails gives reward 0 and says why in `status` and `info`.
+
+    `outside`: a clock (a test case that was cut off), or something outside the run (an endpoint), decided it: asked
+    again, it might come out otherwise. The backend journals such verdicts, and those of time-outs and crashes.
+    """
 
     time_s: float
     key: SampleKey
@@ -48,6 +53,13 @@ class Verdict:
     status: VerdictStatus = "ok"
     info: Mapping[str, Any] = field(default_factory=dict)
     duration_s: float = 0.0
+    outside: bool = False
+
+    @property
+    def unshaped(self) -> Verdict:
+        """With the scorer's own reward, without weights and parts (`reward.domains`, `reward.parts`)."""
+        own = self.info.get("own_reward")
+        return self if own is None else replace(self, reward=float(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +83,14 @@ class Launch:
       keys: the responses to start, or to go on with.
       resumed: the samples of those `keys` that began in an earlier round; they go on from these token ids.
       finished: responses that ended by themselves in an earlier round and count in this one; they need no start.
+      workers: by the places of `keys`, the worker that each goes to; empty: the one that has least to do.
     """
 
     prompt: Prompt
     keys: tuple[SampleKey, ...]
     resumed: tuple[Sample, ...] = ()
     finished: tuple[Sample, ...] = ()
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +132,15 @@ class AwaitVerdict:
     """
 
     key: SampleKey
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStart:
+    """What the next round launches, whatever becomes of the present one, and the version of its weights, which are
+    there: workers with nothing left to do may begin with it."""
+
+    policy_version: int
+    launches: tuple[Launch, ...]
 
 
 Command = Launch | Score | Abort | CancelScore | AwaitVerdict

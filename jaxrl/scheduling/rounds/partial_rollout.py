@@ -147,6 +147,9 @@ class PartialRollout:
     def _limits(self, num_spare: int, max_left_over: int | None = None) -> RaceLimits:
         return RaceLimits(self.batch, self.batch.group_size, num_spare, True, max_left_over)
 
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
+        return []  # the batch depends on which responses end first
+
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
@@ -289,7 +292,7 @@ class PartialRollout:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         left |= {entry.key: "filtered" for entry in discarded}
-        return RoundResult(current.kind, groups, left, metrics)
+        return RoundResult(current.kind, groups, left, metrics, opened.judged())
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
         spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]

@@ -118,6 +118,9 @@ class TailBatching:
         num_responses = self.num_responses if kind == "short" else self.batch.group_size
         return RaceLimits(self.batch, num_responses, num_spare, max_left_over=max_left_over)
 
+    def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
+        return []  # the batch depends on which responses end first
+
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
@@ -187,7 +190,7 @@ class TailBatching:
         metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
         if self.batch.filter_groups.enable:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
-        return RoundResult(current.kind, groups, left, metrics)
+        return RoundResult(current.kind, groups, left, metrics, opened.judged())
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -31,12 +31,24 @@ import heapq
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Seat
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
+from jaxrl.scheduling.tokens.draft_rule import TOKENS_PER_STEP, DraftConfig, DraftRule
+from jaxrl.scheduling.tokens.plan import (
+    Capacity,
+    DecodeRow,
+    DraftCounts,
+    Plan,
+    PlanResult,
+    PrefillChunk,
+    Request,
+    Seat,
+    check_request,
+)
 from jaxrl.scheduling.tokens.progress import (
     Admitted,
     Completed,
@@ -49,6 +61,7 @@ from jaxrl.scheduling.tokens.progress import (
     TraceEvent,
     finish_reason,
 )
+from jaxrl.scheduling.tokens.sketch import Sketch
 
 UNLIMITED = 1 << 30
 _by_arrival = attrgetter("arrival")
@@ -63,43 +76,20 @@ class BatcherConfig:
       leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
       max_model_len: the longest prompt + response that the model takes; None: no limit.
       spread_samples: each request goes to the dp group with most room, wherever its prompt's blocks are.
+      drafts: when plans verify drafts; None: never.
     """
 
     decode_steps: int = 16
     leave_after: int = 1
     max_model_len: int | None = None
     spread_samples: bool = False
+    drafts: DraftConfig | None = None
 
     def __post_init__(self) -> None:
         if self.decode_steps < 1 or self.leave_after < 1:
             raise ValueError(
                 f"rollout.decode_steps ({self.decode_steps}) and leave_after ({self.leave_after}) must be >= 1"
             )
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    budget: list[int]  # prefill tokens left, per dp group
-    headroom: list[int]  # blocks that the rows of each dp group may want in the next plan
-    room: list[int] = field(default_factory=list)  # how much room each dp group has, while requests are let in
-    closed: set[int] = field(default_factory=set)  # dp groups that let no request in
-    lacks_budget: bool = False  # a prefill waits for the next plan
-    prefill: list[PrefillChunk] = field(default_factory=list)
-    decode: list[DecodeRow] = field(default_factory=list)
-    named: list[Named] = field(default_factory=list)
-
-    def put_off_decode(self) -> None:
-        """Takes decode rows out of the plan; prefill stays."""
-        assert self.prefill, "prefill budget is lacking because another request has it"
-        self.decode = []
-        prefilled = {chunk.request.request_id for chunk in self.prefill}
-        self.named = [
-            replace(named, max_new=int(named.ends_prefill))
-            for named in self.named
-            if named.progress.request.request_id in prefilled
-        ]
 
 
 class Batcher:
@@ -113,6 +103,7 @@ class Batcher:
         self.counters = Counters()
         self.trace = trace
         self.blocks = BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size)
+        self.draft_rule = None if config.drafts is None else DraftRule(config.drafts)
         self.next_index = 0
         self._arrivals = 0
         self._requests: dict[int, Progress] = {}  # everything live, by request id, in the order of arrival
@@ -120,7 +111,7 @@ class Batcher:
         self._waiting: dict[int, Progress] = {}  # never yet on the device
         self._running: list[Progress] = []  # sorted by arrival
         self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]  # heaps
-        self._flights: deque[tuple[int, list[Named], bool]] = deque()  # the bool: all steps will be taken
+        self._flights: deque[tuple[int, list[Named], bool]] = deque()  # the bool: all tokens will be made
         self._in_flight: Counter[int] = Counter()  # request id -> plans in flight that name it
         self._share_prompts: dict[object, tuple[tuple[int, ...], int]] = {}  # share -> (prompt, live requests)
 
@@ -168,109 +159,130 @@ class Batcher:
             self._end(progress)
         return ended
 
+    def forget_drafts(self) -> None:
+        """What was seen of drafts decides nothing from here on."""
+        self.draft_rule = None if self.config.drafts is None else DraftRule(self.config.drafts)
+
+    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
+        """What a request's drafts are taken from, from the next plan on; nothing for one that has ended."""
+        progress = self._requests.get(request_id)
+        if progress is not None:
+            progress.request = replace(progress.request, history=history)
+
     # Planning
 
     def schedule(self) -> Plan | None:
         """The next plan; None if no row can do anything before a plan in flight is collected."""
         groups = self.capacity.num_groups
-        draft = _Draft(budget=[self.capacity.max_prefill_tokens] * groups, headroom=[0] * groups)
+        sketch = Sketch(budget=[self.capacity.max_prefill_tokens] * groups, headroom=[0] * groups)
         for progress in list(self._running):  # oldest first, so that only requests not yet in the draft are preempted
             if progress.slot >= 0:
-                self._continue(draft, progress)
-        is_short = self._admit(draft)
-        if not draft.named:
+                self._continue(sketch, progress)
+        is_short = self._admit(sketch)
+        if not sketch.named:
             assert self._flights or not self._requests, "requests wait, nothing runs, and none can be admitted"
             return None
-        if draft.lacks_budget:
-            draft.put_off_decode()
+        if sketch.lacks_budget:
+            sketch.put_off_decode()
+        speculates = self._speculates(sketch)
+        if speculates:
+            sketch.give_room(self.blocks, TOKENS_PER_STEP * self.config.decode_steps)
         plan = Plan(
             index=self.next_index,
-            prefill=tuple(draft.prefill),
-            decode=tuple(sorted(draft.decode, key=lambda row: (row.dp_group, row.slot))),
-            num_steps=self.config.decode_steps if draft.decode else 0,
+            prefill=tuple(sketch.prefill),
+            decode=tuple(sorted(sketch.decode, key=lambda row: (row.dp_group, row.slot))),
+            num_steps=self.config.decode_steps if sketch.decode else 0,
             leave_after=self.config.leave_after if is_short else UNLIMITED,
+            speculates=speculates,
         )
-        for entry in draft.named:
+        for entry in sketch.named:
             entry.progress.pending += entry.max_new
             self._in_flight[entry.progress.request.request_id] += 1
-        named = sorted(draft.named, key=lambda named: (named.dp_group, named.slot))
-        self._flights.append((plan.index, named, plan.leave_after == UNLIMITED))
+        named = sorted(sketch.named, key=lambda named: (named.dp_group, named.slot))
+        self._flights.append((plan.index, named, plan.leave_after == UNLIMITED and not speculates))
         self.next_index += 1
         return plan
 
-    def _continue(self, draft: _Draft, progress: Progress) -> None:
+    def _speculates(self, sketch: Sketch) -> bool:
+        """Whether the plan verifies drafts."""
+        if self.draft_rule is None or all(row.history is None for row in sketch.decode):
+            return False
+        return self.draft_rule.decides(*sketch.fullest())
+
+    def _continue(self, sketch: Sketch, progress: Progress) -> None:
         """Gives a running request its place in the plan, preempting younger ones for its blocks."""
         group, left = progress.group, len(progress.prefix) - progress.prefilled
-        num_chunk = min(left, draft.budget[group])
+        num_chunk = min(left, sketch.budget[group])
         if not left and self._reaches_its_limit(progress):
             return
-        draft.lacks_budget |= num_chunk < left
+        sketch.lacks_budget |= num_chunk < left
         if num_chunk < left:  # all blocks of its prefill were allocated when it was admitted
-            self._name(draft, progress, num_chunk, grows_from=len(progress.prefix))
+            self._name(sketch, progress, num_chunk, grows_from=len(progress.prefix))
             return
         written = len(progress.prefix) if left else progress.num_written
         need = min(written + self.config.decode_steps, progress.limit)
         while not self.blocks.extend(progress.request.request_id, need):
             youngest = next(p for p in reversed(self._running) if p.group == group)
             self._preempt(youngest)
-            draft.closed.add(group)  # a request let in now would be the next to be preempted
+            sketch.closed.add(group)  # a request let in now would be the next to be preempted
             if youngest is progress:
                 return
-        self._name(draft, progress, num_chunk, grows_from=need)
+        self._name(sketch, progress, num_chunk, grows_from=need)
 
     def _reaches_its_limit(self, progress: Progress) -> bool:
         """Whether the plans in flight bring a decoding request to its last token, unless it stops before."""
         return progress.num_written + 1 >= progress.limit and all(whole for _, _, whole in self._flights)
 
-    def _name(self, draft: _Draft, progress: Progress, num_chunk: int, grows_from: int) -> None:
-        """Writes a request into the draft: `num_chunk` tokens of prefill, and a decode row once that is complete."""
+    def _name(self, sketch: Sketch, progress: Progress, num_chunk: int, grows_from: int) -> None:
+        """Writes a request into the plan: `num_chunk` tokens of prefill, and a decode row once that is complete."""
         request, group, start = progress.request, progress.group, progress.prefilled
         table = self.blocks.table(request.request_id)
         grown = min(grows_from + self.config.decode_steps, progress.limit)
-        draft.headroom[group] += max(self.blocks.blocks_for(grown) - len(table), 0)
+        sketch.headroom[group] += max(self.blocks.blocks_for(grown) - len(table), 0)
         progress.prefilled += num_chunk
         is_decoding = progress.prefilled == len(progress.prefix)
         if num_chunk:
             tokens = progress.prefix[start : progress.prefilled]
             kept = len(progress.prefix) - len(request.prompt_ids)
-            draft.prefill.append(
+            sketch.prefill.append(
                 PrefillChunk(request, group, progress.slot, tokens, start, table, is_decoding, num_generated=kept)
             )
-            draft.budget[group] -= num_chunk
+            sketch.budget[group] -= num_chunk
             self.counters.prefill_tokens += num_chunk
             self.blocks.publish(request.request_id, progress.prefilled)
         if is_decoding:
-            draft.decode.append(DecodeRow(request.request_id, group, progress.slot, table))
+            most = self.config.decode_steps
+            sketch.decode.append(DecodeRow(request.request_id, group, progress.slot, table, most, progress.history))
         if num_chunk or is_decoding:
             ends_prefill = is_decoding and num_chunk > 0
             max_new = self.config.decode_steps * is_decoding + ends_prefill
-            draft.named.append(Named(progress, group, progress.slot, max_new, ends_prefill))
+            sketch.named.append(Named(progress, group, progress.slot, max_new, ends_prefill))
 
-    def _admit(self, draft: _Draft) -> bool:
+    def _admit(self, sketch: Sketch) -> bool:
         """Gives free rows to waiting requests; returns whether one got no row for lack of slots or blocks."""
         admitted: list[Progress] = []
         everywhere = set(range(self.capacity.num_groups))
         if self.num_waiting:
-            draft.room = [self._room(group) for group in range(self.capacity.num_groups)]
+            sketch.room = [self._room(group) for group in range(self.capacity.num_groups)]
         for progress in self._queue():
-            if draft.closed == everywhere:
+            if sketch.closed == everywhere:
                 break
-            if not any(draft.budget[g] for g in everywhere - draft.closed):
-                draft.lacks_budget |= bool(self._with_room(draft, progress, everywhere))
+            if not any(sketch.budget[g] for g in everywhere - sketch.closed):
+                sketch.lacks_budget |= bool(self._with_room(sketch, progress, everywhere))
                 break
             if self._in_flight[progress.request.request_id]:
                 continue
-            group = self._choose_group(draft, progress)
+            group = self._choose_group(sketch, progress)
             if group is not None:
-                self._start(draft, progress, group)
-                draft.room[group] = self._room(group)
+                self._start(sketch, progress, group)
+                sketch.room[group] = self._room(group)
                 admitted.append(progress)
         for progress in admitted:
             if self._waiting.pop(progress.request.request_id, None) is None:
                 self._preempted.remove(progress)
-        return self.num_waiting > 0 and bool(draft.closed or not any(self._free_slots))
+        return self.num_waiting > 0 and bool(sketch.closed or not any(self._free_slots))
 
-    def _choose_group(self, draft: _Draft, progress: Progress) -> int | None:
+    def _choose_group(self, sketch: Sketch, progress: Progress) -> int | None:
         """The dp group to admit a request to, or None if it must wait.
 
         The group that has its prompt's blocks, if there is room; else the one with most room, because running the
@@ -284,22 +296,22 @@ class Batcher:
         if not self.config.spread_samples and self.blocks.num_shareable(len(request.prompt_ids)):
             home = self.blocks.groups_holding(request.share)
         everywhere = range(self.capacity.num_groups)
-        candidates = self._with_room(draft, progress, home) or self._with_room(draft, progress, everywhere)
+        candidates = self._with_room(sketch, progress, home) or self._with_room(sketch, progress, everywhere)
         if not candidates:
-            draft.closed.update(range(self.capacity.num_groups))
+            sketch.closed.update(range(self.capacity.num_groups))
             return None
-        with_budget = [g for g in candidates if draft.budget[g]]
-        draft.lacks_budget |= not with_budget
-        return max(with_budget, key=draft.room.__getitem__) if with_budget else None  # the first of equals
+        with_budget = [g for g in candidates if sketch.budget[g]]
+        sketch.lacks_budget |= not with_budget
+        return max(with_budget, key=sketch.room.__getitem__) if with_budget else None  # the first of equals
 
-    def _with_room(self, draft: _Draft, progress: Progress, groups: Iterable[int]) -> list[int]:
+    def _with_room(self, sketch: Sketch, progress: Progress, groups: Iterable[int]) -> list[int]:
         """The open dp groups in which a request can start and grow by two plans, with the blocks of one more plan left
         for the running rows."""
         request = progress.request
         num_prompt = len(request.prompt_ids)
         num_grown = num_prompt + progress.num_tokens + 2 * self.config.decode_steps
         wanted = self.blocks.blocks_for(min(num_grown, progress.limit))
-        blocks, closed, headroom, free_slots = self.blocks, draft.closed, draft.headroom, self._free_slots
+        blocks, closed, headroom, free_slots = self.blocks, sketch.closed, sketch.headroom, self._free_slots
         holding = blocks.groups_holding(request.share)
         with_room = []
         for group in groups:  # every one for every request that starts: thousands, in a simulation of a large machine
@@ -314,15 +326,15 @@ class Batcher:
         slots, blocks = len(self._free_slots[group]), self.blocks.num_free(group)
         return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
 
-    def _start(self, draft: _Draft, progress: Progress, group: int) -> None:
+    def _start(self, sketch: Sketch, progress: Progress, group: int) -> None:
         """Gives a waiting request a row and its first chunk."""
         request = progress.request
         progress.prefix = (*request.prompt_ids, *progress.tokens)
         progress.group, progress.slot = group, heapq.heappop(self._free_slots[group])
         prompt_len = len(request.prompt_ids)
         num_shared = self.blocks.num_published(group, request.share, prompt_len) * self.capacity.block_size
-        num_chunk = min(len(progress.prefix) - num_shared, draft.budget[group])
-        draft.lacks_budget |= num_shared + num_chunk < len(progress.prefix)
+        num_chunk = min(len(progress.prefix) - num_shared, sketch.budget[group])
+        sketch.lacks_budget |= num_shared + num_chunk < len(progress.prefix)
         need = len(progress.prefix)
         if num_shared + num_chunk == need:
             need = min(need + self.config.decode_steps, progress.limit)
@@ -334,7 +346,7 @@ class Batcher:
         self.counters.shared_tokens += num_shared
         if self.trace is not None:
             self.trace(Admitted(self.next_index, request.key, group, progress.slot, num_shared))
-        self._name(draft, progress, num_chunk, grows_from=need)
+        self._name(sketch, progress, num_chunk, grows_from=need)
 
     def _preempt(self, progress: Progress) -> None:
         """Takes a running request's row; the request keeps its tokens and waits in front of those that never ran."""
@@ -354,6 +366,11 @@ class Batcher:
         self.counters.steps += result.num_steps
         self.counters.offered_row_steps += result.num_steps * self.capacity.num_groups * self.capacity.num_slots
         ended: list[Ended] = []
+        if self.draft_rule is not None:
+            counts = sum((row.drafts for row in result.rows.values() if row.drafts is not None), DraftCounts())
+            if counts.steps:  # else its rows had stopped before
+                self.counters.add_drafts(counts)
+                self.draft_rule.saw(counts)
         for named in flight:
             progress, request_id = named.progress, named.progress.request.request_id
             progress.pending -= named.max_new
@@ -364,7 +381,8 @@ class Batcher:
             if row is None or not len(row.token_ids):
                 continue
             assert len(row.token_ids) <= named.max_new, f"plan {index}, request {request_id}: more tokens than asked"
-            self.counters.busy_row_steps += len(row.token_ids) - named.ends_prefill
+            decoded = len(row.token_ids) - named.ends_prefill
+            self.counters.busy_row_steps += decoded if row.drafts is None else row.drafts.steps
             if progress.ended:
                 self.counters.dropped_tokens += len(row.token_ids)
                 continue
@@ -385,7 +403,7 @@ class Batcher:
         rows, tokens = [0] * self.capacity.num_groups, [0] * self.capacity.num_groups
         for row in plan.decode:
             rows[row.dp_group] += 1
-            tokens[row.dp_group] += self._requests[row.request_id].num_written + 1 - plan.num_steps
+            tokens[row.dp_group] += self._requests[row.request_id].num_written + 1 - row.max_new
         return max(rows), max(tokens)
 
     def rows(self) -> Iterator[tuple[Progress, int]]:
@@ -468,32 +486,8 @@ class Batcher:
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that is malformed or can never run."""
         which = f"request {request.request_id} ({request.key})"
-        num_prompt, num_max, kept = len(request.prompt_ids), request.params.max_tokens, len(request.generated)
         if request.request_id in self._requests:
             raise ValueError(f"{which}: a request with this id is live")
-        if not num_prompt:
-            raise ValueError(f"{which}: the prompt must have at least one token")
-        recorded = (
-            request.generated_sampled_logprobs,
-            request.generated_rollout_logprobs,
-            request.generated_versions,
-        )
-        if any(len(values) != kept for values in recorded):
-            raise ValueError(f"{which}: kept tokens ({kept}) need as many log-probabilities and versions")
-        if kept >= num_max or (kept and request.generated[-1] in request.params.stop_token_ids):
-            raise ValueError(f"{which}: finished already: {kept} kept tokens, max_tokens {num_max}")
         if self._share_prompts.get(request.share, (request.prompt_ids,))[0] != request.prompt_ids:
             raise ValueError(f"{which}: `share` {request.share!r} is in use with another prompt")
-        length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
-        if self.config.max_model_len is not None and num_prompt + num_max > self.config.max_model_len:
-            raise ValueError(
-                f"{which}: {length} exceeds rollout.max_model_len ({self.config.max_model_len}): lower "
-                "data.max_prompt_length or data.max_response_length"
-            )
-        need = self.blocks.blocks_for(num_prompt + num_max)
-        if need > self.blocks.capacity:
-            raise ValueError(
-                f"{which}: {length} takes {need} blocks of {self.capacity.block_size} positions, and a pool has "
-                f"{self.blocks.capacity}: raise rollout.num_blocks ({self.capacity.num_blocks}), or lower "
-                "data.max_prompt_length or data.max_response_length"
-            )
+        check_request(request, self.capacity, self.config.max_model_len)

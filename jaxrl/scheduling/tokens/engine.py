@@ -57,10 +57,14 @@ class _Load:
     tokens: int  # when it was made
     most_steps: int
     was_queued: bool
+    speculates: bool
 
     def times(self, steps: int, duration_s: float) -> PlanTimes:
         context = self.tokens + self.batch * steps / 2
-        return PlanTimes(self.index, steps, duration_s, self.prefill_tokens, self.batch, context, self.was_queued)
+        was_queued, speculated = self.was_queued, self.speculates
+        return PlanTimes(
+            self.index, steps, duration_s, self.prefill_tokens, self.batch, context, was_queued, speculated
+        )
 
 
 class Engine:
@@ -233,7 +237,14 @@ class Engine:
 
     def _load(self, plan: Plan) -> _Load:
         prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
-        return _Load(plan.index, prefill_tokens, *self.batcher.fullest(plan), plan.num_steps, bool(self._tickets))
+        return _Load(
+            plan.index,
+            prefill_tokens,
+            *self.batcher.fullest(plan),
+            plan.num_steps,
+            bool(self._tickets),
+            plan.speculates,
+        )
 
 
 def _capacity(executor: Executor) -> Capacity:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 TRASH_BLOCK = 0
@@ -35,6 +36,7 @@ class Request:
       share: requests with equal `share` (not None) have the same prompt and share its full KV blocks.
       generated: tokens kept from before it was aborted and added again; part of the response.
       generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for those tokens.
+      history: what drafts may be taken from; None: nothing.
     """
 
     request_id: int
@@ -46,6 +48,7 @@ class Request:
     generated_sampled_logprobs: tuple[float, ...] = ()
     generated_rollout_logprobs: tuple[float, ...] = ()
     generated_versions: tuple[int, ...] = ()
+    history: DraftIndex | None = None
 
 
 def resume(request: Request, sample: Sample) -> Request:
@@ -89,12 +92,21 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Advance the row in `slot`; `block_table` covers every position that this plan may write."""
+    """Advance the row in `slot`.
+
+    Attributes:
+      request_id, dp_group, slot: the row.
+      block_table: covers every position that this plan may write.
+      max_new: the most tokens that decode may bring it in this plan; with so many it waits for the end of the plan.
+      history: what its drafts are taken from, in a plan that speculates; None: it gains a token a step.
+    """
 
     request_id: int
     dp_group: int
     slot: int
     block_table: tuple[int, ...]
+    max_new: int
+    history: DraftIndex | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,7 @@ class Plan:
       num_steps: the most decode steps before the host looks again.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
         a waiting request in); the loop also ends when no row is active.
+      speculates: each step verifies drafts of the rows that have a history.
     """
 
     index: int
@@ -115,19 +128,42 @@ class Plan:
     decode: Sequence[DecodeRow] = ()
     num_steps: int = 0
     leave_after: int = 1 << 30
+    speculates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What speculation did for a row in one plan, or for several rows.
+
+    Attributes:
+      steps: steps in which the row gained tokens.
+      drafted, accepted: tokens.
+      draft_steps: steps with a draft; matched: the tokens of context that their drafts were found by, summed.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_steps: int = 0
+    matched: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
     """The tokens that one request gained in one plan: the first token of a finished prefill, then decoded ones.
 
-    `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`.
+    `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`. `drafts` is
+    None in a plan that does not speculate: each decoded token is a step's.
     """
 
     token_ids: np.ndarray
     sampled_logprobs: np.ndarray
     rollout_logprobs: np.ndarray
     stopped: bool
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +193,32 @@ class Capacity:
                 f"rollout.num_slots ({self.num_slots}) and rollout.max_prefill_tokens ({self.max_prefill_tokens}) "
                 "must be >= 1"
             )
+
+
+def check_request(request: Request, capacity: Capacity, max_model_len: int | None) -> None:
+    """Raises ValueError for a request that is malformed, or can never run with so much room and so long a model."""
+    which = f"request {request.request_id} ({request.key})"
+    num_prompt, num_max, kept = len(request.prompt_ids), request.params.max_tokens, len(request.generated)
+    if not num_prompt:
+        raise ValueError(f"{which}: the prompt must have at least one token")
+    recorded = (request.generated_sampled_logprobs, request.generated_rollout_logprobs, request.generated_versions)
+    if any(len(values) != kept for values in recorded):
+        raise ValueError(f"{which}: kept tokens ({kept}) need as many log-probabilities and versions")
+    if kept >= num_max or (kept and request.generated[-1] in request.params.stop_token_ids):
+        raise ValueError(f"{which}: finished already: {kept} kept tokens, max_tokens {num_max}")
+    length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
+    if max_model_len is not None and num_prompt + num_max > max_model_len:
+        raise ValueError(
+            f"{which}: {length} exceeds rollout.max_model_len ({max_model_len}): lower data.max_prompt_length or "
+            "data.max_response_length"
+        )
+    need = -(-(num_prompt + num_max) // capacity.block_size)
+    if need > capacity.num_blocks - 1:
+        raise ValueError(
+            f"{which}: {length} takes {need} blocks of {capacity.block_size} positions, and a pool has "
+            f"{capacity.num_blocks - 1}: raise rollout.num_blocks ({capacity.num_blocks}), or lower "
+            "data.max_prompt_length or data.max_response_length"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ Purpose: `Workers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each e
 own, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when they are added, and may move
 later; a worker may be closed, so that its devices do something else, and opened again.
 
+A round in ranking groups says which worker each request goes to (`jaxrl.scheduling.rounds.ranking_groups`).
+
 Logical time: each worker has a tick, which grows with every plan that was collected by what the plan costs in whole
 ticks, as predicted from the plan and its load alone. A `step` does one of two things. As long as a worker has fewer
 plans in flight than it may have (`jaxrl.scheduling.tokens.engine.MAX_IN_FLIGHT`), it submits the next plan of the one
@@ -31,6 +33,7 @@ from typing import Literal
 
 from jaxrl.scheduling.layouts.handover import HandedOver, hand_over, start_again
 from jaxrl.scheduling.layouts.switch_rule import How
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
@@ -111,6 +114,7 @@ class Workers:
         self._held: list[_Held] = []
         self._homes: dict[int, _Home] = {}  # of every live request, in the order in which they were added
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
+        self._num_live = [0] * len(engines)
         self._done: list[int | None] = [0] * len(engines)  # tokens that its rows have by now; None: to be counted
         self._first: dict[tuple[int, int], int] = {}  # (epoch, prompt index) -> the worker of its first request
         if len(engines) > 1:  # one alone needs no logical time
@@ -136,13 +140,19 @@ class Workers:
         live = {request_id for engine in self.engines for request_id in engine.unfinished()}
         return tuple(request_id for request_id in self._homes if request_id in live)
 
-    def add(self, request: Request) -> None:
-        """Gives a request to a worker. Raises ValueError if it can never run there."""
+    def add(self, request: Request, worker: int | None = None) -> None:
+        """Gives a request to a worker: to `worker`, an open one, or else to the one that `deal` chooses.
+
+        Raises ValueError if it can never run there.
+        """
         if request.request_id in self._homes:
             raise ValueError(f"request {request.request_id} ({request.key}): a request with this id is live")
         if self.is_idle:
             self._begin_anew()
-        worker = self._deal(request)
+        if worker is None:
+            worker = self._deal(request)
+        else:
+            self._refuse_closed(worker)
         now = self._now()
         was_idle = self.engines[worker].is_idle
         self.engines[worker].add(request)
@@ -168,6 +178,12 @@ class Workers:
             samples.update(zip(own, engine.abort(own), strict=True))
             self._leave(own)
         return [samples[i] for i in ids]
+
+    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
+        """What a request's drafts are taken from, from its worker's next plan on; nothing for one that has ended."""
+        home = self._homes.get(request_id)
+        if home is not None:
+            self.engines[home.worker].batcher.set_history(request_id, history)
 
     @property
     def turn(self) -> int | None:
@@ -202,10 +218,19 @@ class Workers:
         self.settle()
         return self._tell(None)
 
-    def settle(self) -> None:
-        """Collects everything in flight; the next `step` or `drain` tells what ended."""
-        for worker in range(len(self.engines)):
-            self._collect(worker)
+    def settle(self, worker: int | None = None) -> None:
+        """Collects everything in flight, of one worker or of all; the next `step` or `drain` tells what ended."""
+        for each in range(len(self.engines)) if worker is None else (worker,):
+            self._collect(each)
+
+    def num_live(self, worker: int) -> int:
+        """Requests of a worker that wait or run, as far as its plans were collected."""
+        return self._num_live[worker]
+
+    def worker_of(self, request_id: int) -> int | None:
+        """Where a live request is; None where it has ended."""
+        home = self._homes.get(request_id)
+        return None if home is None else home.worker
 
     # -- several workers ---------------------------------------------------------------------------------------------
 
@@ -323,6 +348,7 @@ class Workers:
     def _settle_in(self, request_id: int, home: _Home) -> None:
         """Notes where a live request is."""
         self._homes[request_id] = home
+        self._num_live[home.worker] += 1
         self._limits[home.worker] += home.limit
         self._planned.discard(home.worker)
 
@@ -330,6 +356,7 @@ class Workers:
         """Forgets requests that ended."""
         for request_id in request_ids:
             home = self._homes.pop(request_id)
+            self._num_live[home.worker] -= 1
             self._limits[home.worker] -= home.limit
             self._planned.discard(home.worker)
             self._done[home.worker] = None
@@ -349,6 +376,8 @@ class Workers:
         self._ticks[target] = max(self._ticks[target], self._ticks[source], now if was_idle else 0)
         for request_id in live:
             home = self._homes[request_id]
+            self._num_live[source] -= 1
+            self._num_live[target] += 1
             self._limits[source] -= home.limit
             self._limits[target] += home.limit
             self._homes[request_id] = replace(home, worker=target)
@@ -379,6 +408,8 @@ class Workers:
         self._ticks = [0] * len(self.engines)
         self._told = 0
         self._first.clear()
+        for engine in self.engines:
+            engine.batcher.forget_drafts()
 
     def _now(self) -> int:
         """When a worker that was idle starts: with the busy one that is behind all others, else after what was told."""

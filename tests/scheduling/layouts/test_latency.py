@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
@@ -22,9 +22,11 @@ from jaxrl.scheduling.layouts.latency_profile import (
     ProfilePoint,
     RowSizes,
     SwitchCost,
+    VerifyMeasurement,
     missing_points,
     prefill_points,
     profile_points,
+    verify_points,
 )
 
 IDENTITY = ProfileIdentity("tiny", "abc", "cpu", 8, "0.10.2", "float32")
@@ -45,6 +47,13 @@ PREFILL = (
 )
 SWITCHES = (SwitchCost(2, 4, 1.5, 0.001, 0.5), SwitchCost(4, 2, 2.0, 0.003, 0.25))
 PROFILE = Profile(IDENTITY, DECODE, PREFILL, SWITCHES, (RowSizes(2, (1, 2, 3, 4)),))
+VERIFY = (
+    VerifyMeasurement(2, 4, 100, 8, 0.03),
+    VerifyMeasurement(2, 4, 200, 8, 0.05),
+    VerifyMeasurement(2, 8, 100, 4, 0.06),
+    VerifyMeasurement(2, 8, 200, 4, 0.10),
+)
+VERIFY_PROFILE = replace(PROFILE, verify=VERIFY, row_sizes=(RowSizes(2, (4, 8, 16)),))
 
 
 @pytest.mark.parametrize(
@@ -266,6 +275,10 @@ def test_json_round_trip():
     synthetic = replace(PROFILE, source="synthetic")
     assert Profile.from_json(synthetic.to_json()).source == "synthetic"
     assert synthetic.digest != PROFILE.digest == Profile.from_json(json.loads(text)).digest
+    assert Profile.from_json(json.loads(json.dumps(VERIFY_PROFILE.to_json()))) == VERIFY_PROFILE
+    assert VERIFY_PROFILE.to_json()["schema"] == 3
+    assert PROFILE.to_json()["schema"] == 2, "a table without steps that verify drafts stays what it was"
+    assert "verify" not in PROFILE.to_json()
 
 
 @settings(deadline=None)
@@ -300,7 +313,7 @@ def broken(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (broken(schema=1), r"schema 1: this version reads 2: make a new one with `jaxrl profile`"),
+        (broken(schema=1), r"schema 1: this version reads 2 and 3: make a new one with `jaxrl profile`"),
         ({}, r"schema None"),
         (broken(extra=1), r"its keys must be"),
         ({k: v for k, v in PROFILE.to_json().items() if k != "prefill"}, r"its keys must be"),
@@ -320,6 +333,14 @@ def broken(**changes: object) -> dict:
         (broken(row_sizes=[{"tp": 3, "sizes": [4]}]), r"must divide the number of devices"),
         (broken(row_sizes=[{"tp": 2, "sizes": [4.5]}]), r"4.5 must be of type int"),
         (broken(row_sizes=[{"tp": 2, "sizes": 4}]), r"must have exactly the fields"),
+        (broken(schema=3), r"its keys must be"),
+        ({**VERIFY_PROFILE.to_json(), "schema": 2}, r"its keys must be"),
+        ({**VERIFY_PROFILE.to_json(), "verify": [VERIFY_PROFILE.to_json()["verify"][0]] * 2}, r"more than once"),
+        (
+            {**VERIFY_PROFILE.to_json(), "verify": [asdict(VERIFY[0]), asdict(replace(VERIFY[1], width=4))]},
+            r"verify entries must differ, .*tp 2, 4 rows",
+        ),
+        ({**VERIFY_PROFILE.to_json(), "verify": [asdict(replace(VERIFY[0], width=0))]}, r"width must be >= 1"),
         (broken(source="guessed"), r"source 'guessed' must be one of measured, synthetic"),
         (broken(identity={**PROFILE.to_json()["identity"], "device_count": 0}), r"device_count \(0\) must be >= 1"),
     ],
@@ -377,6 +398,27 @@ def test_a_step_takes_as_long_as_the_rows_that_it_is_padded_to():
     assert predictor.ratio(2) == pytest.approx(1.0), "observed steps are padded too"
     own = LatencyPredictor(predictor.profile, row_sizes={2: (16,)})
     assert own.decode_step_s(2, 5, 100.0) == pytest.approx(0.16), "the programs that run, not those profiled"
+
+
+def test_a_step_that_verifies_drafts_takes_what_was_measured_for_so_many_rows():
+    predictor = LatencyPredictor(VERIFY_PROFILE)
+    assert VERIFY_PROFILE.draft_widths(2) == {4: 8, 8: 4}
+    assert VERIFY_PROFILE.draft_widths(4) == {}
+    # three rows are padded to four; tokens of all rows together, linear between 400 and 800
+    for batch, context, expected in [(4, 400, 0.03), (3, 600, 0.04), (1, 100, 0.03), (5, 800, 0.06), (8, 1600, 0.1)]:
+        assert predictor.verify_step_s(2, batch, context) == pytest.approx(expected), (batch, context)
+    assert predictor.verify_step_s(2, 9, 800) == predictor.decode_step_s(2, 9, 800), "no room for drafts in 16 rows"
+    assert predictor.verify_step_s(4, 1, 100) == predictor.decode_step_s(4, 1, 100)
+    predictor.observe(2, 4, 400, 2 * predictor.decode_step_s(2, 4, 400))
+    assert predictor.ratio(2) > 1
+    assert predictor.verify_step_s(2, 4, 400) == pytest.approx(0.03 * predictor.ratio(2)), "a slower machine is slower"
+
+
+def test_drafts_are_verified_at_the_ends_of_every_batch_that_has_room_for_them():
+    points = profile_points(16, 1 << 20, (2,), device_count=2, max_context=64, row_sizes={2: (4, 8, 16)})
+    chosen = verify_points(points, {2: {4: 8, 8: 4}, 4: {2: 1}})
+    assert [(p.tp, p.batch, p.context) for p in chosen] == [(2, 4, 8), (2, 4, 64), (2, 8, 8), (2, 8, 64)]
+    assert missing_points((VerifyMeasurement(2, 4, 64, 8, 1.0),), chosen) == (chosen[0], *chosen[2:])
 
 
 def test_the_papers_setting():

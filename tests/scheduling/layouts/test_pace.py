@@ -7,7 +7,7 @@ from checking import make_engine, make_request
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.pace import PredictedTicks, across_s, cheaper_move
+from jaxrl.scheduling.layouts.pace import PredictedTicks, across_s, cheaper_move, step_seconds
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import PlanTimes
@@ -121,3 +121,13 @@ def test_requests_without_kv_take_their_tokens_alone():
     source, target = engine(1, {requests[0].key: 9}), engine(1, {})
     source.add(requests[0])
     assert cheaper_move(LatencyPredictor(profile()), source, target, [0]) == "recompute"
+
+
+def test_a_step_of_a_worker_spreads_rows_over_its_groups_and_lets_too_many_take_turns():
+    step_s = step_seconds(LatencyPredictor(profile()), engine(1, {}))  # four groups of four slots
+    assert step_s(4, 800) == pytest.approx(0.012)  # one row of 200 tokens in each
+    assert step_s(16, 16 * 200) == pytest.approx(0.030)
+    assert step_s(32, 32 * 200) == pytest.approx(2 * 0.030), "twice as many as there are slots"
+    assert step_s(0.5, 100) == pytest.approx(0.010), "a share of a row is a row"
+    halved = step_seconds(LatencyPredictor(profile()), engine(2, {}))  # two groups of eight slots
+    assert halved(2, 400) == pytest.approx(0.006)

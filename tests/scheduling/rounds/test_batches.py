@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from fake_rollout import FakePrompts, FakeRollout, tangled, through_disk
-from rounds import batch_keys, fresh_batches, long_every_fifth, names, run_steps
+from rounds import batch_keys, filtering, fresh_batches, long_every_fifth, names, run_steps
 
-from jaxrl.config.rollouts import OverProvisioningSection
+from jaxrl.config.rollouts import OverProvisioningSection, PartialRolloutSection, TailBatchingSection
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
+from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.round import Round, SynchronousRule
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
 
 
 def test_synchronous_batches_do_what_the_synchronous_rule_does():
@@ -52,6 +54,54 @@ def test_how_many_prompts_to_spare_a_run_can_still_train_on(
     assert room_until_end(at_end, 4, RoundTime(1, 0, steps_left), num_waiting) == room
 
 
+def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
+    """Also in a run that goes on from the boundary between, and where it goes on with smaller batches."""
+
+    def indices(groups: Any) -> list[int]:
+        return [group.prompt.index for group in groups]
+
+    def played(rule: FreshBatches, prompts: FakePrompts, step: int, ahead: bool) -> list[int]:
+        def draw(_: Any) -> int:
+            if not ahead:
+                return 1
+            drawn = rule.ahead(prompts, RoundTime(step + 1, 0))
+            assert rule.num_carried == len(drawn) == 4
+            assert all(group.first_step == step + 1 for group in drawn)
+            assert indices(rule.ahead(prompts, RoundTime(step + 1, 0))) == indices(drawn), "nothing is drawn twice"
+            return 1
+
+        current = rule.plan(prompts, RoundTime(step, 0))
+        FakeRollout(draw).play(current, 0)
+        return indices(rule.settle(current).groups)
+
+    prompts, rule = FakePrompts(100), fresh_batches(4, 2)
+    assert played(rule, prompts, 1, ahead=True) == [0, 1, 2, 3]
+    assert prompts.position == 8
+    state = through_disk(rule.state_dict())
+    for size, expected in ((4, [4, 5, 6, 7]), (2, [4, 5])):
+        other, later = fresh_batches(size, 2), FakePrompts(100, position=8)
+        other.load_state_dict(state)
+        assert played(other, later, 2, ahead=False) == expected
+        assert other.num_carried == 4 - size
+        assert prompts.position == later.position == 8
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, 1.25, 1.25)),
+        fresh_batches(4, 4, **filtering()),
+        fresh_batches(4, 4, max_active_requests=8),
+        TailBatching(BatchSettings(4, 4), TailBatchingSection(enable=True)),
+        PartialRollout(BatchSettings(4, 4), PartialRolloutSection(enable=True)),
+    ],
+)
+def test_what_depends_on_which_responses_end_first_is_not_drawn_ahead(rule: Any):
+    prompts = FakePrompts(100)
+    assert list(rule.ahead(prompts, RoundTime(2, 0))) == []
+    assert prompts.position == rule.num_carried == 0
+
+
 def test_factors_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"rollout\.over_provisioning\.prompt_factor"):
         FreshBatches(BatchSettings(4, 4), OverProvisioningSection(True, float("inf")))
@@ -66,5 +116,5 @@ def test_batches_of_nothing_are_a_mistake_in_code(num_groups: int, group_size: i
 def test_states_of_another_make_are_refused():
     fresh = fresh_batches(4, 4)
     fresh.load_state_dict(through_disk(fresh.state_dict()))
-    with pytest.raises(ValueError, match="schema 3"):
-        fresh.load_state_dict({"schema": 3})
+    with pytest.raises(ValueError, match="schema 9"):
+        fresh.load_state_dict({"schema": 9})

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.scheduling.rounds.composition import composition_problem
+from jaxrl.scheduling.rounds.composition import composition_problem, is_timeless
 
 ON = {"enable": True}
 
@@ -137,3 +137,46 @@ def test_what_the_stream_trainer_goes_with():
 def test_weights_go_with_tokens_of_any_version_where_not_all_are_recorded(stale_tokens: str):
     assert composition_problem(config({"stale_tokens": stale_tokens, "partial_rollout": ON}, level="token")) is None
     assert composition_problem(config({"stale_tokens": "recompute"}, off=True, level="sequence")) is None
+
+
+def ranking(**options: Any) -> Config:
+    """Ranking groups with options as `section__option`."""
+    values: dict[str, Any] = {
+        "model": {"path": "m"},
+        "rollout": {"num_workers": 2, "num_devices": 2, "ranking_groups": ON},
+        "trainer": {"one_step_off": True},
+    }
+    for name, value in options.items():
+        section, option = name.split("__")
+        values.setdefault(section, {})[option] = value
+    return from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"trainer__one_step_off": False, "rollout__num_devices": 0}, "needs trainer.one_step_off: workers that are"),
+        ({"rollout__num_devices": 0}, "needs rollout.num_devices: workers take the next step's weights while"),
+        ({"rollout__num_workers": 1}, "needs rollout.num_workers to be at least 2, found 1"),
+        ({"rollout__tail_batching": ON}, "excludes rollout.tail_batching: both decide which prompts share"),
+        ({"rollout__max_active_requests": 64}, "excludes rollout.max_active_requests (64 samples)"),
+        ({"rollout__layout": {"planner": True}}, "excludes rollout.layout.planner and rollout.layout.switch"),
+    ],
+)
+def test_what_ranking_groups_exclude(options: dict[str, Any], sentence: str):
+    problem = composition_problem(ranking(**options))
+    assert problem is not None
+    assert problem.startswith("rollout.ranking_groups.enable ")
+    assert sentence in problem
+
+
+def test_what_ranking_groups_go_with_and_what_leaves_the_clock_a_say():
+    assert composition_problem(ranking()) is None
+    assert is_timeless(ranking())
+    for options in (
+        {"rollout__partial_rollout": ON},
+        {"rollout__over_provisioning": ON},
+        {"algorithm__filter_groups": ON},
+    ):
+        assert composition_problem(ranking(**options)) is None
+        assert not is_timeless(ranking(**options))

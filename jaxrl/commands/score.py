@@ -1,0 +1,151 @@
+"""`jaxrl score`: given responses, scored with a run's reward and without a model: how a reward is tried before a run.
+
+The pool is that of a run, with its workers, limits and domains. Responses are read, scored and written as a stream: at
+any time only so many are under way as keep the workers busy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.domains import domains
+from jaxrl.data.files import data_files
+from jaxrl.data.responses import read_responses
+from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
+from jaxrl.record.outputs import inputs_of, refuse_overwriting
+from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.tasks import RewardPool
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, RunFailed, Sample
+
+RIGHT = 1.0
+"""The reward from which on a response counts as right, as in `jaxrl eval`."""
+_AHEAD = 64  # responses under way for each worker, so that a slow one holds none of the others up
+
+
+@dataclass(slots=True)
+class Scores:
+    """What the responses came to.
+
+    Attributes:
+      failed: by status, responses whose scoring failed; each of them counts as 0.
+      error: why the last of them did.
+    """
+
+    count: int = 0
+    right: int = 0
+    total: float = 0.0
+    failed: Counter[str] = field(default_factory=Counter)
+    error: str = ""
+
+    def add(self, verdict: Verdict) -> None:
+        self.count += 1
+        self.total += verdict.reward
+        self.right += verdict.reward >= RIGHT
+        if verdict.status != "ok":
+            self.failed[verdict.status] += 1
+            self.error = str(verdict.info.get("error", verdict.status))
+
+    def summary(self) -> str:
+        parts = [
+            f"{self.count} responses",
+            f"mean reward {self.total / max(self.count, 1):.4g}",
+            f"{self.right} with a reward of {RIGHT:g} or more",
+        ]
+        names = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
+        parts += [f"{number} {names[status]}" for status, number in sorted(self.failed.items())]
+        return ", ".join(parts) + (f" (the last one: {self.error})" if self.failed else "")
+
+
+def score(
+    config: Config,
+    responses: str,
+    out: str,
+    *,
+    inputs: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda count: None,
+    removing: Removing = nullcontext,
+) -> Scores:
+    """Scores each response of a file with `reward.*`, and writes a line for each, in the file's order.
+
+    Args:
+      responses: a `.jsonl`, `.jsonl.gz` or `.parquet` file: a problem's own columns, and `response`.
+      out: the file of JSON lines: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. It appears when
+        all are scored.
+      inputs: more files that are read, which `out` must not replace.
+      progress: is told how many responses are written, a few times in a second at the most.
+      removing: of the process's signals, which may end it while `out` is open.
+
+    Raises:
+      ValueError: what a user can mend: an option, or a row of the file with its line.
+      RunFailed: scoring failed for every response; the file is written all the same.
+    """
+    refuse_file(out, "--out")
+    refuse_overwriting(out, "--out", [responses, *inputs, *inputs_of(config)])
+    (path,) = data_files([responses], "--responses")
+    of = domains(config.reward)
+    on_devices = next((domain for domain in of.values() if domain.place == "devices"), None)
+    if on_devices is not None:
+        raise ConfigError(
+            f"{on_devices.option}.kind is {on_devices.kind}, with a model on the devices, and score has none: name a "
+            "server in reward.judge.endpoint, or use eval"
+        )
+
+    def needs_answer(source: str) -> bool:
+        return (of.get(source) or of[""]).kind in ("math", "auto", "task")
+
+    needs_length = any(part.kind == "length" for part in config.reward.parts.values())
+    rows = read_responses(path, config.data, needs_answer, needs_length=needs_length)
+    scores = Scores()
+    with closing(build_pool(config, build_scorer(config))) as pool:
+        pool.warm()
+        with writing_whole(out, removing=removing) as file:
+            said_s = time.monotonic()
+            for prompt, verdict in _in_order(pool, rows, _AHEAD * config.reward.num_workers):
+                _write(file, prompt, verdict)
+                scores.add(verdict)
+                if time.monotonic() - said_s > 0.2:
+                    progress(scores.count)
+                    said_s = time.monotonic()
+    progress(scores.count)
+    if sum(scores.failed.values()) == scores.count:
+        raise RunFailed(f"no response could be scored: {scores.summary()}")
+    return scores
+
+
+def _in_order(pool: RewardPool, rows: Iterator[tuple[Prompt, Sample]], most: int) -> Iterator[tuple[Prompt, Verdict]]:
+    """Each prompt with the verdict on its response, in the order of the rows; at most `most` are under way."""
+    under_way: dict[int, Prompt] = {}
+    came: dict[int, Verdict] = {}
+    first, more = 0, True
+    while more or under_way:
+        while more and len(under_way) < most:
+            row = next(rows, None)
+            if row is None:
+                more = False
+            else:
+                under_way[row[0].index] = row[0]
+                pool.submit(*row)
+        came |= {verdict.key.prompt_index: verdict for verdict in pool.wait()}
+        while first in came:
+            yield under_way.pop(first), came.pop(first)
+            first += 1
+
+
+def _write(file: IO[bytes], prompt: Prompt, verdict: Verdict) -> None:
+    line: dict[str, Any] = {
+        "row": prompt.index + 1,
+        "source": prompt.source,
+        "reward": verdict.reward,
+        "status": verdict.status,
+        "info": dict(verdict.info),
+        "duration_s": round(verdict.duration_s, 6),
+    }
+    file.write(to_json(line, default=str).encode() + b"\n")

@@ -1,0 +1,221 @@
+"""Domains of a run's data: by a prompt's source, how its samples are scored (`reward.domains`), and what is refused.
+
+Purpose: `domains(reward)` resolves what a domain takes over from `reward`; `problem` and `unknown_source` say why such
+options cannot run. The scorers are built by `jaxrl.rewards.domains`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrl.config.declared import shown
+from jaxrl.config.judges import judge_problem
+from jaxrl.config.options import Config
+from jaxrl.config.rewards import Extract, PartSection, RewardKind, RewardSection
+
+Place = Literal["workers", "endpoint", "devices"]
+"""Where a domain's samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
+
+_MAX_SHOWN = 8  # sources in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """How samples of one source are scored, with what it takes over from `reward` filled in.
+
+    Attributes:
+      source: whose samples; empty: of all sources without a domain of their own.
+      kind, weight, path, name, extract, timeout_s, max_concurrent: as in `reward.domains`.
+      inherits_timeout: whether `timeout_s` is that of `reward`.
+      timeout_option: the option that sets `timeout_s`, for errors.
+      place: where they are scored.
+    """
+
+    source: str
+    kind: RewardKind
+    weight: float
+    path: str
+    name: str
+    extract: Extract
+    timeout_s: float
+    max_concurrent: int
+    inherits_timeout: bool
+    timeout_option: str
+    place: Place
+
+    @property
+    def option(self) -> str:
+        """Where its options stand."""
+        return f"reward.domains.{self.source}" if self.source else "reward"
+
+
+def domains(reward: RewardSection) -> dict[str, Domain]:
+    """All domains by source, that of other sources (the empty name) first."""
+    limit_s, limit_option = _timeout(reward.kind, reward)
+    found = {
+        "": Domain(
+            source="",
+            kind=reward.kind,
+            weight=1.0,
+            path=reward.path,
+            name=reward.name,
+            extract=reward.extract,
+            timeout_s=limit_s,
+            max_concurrent=0,
+            inherits_timeout=True,
+            timeout_option=limit_option,
+            place=_place(reward.kind, reward),
+        )
+    }
+    for source, each in reward.domains.items():
+        inherits = each.timeout_s < 0
+        own = each.timeout_s, f"reward.domains.{source}.timeout_s"
+        limit_s, limit_option = _timeout(each.kind, reward) if inherits else own
+        found[source] = Domain(
+            source=source,
+            kind=each.kind,
+            weight=each.weight,
+            path=each.path,
+            name=each.name,
+            extract=reward.extract if each.extract == "inherit" else each.extract,
+            timeout_s=limit_s,
+            max_concurrent=each.max_concurrent,
+            inherits_timeout=inherits,
+            timeout_option=limit_option,
+            place=_place(each.kind, reward),
+        )
+    return found
+
+
+def _timeout(kind: RewardKind, reward: RewardSection) -> tuple[float, str]:
+    """Seconds that scoring may take where a domain does not say (0: no limit), and the option that sets them. Of code
+    each test case has a limit, which the sandbox keeps."""
+    if kind == "code":
+        return 0.0, "reward.timeout_s"
+    of_math, of_all = reward.math_timeout_s, reward.timeout_s
+    if kind in ("math", "auto") and of_math and (not of_all or of_math < of_all):
+        return of_math, "reward.math_timeout_s"
+    return of_all, "reward.timeout_s"
+
+
+def _place(kind: RewardKind, reward: RewardSection) -> Place:
+    if kind == "model" or (kind == "judge" and not reward.judge.endpoint):
+        return "devices"
+    return "endpoint" if kind == "judge" else "workers"
+
+
+def is_staged(reward: RewardSection) -> bool:
+    """Whether a verdict is more than one scorer's in a worker process."""
+    return bool(reward.domains or reward.parts) or _place(reward.kind, reward) != "workers"
+
+
+def needs_workers(reward: RewardSection) -> bool:
+    """Whether worker processes have anything to score."""
+    return bool(reward.parts) or any(each.place == "workers" for each in domains(reward).values())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def problem(c: Config) -> str | None:
+    """Why the options of section `reward` do not go together, as a sentence; None if they do."""
+    return next(_problems(c), None)
+
+
+def _problems(c: Config) -> Iterator[str]:
+    if "" in c.reward.domains:
+        yield "reward.domains: a source must have a name, found an empty one; reward.kind is for all other sources"
+    for domain in domains(c.reward).values():
+        yield from _of_kind(domain, c)
+    kinds = {each.kind for each in domains(c.reward).values()}
+    judges = judge_problem(c.reward.judge, kinds, has_answers=bool(c.data.answer_key or c.data.task))
+    if judges is not None:
+        yield judges
+    for name, part in c.reward.parts.items():
+        yield from _of_part(f"reward.parts.{name}", part, c)
+
+
+def _of_kind(domain: Domain, c: Config) -> Iterator[str]:
+    option, kind = domain.option, domain.kind
+    if kind == "custom" and not domain.path:
+        yield f"{option}.path is missing: {option}.kind is custom, which needs a Python file"
+    if domain.path and kind != "custom":
+        yield f"{option}.path ({domain.path}) needs {option}.kind=custom, found {kind}"
+    if kind == "task" and not c.data.task:
+        yield f"{option}.kind is task, which needs data.task: the scorer is the task's own"
+    kinds = {each.kind for each in domains(c.reward).values()}
+    if kind == "model" and "judge" in kinds:
+        yield (
+            f"{option}.kind is model, and another kind is judge: reward.judge names one model, which is a reward model "
+            "or a judge"
+        )
+
+
+def _of_part(option: str, part: PartSection, c: Config) -> Iterator[str]:
+    if part.kind == "custom" and not part.path:
+        yield f"{option}.path is missing: {option}.kind is custom, which needs a Python file"
+    if part.path and part.kind != "custom":
+        yield f"{option}.path ({part.path}) needs {option}.kind=custom, found {part.kind}"
+    if part.kind == "format":
+        if not part.pattern:
+            yield f"{option}.pattern is missing: {option}.kind is format, which compares the response with it"
+        try:
+            re.compile(part.pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            yield f"{option}.pattern must be a regular expression, found {shown(part.pattern)}: {error}"
+    elif part.pattern:
+        yield f"{option}.pattern ({shown(part.pattern)}) needs {option}.kind=format, found {part.kind}"
+    longest = c.data.max_response_length
+    if part.kind == "length" and part.free_tokens >= longest:
+        yield (
+            f"{option}.free_tokens ({part.free_tokens} tokens) must be below data.max_response_length ({longest} "
+            "tokens): between them the part falls from 0 to -1"
+        )
+    elif part.kind != "length" and part.free_tokens:
+        yield f"{option}.free_tokens ({part.free_tokens}) needs {option}.kind=length, found {part.kind}"
+
+
+def source_problem(c: Config, sources: Collection[str]) -> str | None:
+    """Why domains do not fit the data's sources, as a sentence; None if they do."""
+    named, found = c.reward.domains, sorted(set(sources))
+    for source in named:
+        if source not in found:
+            near = difflib.get_close_matches(source, found, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the data's sources are {_listed(found)}"
+            return f"reward.domains.{source}: no prompt has the source {source!r}: {hint}"
+    others = [source for source in found if source not in named]
+    if named and others and c.reward.kind in ("auto", "math") and not c.data.answer_key and not c.data.task:
+        return (
+            f"data.answer_key is empty: the source {others[0]!r} has no domain in reward.domains, and "
+            f"reward.kind={c.reward.kind} compares with a reference answer"
+        )
+    return None
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MAX_SHOWN
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+# ---------------------------------------------------------------- options that change nothing
+
+
+def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+    """Options of section `reward` that are not read: the section, their names (None: all of it), and why."""
+    kinds = {each.kind for each in domains(c.reward).values()}
+    for domain in domains(c.reward).values():
+        if domain.kind != "custom":
+            yield domain.option, frozenset({"name"}), f"{domain.option}.kind is {domain.kind}"
+        if domain.kind in ("custom", "code", "judge", "model") and domain.source:
+            yield domain.option, frozenset({"extract"}), f"{domain.option}.kind is {domain.kind}"
+    for name, part in c.reward.parts.items():
+        if part.kind != "custom":
+            yield f"reward.parts.{name}", frozenset({"name"}), f"reward.parts.{name}.kind is {part.kind}"
+    if "code" not in kinds:
+        yield "reward.code", None, "no reward's kind is code"
+    if not kinds & {"judge", "model"}:
+        yield "reward.judge", None, "no reward's kind is judge or model"

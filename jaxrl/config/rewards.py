@@ -1,0 +1,244 @@
+"""Options of the reward stage (`reward.*`): scorers, domains and parts, the sandbox for code, and judges.
+
+Source: RollPacker §4.3 for adaptive timeouts and the judge beside the actor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+from jaxrl.config.declared import Cap, Names, Or
+
+RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom"]
+Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
+ScoreWhen = Literal["sample", "group", "rollout"]
+MAX_WAIT = Cap(10_000_000, "the system's clocks wait no longer, which is four months")
+_GIB = Cap(2**20, "no machine has more")
+
+
+@dataclass(frozen=True)
+class DomainSection:
+    """How samples of one source are scored; what is left at its default is that of `reward`."""
+
+    kind: Annotated[RewardKind, "The scorer, as in reward.kind."] = "auto"
+    weight: Annotated[float, "What the scorer's reward is multiplied by before parts are added."] = 1.0
+    path: Annotated[str, Names("file"), "The Python file of a custom scorer."] = ""
+    name: Annotated[str, "The function in the file, as reward.name."] = "compute_score"
+    extract: Annotated[
+        Literal["inherit", "auto", "none", "last_number", "boxed", "answer_tag"],
+        "Which part of a response is the answer; inherit: as reward.extract.",
+    ] = "inherit"
+    timeout_s: Annotated[
+        float, Ge(0), Or(-1, "reward.timeout_s"), MAX_WAIT, "Seconds that scoring one sample may take; 0: no limit."
+    ] = -1.0
+    max_concurrent: Annotated[
+        int,
+        Ge(0),
+        "Samples of this domain that worker processes score at once; 0: of reward.num_workers all but one for each "
+        "other domain, and one at least.",
+    ] = 0
+
+
+@dataclass(frozen=True)
+class PartSection:
+    """One part of a reward beside the scorer's."""
+
+    kind: Annotated[
+        Literal["format", "length", "custom"],
+        "What it is; format: 1 if the response matches pattern, length: 0 up to free_tokens, falling to -1 at "
+        "data.max_response_length, custom: the function at path.",
+    ] = "format"
+    weight: Annotated[float, "What the part is multiplied by."] = 1.0
+    pattern: Annotated[str, "A regular expression that the whole response must match, `.` matching line ends."] = ""
+    free_tokens: Annotated[int, Ge(0), "Tokens of a response that cost nothing."] = 0
+    path: Annotated[str, Names("file"), "The Python file of a part of your own."] = ""
+    name: Annotated[str, "The function in the file, as reward.name."] = "compute_score"
+
+
+@dataclass(frozen=True)
+class CodeSection:
+    """Model-written programs, run against tests in a sandbox (reward.kind=code)."""
+
+    tests_key: Annotated[
+        str,
+        "Column with the tests: assertions or a test program as text, a list of them, or a mapping with `inputs`, "
+        "`outputs` and perhaps `fn_name`; empty: as the columns of HumanEval, MBPP, LiveCodeBench or KodCode say.",
+    ] = ""
+    command: Annotated[
+        list[str],
+        "The command line that runs a program, with `{file}` where its file's name goes; none: Python, in a fork of a "
+        "warm interpreter.",
+    ] = field(default_factory=list)
+    score: Annotated[
+        Literal["all", "share"], "The reward; all: 1 if every test passes, else 0; share: the share that passes."
+    ] = "all"
+    sandbox: Annotated[
+        Literal["auto", "fork", "bubblewrap", "none"],
+        "What locks a program in; auto: fork; fork: a fork server with seccomp, Landlock and resource limits; "
+        "bubblewrap: namespaces; none: nothing, for trusted programs alone.",
+    ] = "auto"
+    timeout: Annotated[
+        Literal["adaptive", "fixed"],
+        "The time limit of a test case; adaptive: timeout_factor times the longest time of a correct response so far, "
+        "between min_timeout_s and max_timeout_s; fixed: max_timeout_s.",
+    ] = "adaptive"
+    min_timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds: the least time limit of a test case."] = 2.0
+    max_timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds: the largest limit, and that before any is right."] = 30.0
+    timeout_factor: Annotated[float, Ge(1), "What the longest time of a correct response is multiplied by."] = 1.5
+    max_memory_mib: Annotated[int, Ge(16), Cap(2**30, "no machine has more"), "MiB that a program may take."] = 512
+    max_processes: Annotated[int, Ge(1), "Processes and threads that a program may have at once."] = 32
+    max_file_mib: Annotated[int, Ge(0), "MiB that a program may write to files, where it may write at all."] = 16
+    max_output_kib: Annotated[int, Ge(1), "KiB of output that are kept; more ends the program."] = 256
+
+
+@dataclass(frozen=True)
+class JudgeSection:
+    """A language model that scores (reward.kind=judge), or a reward model with a scalar head (reward.kind=model)."""
+
+    model: Annotated[
+        str,
+        Names("folder"),
+        "The judge's model on the run's devices, as model.path; empty: the endpoint is asked.",
+    ] = ""
+    endpoint: Annotated[str, "URL of an OpenAI-compatible server, up to `/v1`; empty: the model on the devices."] = ""
+    endpoint_model: Annotated[str, "The name of the model that the endpoint is asked for."] = ""
+    api_key_env: Annotated[str, "Environment variable that holds the endpoint's key; empty: no key is sent."] = ""
+    requests_per_minute: Annotated[float, Ge(0), "The most requests to the endpoint in a minute; 0: no limit."] = 0.0
+    max_requests: Annotated[int, Ge(1), Cap(1024, "each is a connection"), "Requests to the endpoint at once."] = 8
+    request_timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds until a request to the endpoint is given up."] = 60.0
+    max_retries: Annotated[
+        int, Ge(0), Cap(100, "an endpoint that fails so often is down"), "Times that a failed request is sent again."
+    ] = 4
+    system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
+    prompt: Annotated[
+        str,
+        "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data in braces; "
+        "`{{answer}}` is text.",
+    ] = (
+        "Judge the response to the question.\n\nQuestion:\n{question}\n\nReference answer:\n{answer}\n\nResponse:\n"
+        "{response}\n\nIs the response correct? Give your verdict on a last line of this form: Score: <0 to 10>"
+    )
+    score_pattern: Annotated[
+        str, "A regular expression whose last match in a verdict holds the score in its first group."
+    ] = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
+    min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
+    max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
+    num_samples: Annotated[
+        int, Ge(1), Cap(64, "each is a response of the judge"), "Verdicts per sample; their mean."
+    ] = 1
+    temperature: Annotated[float, Ge(0), "Of the judge's sampling; 0: greedy."] = 0.0
+    max_tokens: Annotated[int, Ge(1), "Tokens of a verdict at most."] = 256
+    max_prompt_tokens: Annotated[
+        int, Ge(1), "Tokens that a judge on the devices reads; of longer ones the response is cut."
+    ] = 4096
+    dtype: Annotated[Literal["bfloat16", "float32", "float64"], "Type of the judge's weights on the devices."] = (
+        "bfloat16"
+    )
+    max_num_seqs: Annotated[int, Ge(1), "Verdicts that the judge writes at once."] = 8
+    max_memory_gib: Annotated[
+        float, Ge(0), _GIB, "GiB per device for the judge: resident layers, buffers and KV; 0: half of its weights."
+    ] = 0.0
+    resident_layers: Annotated[
+        int,
+        Ge(-1),
+        "Layers that stay on the devices, while the others are streamed; -1: as many as max_memory_gib takes.",
+    ] = -1
+    when: Annotated[
+        Literal["gaps", "after"],
+        "When the judge runs; gaps: between plans, once at most busy_share of the rows decode, and after the rollout; "
+        "after: once no row decodes.",
+    ] = "gaps"
+    busy_share: Annotated[
+        float, Interval(ge=0, le=1), "The share of the rows that may be busy when the judge takes a turn."
+    ] = 0.5
+
+
+@dataclass(frozen=True)
+class OverlongBufferSection:
+    """DAPO's overlong reward shaping: a response near data.max_response_length loses reward, in training only."""
+
+    enable: Annotated[bool, "Switch overlong reward shaping on."] = False
+    len: Annotated[
+        int, Ge(0), "Tokens before data.max_response_length over which the penalty grows; above 0 where it is on."
+    ] = 0
+    penalty_factor: Annotated[float, Ge(0), "What a response of data.max_response_length tokens loses."] = 1.0
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    """How samples are scored."""
+
+    kind: Annotated[
+        RewardKind,
+        "The scorer; auto: the task's own for data.task, math for files; code: runs the response against tests; "
+        "judge: a language model's verdict; model: a reward model's scalar; custom: the function at reward.path.",
+    ] = "auto"
+    path: Annotated[str, Names("file"), "The Python file of a custom scorer."] = ""
+    name: Annotated[
+        str,
+        "The function in reward.path, called with data_source, solution_str, ground_truth and extra_info.",
+    ] = "compute_score"
+    extract: Annotated[
+        Extract,
+        "Which part of a response is the answer; none: all of it, last_number: its last number, boxed: what stands in "
+        "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last number.",
+    ] = "auto"
+    timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
+    math_timeout_s: Annotated[
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds that scoring one sample may take with the kinds math and auto, where timeout_s is longer; 0: "
+        "timeout_s. A domain's own timeout_s replaces both.",
+    ] = 2.0
+    start_timeout_s: Annotated[
+        float,
+        Gt(0),
+        MAX_WAIT,
+        "Seconds that a scoring process may take to load the scorer: to import the file at reward.path.",
+    ] = 120.0
+    num_workers: Annotated[int, Ge(1), Cap(1024, "each is a process with its own Python"), "Processes that score."] = 1
+    max_memory_gib: Annotated[
+        float,
+        Ge(0),
+        Cap(2**20, "no machine has more"),
+        "GiB that one scoring process may take, beyond which its sample has reward 0; 0: no limit.",
+    ] = 8.0
+    fresh_process: Annotated[
+        bool, "Score each sample in a new process, so that none changes the interpreter of another; costs milliseconds."
+    ] = False
+    env: Annotated[
+        list[str],
+        "Environment variables that scorers see besides PATH, HOME, locale, Python's and thread counts; a key or token "
+        "only if it is named here.",
+    ] = field(default_factory=list)
+    pool: Annotated[
+        Literal["process", "ray"], "Where samples are scored; process: on this machine, ray: on a Ray cluster."
+    ] = "process"
+    score_when: Annotated[
+        ScoreWhen,
+        "When a sample is scored; sample: when it ends, group: when all of its prompt's have ended, rollout: when all "
+        "of the round have.",
+    ] = "sample"
+    max_retries: Annotated[
+        int,
+        Ge(0),
+        Cap(100, "a scorer that fails so often is broken"),
+        "Times that a sample is scored again after its scorer's process died or ran out of memory that earlier samples "
+        "had left taken, its node was lost, or its endpoint could not be reached; a wrong answer, an error of the "
+        "scorer's own and a time limit are never tried again.",
+    ] = 1
+    domains: Annotated[
+        dict[str, DomainSection],
+        "Scorers of prompts by their source (data.source_key), in place of reward.kind; sources without one have that.",
+    ] = field(default_factory=dict)
+    parts: Annotated[
+        dict[str, PartSection],
+        "What is added to every sample's reward, by a name that becomes a metric; each is weighted.",
+    ] = field(default_factory=dict)
+    code: CodeSection = field(default_factory=CodeSection)
+    judge: JudgeSection = field(default_factory=JudgeSection)
+    overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)

@@ -1,0 +1,87 @@
+"""Weights of layers that lie in the host's memory and come to the devices while the model runs.
+
+Purpose: a model beside another on the same devices (a judge beside the actor) with few of its layers resident.
+
+Source: RollPacker §4.3, the layer-wise pipeline scheme: a layer's copy runs under the compute of the layers before it.
+
+A layer's matrices are streamed; its norms and biases, a thousandth of it, stay on the devices. Two buffers: when a
+streamed layer begins to compute, the copy of the next streamed one begins, into the buffer of the one before. A barrier
+ties each copy to the layer's input: without it XLA would begin all copies at the start of the program, with a buffer
+for each, and would take them out of the loop over decode steps.
+
+Departures: the resident layers do not come first but lie evenly between the streamed ones, so that a copy has the time
+of several layers. Layers are unrolled, not scanned, because a scan would copy each layer's weights once more.
+
+XLA makes asynchronous copies of these on GPUs (`tests/models/test_streamed_for_gpu.py` compiles them). On CPUs the
+host's memory is the device's: programs have the same barriers, and no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+STREAMED = frozenset({"q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up"})
+"""The weights of a layer that are streamed: its matrices, merged ones too."""
+
+HOST = "pinned_host"
+"""The kind of memory that streamed weights lie in: pages that devices read by themselves."""
+
+
+def streamed_layers(num_layers: int, num_resident: int) -> tuple[int, ...]:
+    """The indices of the layers that are streamed, evenly spread, the last layer among them."""
+    streamed = num_layers - num_resident
+    return tuple(i for i in range(num_layers) if (i + 1) * streamed // num_layers > i * streamed // num_layers)
+
+
+def on_host(shardings: Sequence[Mapping[str, Any]], num_resident: int) -> list[dict[str, Any]]:
+    """The shardings of layers, those of streamed matrices in the host's memory."""
+    streamed = set(streamed_layers(len(shardings), num_resident))
+    return [
+        {name: s.with_memory_kind(HOST) if i in streamed and name in STREAMED else s for name, s in layer.items()}
+        for i, layer in enumerate(shardings)
+    ]
+
+
+class LayerFeed:
+    """The weights of a forward pass, layer by layer, while it is traced.
+
+    Args:
+      layers: each layer's weights; those in the host's memory are streamed.
+      ahead: whether a streamed layer's copy begins when the streamed one before it computes; else when it is its turn.
+    """
+
+    def __init__(self, layers: Sequence[Mapping[str, Any]], ahead: bool = True) -> None:
+        self._layers = layers
+        self._ahead = ahead
+        self._streamed = [i for i, layer in enumerate(layers) if any(map(_is_on_host, layer.values()))]
+        self._fetched: dict[int, dict[str, Any]] = {}
+
+    def take(self, index: int, x: jax.Array) -> tuple[jax.Array, Mapping[str, Any]]:
+        """(x, the layer's weights on the devices). Layers are taken in order; x is the layer's input."""
+        if not self._streamed:
+            return x, self._layers[index]
+        if self._ahead and index == 0:
+            x = self._begin(self._streamed[0], x)
+        if index not in self._streamed:
+            return x, self._layers[index]
+        if not self._ahead:
+            x = self._begin(index, x)
+        elif later := [i for i in self._streamed if i > index]:
+            x = self._begin(later[0], x)
+        return x, self._fetched.pop(index)
+
+    def _begin(self, index: int, x: jax.Array) -> jax.Array:
+        """Begins a layer's copy, not before x is there."""
+        layer = self._layers[index]
+        x, waiting = lax.optimization_barrier((x, {name: w for name, w in layer.items() if _is_on_host(w)}))
+        copied = {name: jax.device_put(w, jax.memory.Space.Device) for name, w in waiting.items()}
+        self._fetched[index] = dict(layer) | copied
+        return x
+
+
+def _is_on_host(weight: Any) -> bool:
+    return jax.typeof(weight).memory_space == jax.memory.Space.Host

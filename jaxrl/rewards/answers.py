@@ -1,0 +1,140 @@
+r"""The final answer in a response: the last one that is marked, or else the last number.
+
+Marks, the most deliberate kind first: `\boxed{...}`, `#### ...` (GSM8K's own), `<answer>...</answer>`. In a response
+without any the last number is taken, with which small chatty models end ("... so the answer is 12.").
+
+Everything here takes time in proportion to the response's length, whatever stands in it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
+
+_BOXED = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
+_HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
+_LEAD = re.compile(r"(?:the\s)?(?:final\s)?answer(?:\sis)?\s?:?\s", re.IGNORECASE)
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_STATED = re.compile(r"\banswer(?:\sis)?(?:\*\*)?:?(?:\*\*)?[ \t]([^\n]+)", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"""
+    (?P<sign>(?<![\w)\]}.])[-+])?              # a sign, unless it stands between two operands
+    (?:\\?\$\s?(?P<inner_sign>-)?)?            # $12, \$12, $-12
+    (?:
+        (?:(?<![\d.])(?P<whole>\d+)\s?)?\\[dt]?frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\}
+      | (?<![\d.])(?P<number>
+            (?:\d+\ )?\d+/\d+(?![\d/])         # 3/4, 1 3/4
+          | \d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?
+          | \d+(?:\.\d+)?(?:[eE][-+]?\d+)?
+          | \.\d+
+        )
+    )
+    """,
+    re.VERBOSE | re.ASCII,
+)
+_GLUED_TO = re.compile(r"(\\?)([A-Za-z]+)$")
+_GLUE = 24  # characters before a number that say what it is glued to
+_NAMES = frozenset(("log", "ln", "lg", "sin", "cos", "tan", "exp", "max", "min", "utf", "sha", "mp", "web"))
+
+
+def extract_answer(response: str, how: Extract = "auto") -> tuple[str | None, str]:
+    """(the final answer or None, the kind of mark that it was found by)."""
+    text = response.replace("\N{MINUS SIGN}", "-")
+    match how:
+        case "none":
+            return text.strip() or None, "none"
+        case "boxed":
+            return last_boxed(text), "boxed"
+        case "answer_tag":
+            return last_tagged(text), "answer_tag"
+        case "last_number":
+            return last_number(text), "last_number"
+    answer, mark = marked_answer(text)
+    return (answer, mark) if answer is not None else (last_number(text), "last_number")
+
+
+def marked_answer(text: str) -> tuple[str | None, str]:
+    """The last deliberately marked answer: boxed, after `####`, or in a tag."""
+    for mark, find in (("boxed", last_boxed), ("####", last_hashed), ("answer_tag", last_tagged)):
+        answer = find(text)
+        if answer is not None:
+            return answer, mark
+    return None, "none"
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last complete `\boxed{...}` (braces balanced) that holds something."""
+    best = (-1, -1)  # start and end of the contents
+    opened: list[int] = []  # where the contents of boxes that are open begin; -1 for other braces
+    for token in _BOXED.finditer(text):
+        if token[0].endswith("{") and token[0] != "\\{":
+            opened.append(token.end() if token[0] != "{" else -1)
+        elif token[0] == "}" and opened:
+            start = opened.pop()
+            if start > best[0] and not text[start : token.start()].isspace() and start < token.start():
+                best = (start, token.start())
+    return text[best[0] : best[1]].strip() if best[0] >= 0 else None
+
+
+def last_hashed(text: str) -> str | None:
+    """What stands after the last `####`, to the end of its line, without emphasis and a leading `Answer:`."""
+    last = None
+    for last in _HASHED.finditer(text):  # noqa: B007  (of the matches, the last)
+        pass
+    if last is None:
+        return None
+    answer = re.sub(r"(?<![\w)])\*\*([^*]+)\*\*(?!\w)", r"\1", last[1].strip())
+    lead = _LEAD.match(answer)
+    return (answer[lead.end() :].strip() if lead else answer) or last[1].strip()
+
+
+def last_tagged(text: str) -> str | None:
+    """The contents of the last complete `<answer>...</answer>`."""
+    found, start = None, -1
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start >= 0:
+            found, start = text[start : tag.start()].strip(), -1
+    return found or None
+
+
+def last_stated(text: str) -> str | None:
+    """What follows the last "answer is" or "Answer:" on its line, without a full stop; for answers in words."""
+    last = None
+    for last in _STATED.finditer(text):  # noqa: B007  (of the matches, the last)
+        pass
+    return (last[1].strip().rstrip(".").strip("* \t") or None) if last else None
+
+
+def last_number(text: str) -> str | None:
+    r"""The last number of a text in plain form: `$1,234.50` is "1234.50", `\frac{3}{4}` is "3/4", `1\frac{1}{2}` is
+    "1 1/2". A number that is glued to a word counts (`is18`), one that is part of a name does not (`H2O`, `x_1`)."""
+    last = None
+    for found in _NUMBER.finditer(text):
+        if found["top"] or not _is_in_a_name(text, found.start("number")):
+            last = found
+    if last is None:
+        return None
+    if last["top"]:
+        digits = f"{last['whole']} {last['top']}" if last["whole"] else last["top"]
+        digits = f"{digits}/{last['bottom']}"
+    else:
+        digits = last["number"].replace(",", "")
+    negative = (last["sign"] == "-") ^ (last["inner_sign"] == "-") ^ digits.startswith("-")
+    return ("-" if negative else "") + digits.lstrip("-")
+
+
+def _is_in_a_name(text: str, start: int) -> bool:
+    before = text[max(start - _GLUE, 0) : start]
+    last = before[-1:]
+    if last == "_":  # emphasis, unless it makes a subscript
+        base = before.rstrip("_")[-1:]
+        return bool(base) and (base in "})" or (base.isascii() and base.isalnum()))
+    word = _GLUED_TO.search(before)
+    if word is None:
+        return False
+    is_word = len(word[2]) > 1 and word[2][1:].islower() and word[2].lower() not in _NAMES
+    return bool(word[1]) or not is_word or text[start] == "."

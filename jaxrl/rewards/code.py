@@ -1,0 +1,157 @@
+"""Model-written programs, scored by running them against tests in a sandbox (`reward.kind=code`).
+
+Source: RollPacker §4.3 (a sandbox beside the rollout, a time limit per test case). The program is taken from the
+response, the tests from the prompt's columns (`jaxrl.rewards.programs`), and `jaxrl.rewards.sandbox` runs one against
+the other. The worker process that this runs in has the sandbox's fork server as a child.
+
+A test case that takes too long, a program that ends early, and one that takes too much memory are wrong answers, and
+not errors of the scorer: they are told apart in what is recorded. With `reward.code.score=all` the first wrong case
+decides, and the others are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.config.rewards import CodeSection
+from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
+from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
+from jaxrl.rewards.sandbox.locks import Limits, Means
+from jaxrl.rewards.sandbox.probe import choose_means
+
+_MAX_ERROR = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    ok: bool
+    seconds: float
+    why: str = ""
+    cut_off: bool = False
+
+
+@dataclass(slots=True)
+class CodeScorer:
+    """Runs a response's program against the prompt's tests.
+
+    Attributes:
+      means: what locks programs in; None: what `reward.code.sandbox` comes to where this is loaded.
+
+    What it records: `passed` and `cases` (test cases), `correct` (all passed), `case_s` (seconds of each case that was
+    run, in order), `cut_off` (cases that their time limit ended), and `error`, why the first wrong case is wrong.
+    """
+
+    code: CodeSection
+    preload: tuple[str, ...] = ()
+    loads: str = "reward.kind: starting the sandbox"
+    means: Means | None = None
+    _sandbox: Sandbox | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def server_pid(self) -> int:
+        """The process of the sandbox's fork server."""
+        assert self._sandbox is not None, "load() comes first"
+        return self._sandbox.pid
+
+    def load(self) -> None:
+        """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
+        code = self.code
+        limits = Limits(code.max_memory_mib, code.max_processes, code.max_file_mib, code.max_output_kib)
+        self._sandbox = Sandbox(limits, self.means)
+        there = self._sandbox.start()
+        if self.means is None:
+            self._sandbox.means = choose_means(code.sandbox, there, needs_files=bool(code.command))
+
+    def close(self) -> None:
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
+        tests = checks_of(request, self.code.tests_key)
+        if self.code.command and tests.shape != "stdin":
+            raise ValueError(f"{request.source}: reward.code.command takes tests with inputs and outputs alone")
+        program = program_of(request, tests)
+        if not program.strip():
+            return 0.0, _info([], tests.count or 0, "the response holds no program")
+        cases: list[_Case] = []
+        count = tests.count
+        run = self._scripts if tests.shape == "stdin" else self._checks
+        for case, known in run(program, tests, request.limits_s):
+            cases.append(case)
+            count = known
+            if not case.ok and self.code.score == "all":
+                break
+        assert count is not None
+        why = next((case.why for case in cases if not case.ok), "")
+        info = _info(cases, count, why)
+        return (float(info["correct"]) if self.code.score == "all" else info["passed"] / count), info
+
+    def _scripts(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
+        """Each case in a process of its own, which reads the input and is compared by what it writes."""
+        for i, (given, wanted) in enumerate(tests.pairs):
+            limit_s = limits_s[i] if i < len(limits_s) else self.code.max_timeout_s
+            ran = self._run(lambda sandbox, g=given, t=limit_s: sandbox.script(program, g, t, self.code.command))
+            why = "" if ran.end == "exit" and ran.code == 0 else _why_ended(ran, limit_s)
+            if not why and not same_output(ran.output, wanted):
+                why = f"it wrote {ran.output[:100]!r}"
+            yield _Case(not why, ran.seconds, why, ran.end == "time"), len(tests.pairs)
+
+    def _checks(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
+        """All cases in one process, and in another from behind a case that ended the first."""
+        first, count, default_s = 0, tests.count, self.code.max_timeout_s
+        while count is None or first < count:
+            job = {**tests.job, "first": first, "stop": self.code.score == "all"}
+            ran = self._run(lambda sandbox, j=job: sandbox.tests(program, j, limits_s, default_s))
+            if ran.broken:
+                raise ValueError(f"the tests cannot be read: {ran.broken}")
+            if ran.cases is None:
+                raise SandboxFailed(f"the tests did not begin: {_why_ended(ran, default_s)}")
+            count = ran.cases
+            if count == 0:
+                raise ValueError("the tests have no case")
+            for index, ok, seconds, why in ran.results:
+                yield _Case(ok, seconds, why), count
+                first = index + 1
+            if ran.running is not None:
+                limit_s = limits_s[first] if first < len(limits_s) else default_s
+                yield _Case(False, ran.seconds, _why_ended(ran, limit_s), ran.end == "time"), count
+                first += 1
+            if ran.done or not ran.loaded:  # one that does not load does so for no case
+                return
+
+    def _run(self, work: Callable[[Sandbox], Execution]) -> Execution:
+        """Once more with a new server, if the server was ended."""
+        assert self._sandbox is not None, "load() comes first"
+        try:
+            return work(self._sandbox)
+        except SandboxFailed:
+            self._sandbox.start()
+            return work(self._sandbox)
+
+
+def _why_ended(ran: Execution, limit_s: float) -> str:
+    match ran.end:
+        case "time":
+            return f"it took longer than {limit_s:g} s"
+        case "output":
+            return "it wrote more than reward.code.max_output_kib"
+        case "memory":
+            return "its processes took more than reward.code.max_memory_mib"
+    last = ran.errors.strip().splitlines()[-1:]
+    how = f"it ended with exit code {ran.code}" if ran.code >= 0 else f"signal {-ran.code} ended it"
+    return f"{how}: {last[0]}"[:_MAX_ERROR] if last else how
+
+
+def _info(cases: list[_Case], count: int, why: str) -> dict[str, Any]:
+    passed = sum(case.ok for case in cases)
+    info: dict[str, Any] = {
+        "passed": passed,
+        "cases": count,
+        "cut_off": sum(case.cut_off for case in cases),
+        "correct": count > 0 and passed == count,
+        "case_s": [round(case.seconds, 5) for case in cases],
+    }
+    return {**info, "error": why[:_MAX_ERROR]} if why else info

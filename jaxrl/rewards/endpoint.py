@@ -1,0 +1,225 @@
+"""A judge at an OpenAI-compatible endpoint: a reward pool that asks a server for its verdicts.
+
+Purpose: `EndpointPool` scores the domains of `reward.kind=judge` with `reward.judge.endpoint` (RollPacker §4.3: a judge
+among the rewards). One thread sends the requests, at most `max_requests` at once and `requests_per_minute` in a minute
+(`jaxrl.rewards.endpoint_client`), while the trainer computes.
+
+Whatever the endpoint does costs the samples at hand, and never the run:
+
+- It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash` (nothing
+  was learnt of the response, so the stage may ask once more).
+- It does not answer in time: sent again, then a `timeout`.
+- It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
+- Its text holds no score: an `error`, counted as unparsed.
+
+Of a sample's several verdicts those that came count; a sample fails if none came. Each verdict says `outside` in its
+info: it depends on something outside the run, so it is journalled whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from jaxrl.config.rewards import JudgeSection
+from jaxrl.rewards.endpoint_client import Client, Failed, Refused
+from jaxrl.rewards.judge import JudgeText
+from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
+from jaxrl.rewards.tasks import VerdictCounts, verdict_of
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
+
+_CLOSE_S = 5.0
+_WORST = ("crash", "timeout", "error")  # of failed requests, what the sample's status becomes: the first that occurs
+
+
+class EndpointPool:
+    """Implements `jaxrl.rewards.tasks.RewardPool`.
+
+    Args:
+      judge: `reward.judge`, with an endpoint.
+      seed: the run's; a verdict's own seed comes from it, the sample's key and the verdict's number.
+      clock: stamps the verdicts.
+      sleep: waits between requests.
+
+    Raises:
+      ValueError: the environment has no variable `reward.judge.api_key_env`, or it holds no key.
+    """
+
+    def __init__(
+        self,
+        judge: JudgeSection,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._judge, self._seed, self._clock = judge, seed, clock
+        self._text = JudgeText(judge)
+        self._client = Client(judge, api_key(judge.api_key_env), sleep)
+        self._counts = VerdictCounts()
+        self._unparsed = 0
+        self._has_asked = False
+        self._numbers = itertools.count()
+        self._pending: dict[int, SampleKey] = {}
+        self._tasks: dict[int, Future[None]] = {}
+        self._ended: queue.SimpleQueue[tuple[int, Scored, float]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def warm(self) -> None:
+        """Asks the endpoint for one token: a wrong URL, model or key is known before the first sample."""
+        try:
+            self._run(self._client.probe()).result()
+        except Refused as refused:
+            raise ValueError(str(refused)) from None
+        except Failed as failed:
+            raise RunFailed(f"reward.judge.endpoint ({self._judge.endpoint}): {failed}") from None
+
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        del limits_s  # of test cases
+        number = next(self._numbers)
+        try:
+            messages = self._text.ask(ScoreRequest.of(prompt, sample))
+        except ValueError as error:
+            if (
+                not self._has_asked
+            ):  # a field that no prompt has, most likely: the user mends it before anything is lost
+                raise
+            self._pending[number] = sample.key
+            self._ended.put((number, ("error", 0.0, {"error": describe(error)}, 0.0), self._clock()))
+            return
+        self._has_asked = True
+        self._pending[number] = sample.key
+        self._tasks[number] = self._run(self._score(number, sample.key, messages))
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        for number in [number for number, key in self._pending.items() if key in keys]:
+            del self._pending[number]
+            if (task := self._tasks.pop(number, None)) is not None:
+                task.cancel()
+
+    def completed(self) -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                verdicts += self._verdict(*self._ended.get_nowait())
+        return verdicts
+
+    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        verdicts = self.completed()
+        while self._pending and not verdicts and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                verdicts = self._verdict(*self._ended.get(timeout=min(left, 1.0)))
+            if self._thread is not None and not self._thread.is_alive():
+                raise RunFailed("reward: the thread that asks the judge's endpoint ended")
+            verdicts += self.completed()
+        return verdicts
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def take_metrics(self) -> dict[str, float]:
+        """`reward/judge/{requests,sent_again,throttled,late,garbled,unparsed}` besides a pool's counts: requests to the
+        endpoint, those that were sent again, answers 429, requests that no answer came to in time, answers that were no
+        chat completions, and verdicts without a score."""
+        measured = self._counts.take() | {f"reward/judge/{name}": count for name, count in self._client.take().items()}
+        measured["reward/judge/unparsed"] = float(self._unparsed)
+        self._unparsed = 0
+        return measured
+
+    def close(self) -> None:
+        self._pending.clear()
+        self._tasks.clear()
+        if self._loop is not None and self._thread is not None:
+            loop = self._loop
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+            self._thread.join(_CLOSE_S)
+            self._loop = self._thread = None
+
+    def _verdict(self, number: int, scored: Scored, time_s: float) -> list[Verdict]:
+        """Empty if the sample was cancelled."""
+        self._tasks.pop(number, None)
+        key = self._pending.pop(number, None)
+        if key is None:
+            return []
+        self._unparsed += int(scored[2].get("unparsed", 0))
+        return [self._counts.add(verdict_of(time_s, key, scored))]
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Starts work in the thread, and the thread if it is the first."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="judge", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.closing(loop):
+            with contextlib.suppress(asyncio.CancelledError):
+                loop.run_until_complete(self._client.stay_open())
+            if left := asyncio.all_tasks(loop):  # they are cancelled, and have connections to close
+                loop.run_until_complete(asyncio.wait(left))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+
+    async def _score(self, number: int, key: SampleKey, messages: list[dict[str, str]]) -> None:
+        try:
+            scored = await self._verdicts(key, messages)
+        except Exception as error:  # a bug of ours costs the sample, too, and says so
+            scored = ("error", 0.0, {"error": describe(error), "outside": True}, 0.0)
+        self._ended.put((number, scored, self._clock()))
+
+    async def _verdicts(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
+        """What a sample's requests come to, all of them under way at once."""
+        judge, began_s = self._judge, time.monotonic()
+        body: dict[str, Any] = {"model": judge.endpoint_model, "messages": messages, "max_tokens": judge.max_tokens}
+        body["temperature"] = judge.temperature
+        seeds = [verdict_seed(self._seed, key, i) if judge.temperature else None for i in range(judge.num_samples)]
+        bodies = [body if seed is None else {**body, "seed": seed} for seed in seeds]
+        came = await asyncio.gather(*(self._client.ask(each) for each in bodies), return_exceptions=True)
+        for each in came:
+            if isinstance(each, BaseException) and not isinstance(each, Failed):
+                raise each
+        texts = [each for each in came if isinstance(each, str)]
+        failed = [each for each in came if isinstance(each, Failed)]
+        seconds = time.monotonic() - began_s
+        if not texts:
+            worst = min(failed, key=lambda each: _WORST.index(each.status))
+            return worst.status, 0.0, {"error": str(worst), "outside": True}, seconds
+        reward, info = self._text.read(texts)
+        info |= {"outside": True, **({"failed": len(failed)} if failed else {})}
+        return "error" if "error" in info else "ok", reward, info, seconds
+
+
+def verdict_seed(seed: int, key: SampleKey, number: int) -> int:
+    """31 bits for verdict `number` on a sample: from the run's seed and the sample's key alone."""
+    identity = json.dumps([seed, key.epoch, key.prompt_index, key.sample_index, key.attempt, number])
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") >> 1
+
+
+def api_key(variable: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The key that an environment variable holds; empty where no variable is named."""
+    if not variable:
+        return ""
+    if variable not in environment:
+        raise ValueError(f"reward.judge.api_key_env: the environment has no variable {variable!r}")
+    key = environment[variable].strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(f"reward.judge.api_key_env: the variable {variable!r} holds no key")  # which is never shown
+    return key

@@ -1,0 +1,45 @@
+"""What a scorer sees of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.types import Prompt, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """What a scorer sees of a sample: the same few values for every kind of scorer, cheap to send to another process.
+
+    Attributes:
+      source: the prompt's data set or task.
+      response: the decoded response.
+      answer: the reference answer, if there is one.
+      extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
+        `finish_reason` and `response_length` (tokens), unless the data has columns of these names.
+      limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
+        (`jaxrl.scheduling.rounds.adaptive_timeout`); those beyond, and all where it is empty, have
+        `reward.code.max_timeout_s`.
+      num_tokens: of the response.
+    """
+
+    source: str
+    response: str
+    answer: str | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    limits_s: tuple[float, ...] = ()
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:
+        ours = {
+            "prompt": prompt.text,
+            "question": prompt.question or prompt.text,
+            "epoch": prompt.epoch,
+            "index": prompt.index,
+            "finish_reason": sample.finish_reason,
+            "response_length": len(sample),
+        }
+        return cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, len(sample))

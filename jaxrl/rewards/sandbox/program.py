@@ -1,0 +1,194 @@
+"""What runs in the program's process: the program itself, and for tests that call it, the answers to those calls.
+
+This process is locked in when it gets here, and everything in it belongs to the program: nothing that it says is
+believed beyond its value (`jaxrl.rewards.sandbox.wire`). It has no expected output and no assertion, so a program that
+rewrites this module, or speaks in its place, gains no more than by returning a value.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import socket
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from jaxrl.rewards.sandbox import wire
+
+CALLS, JOB, RESULT, READY = 3, 4, 5, 6
+"""Descriptors: where calls come from, the program's text (or the tests'), where a checker's results go, and where a
+process says that it is locked in."""
+
+_MAX_ERROR = 500
+
+
+def read_job() -> bytes:
+    with open(JOB, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def fresh_streams() -> None:
+    """Standard streams over descriptors 0 to 2, in place of those of the fork server."""
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+
+
+def run_script(text: str) -> NoReturn:
+    """Runs a program as Python runs a file, and ends the process as Python ends."""
+    fresh_streams()
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.argv = ["program.py"]
+    code = 0
+    try:
+        exec(compile(text, "program.py", "exec"), module.__dict__)
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException:
+        code = 1
+        _print_error()
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  (waits for the program's threads, as at a usual end)
+        atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 1
+    os._exit(code & 0xFF)
+
+
+def _print_error() -> None:
+    with contextlib.suppress(BaseException):
+        import traceback
+
+        traceback.print_exc(limit=-4)
+        sys.stderr.flush()
+
+
+def run_command(command: Sequence[str]) -> NoReturn:
+    """Becomes a command that runs the program's text, which has the name that `{file}` stands for."""
+    os.set_inheritable(JOB, True)
+    words = [word.replace("{file}", f"/proc/self/fd/{JOB}") for word in command]
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        os.write(2, f"{words[0]}: {error.strerror}".encode())
+    os._exit(127)
+
+
+def serve_calls(text: str) -> NoReturn:
+    """Runs a program's text once, then calls into it as the checker asks, until the checker closes."""
+    fresh_streams()
+    sock = socket.socket(fileno=CALLS)
+    _Server(sock, text).run()
+    os._exit(0)
+
+
+class _Server:
+    def __init__(self, sock: socket.socket, text: str):
+        self._sock = sock
+        self._text = text
+        self._names: dict[str, Any] = {}
+        self._objects: list[Any] = []
+
+    def run(self) -> None:
+        module = types.ModuleType("solution")
+        sys.modules["solution"] = module
+        self._names = module.__dict__
+        wire.send(self._sock, self._answer(lambda: exec(compile(self._text, "solution.py", "exec"), self._names)))
+        while (message := wire.receive(self._sock)) is not None:
+            wire.send(self._sock, self._handle(message))
+
+    def _handle(self, message: dict[str, Any]) -> dict[str, Any]:
+        arguments: list[Any] = []
+
+        def work() -> Any:
+            arguments.extend(wire.unpack(argument, self._theirs) for argument in message["arguments"])
+            named = {name: wire.unpack(value, self._theirs) for name, value in message.get("named", {}).items()}
+            if message["do"] == "name":
+                return self._name(*arguments)
+            if message["do"] == "call":
+                return self._objects[message["object"]](*arguments, **named)
+            return _OPERATIONS[message["do"]](self._objects[message["object"]], *arguments)
+
+        reply = self._answer(work)
+        if "error" not in reply and any(isinstance(a, list | dict | set | bytearray) for a in arguments):
+            with contextlib.suppress(Exception):  # a value that cannot be sent has not changed for the tests
+                reply["after"] = [wire.pack(argument, self._ours) for argument in arguments]
+        return reply
+
+    def _name(self, name: str) -> Any:
+        if name in self._names:
+            return self._names[name]
+        solution = self._names.get("Solution")  # LeetCode's form: the function is a method of this class
+        if isinstance(solution, type) and hasattr(solution, name):
+            return getattr(solution(), name)
+        raise NameError(f"name {name!r} is not defined")
+
+    def _answer(self, work: Callable[[], Any]) -> dict[str, Any]:
+        try:
+            return {"value": wire.pack(work(), self._ours)}
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            try:
+                text = str(error)[:_MAX_ERROR]
+            except BaseException:
+                text = ""
+            return {"error": names, "text": text}
+
+    def _ours(self, value: Any) -> list[Any]:
+        """What stands for an object of the program's, there."""
+        if isinstance(value, types.ModuleType):
+            return ["m", value.__name__]
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["x", [kind.__name__ for kind in value.__mro__]]
+        self._objects.append(value)
+        return ["o", len(self._objects) - 1, type(value).__name__, callable(value)]
+
+    def _theirs(self, message: list[Any]) -> Any:
+        """An argument that is not plain: an object of the program's that comes back, or a function of the tests."""
+        if message[0] == "o":
+            return self._objects[message[1]]
+        if message[0] == "k":
+            return lambda *arguments: self._call_back(message[1], arguments)
+        raise wire.WireError("an unknown kind of value")
+
+    def _call_back(self, number: int, arguments: tuple[Any, ...]) -> Any:
+        packed = [wire.pack(argument, self._ours) for argument in arguments]
+        wire.send(self._sock, {"callback": number, "arguments": packed})
+        while (message := wire.receive(self._sock)) is not None:
+            if "result" in message:
+                if message["result"] == "error":
+                    raise RuntimeError(message["text"])
+                return wire.unpack(message["value"], self._theirs)
+            wire.send(self._sock, self._handle(message))
+        os._exit(0)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "getattr": getattr,
+    "setattr": setattr,
+    "len": len,
+    "iter": iter,
+    "next": next,
+    "getitem": lambda container, key: container[key],
+    "setitem": lambda container, key, value: container.__setitem__(key, value),
+    "delitem": lambda container, key: container.__delitem__(key),
+    "str": str,
+    "repr": repr,
+    "bool": bool,
+    "format": format,
+}
+
+
+BUILTIN_ERRORS = {
+    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)
+}
+"""What an exception of the program's may become in the tests."""

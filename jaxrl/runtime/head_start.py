@@ -1,0 +1,162 @@
+"""Workers that are done with a round begin with the next one, while others still draw.
+
+Purpose: `HeadStarts` keeps the requests of two rounds apart for the backend. When the update beside a round has ended,
+the new weights are brought to the rollout's devices beside those in use (the weight buffer); a worker with nothing of
+the present round left takes them, and starts what the next round will launch there. What ends of it is held until that
+round begins and launches it.
+
+Source: RhymeRL §6.2, Fig. 10 (worker-controlled weight updates: weights are propagated to the rollout workers' buffers,
+and a worker takes them when it has completed its part of a step).
+
+Departures: rounds stay what they are. Every token of a round is of one version, and a batch is all of its round; so a
+head start changes no number, and nothing of it is in a checkpoint but which prompts were drawn: a run that goes on
+starts them again, with the same keys and the same version, and draws the same tokens. When it begins is decided by a
+clock, so it is only for rounds that bring the same whichever of their responses end first (`BatchRule.ahead`).
+
+Only one round is ahead of another, and none where an evaluation comes between the two: its prompts come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxrl.scheduling.rounds.events import HeadStart
+from jaxrl.scheduling.tokens.engine import Finished
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.types import Prompt, SampleKey
+
+Offer = Callable[[], HeadStart | None]
+"""What the next round launches; None while its weights are not there."""
+
+Start = Callable[[Prompt, SampleKey, int], int]
+"""Starts a response anew in a worker; returns the id of its request."""
+
+
+class WeightBuffer(Protocol):
+    """Executors with a second copy of the weights (`jaxrl.runtime.workers.WorkerSet`)."""
+
+    def buffer_weights(self, train_params: Any, policy_version: int, /) -> None:
+        """Begins to bring the trainer's weights to all workers, beside those in use."""
+        ...
+
+    @property
+    def is_buffered(self) -> bool:
+        """Whether they have arrived."""
+        ...
+
+    def take_buffered(self, worker: int, /) -> None:
+        """A worker without a plan in flight goes on with them; waits until they are there."""
+        ...
+
+
+class HeadStarts:
+    """What a backend has of the next round while the present one runs.
+
+    Args:
+      engines: of the workers.
+      buffer: their executors.
+      weights: gives the trainer's current weights.
+      start: starts responses.
+      clock: seconds from any origin.
+    """
+
+    def __init__(
+        self,
+        engines: Workers,
+        buffer: WeightBuffer,
+        weights: Callable[[], Any],
+        start: Start,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engines, self._buffer, self._weights = engines, buffer, weights
+        self._start, self._clock = start, clock
+        self._offer: Offer | None = None
+        self._version: int | None = None  # of the weights in the buffer, while some worker has not taken them
+        self._behind: set[int] = set()  # workers that have not
+        self._waiting: dict[int, list[tuple[Prompt, SampleKey]]] = {}  # by worker
+        self._running: dict[SampleKey, int] = {}  # requests of the next round
+        self._ended: dict[SampleKey, Finished] = {}
+        self._began_s: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next weights are in the buffer."""
+        return self._version is not None
+
+    @property
+    def num_begun(self) -> int:
+        """Responses of the next round that were started."""
+        return len(self._running) + len(self._ended)
+
+    def draws_now(self, worker: int) -> bool:
+        """Whether a worker still has the weights of the present round."""
+        return self._version is None or worker in self._behind
+
+    # -- in a round --------------------------------------------------------------------------------------------------
+
+    def expect(self, offer: Offer | None) -> None:
+        """A round has begun; `offer` will say what the next one launches. None: it may not begin in this one."""
+        self._offer, self._began_s = offer, None
+
+    def look(self) -> None:
+        """Between plans: takes up the offer when it is there, and starts what workers that are done can start."""
+        if self._offer is not None and (given := self._offer()) is not None:
+            self._offer = None
+            if given.launches:
+                self._take_up(given)
+        if not self._waiting or not self._buffer.is_buffered:
+            return
+        for worker in [each for each in self._waiting if not self._engines.num_live(each)]:
+            self._switch(worker)
+            for prompt, key in self._waiting.pop(worker):
+                self._running[key] = self._start(prompt, key, worker)
+            self._began_s = self._clock() if self._began_s is None else self._began_s
+
+    def took(self, finished: Finished) -> bool:
+        """Keeps what has ended if it is of the next round; returns whether it is."""
+        key = finished.sample.key
+        if self._running.pop(key, None) is None:
+            return False
+        self._ended[key] = finished
+        return True
+
+    def end(self) -> float:
+        """The round is over; returns for how many seconds the next one has been running."""
+        self._offer = None
+        return 0.0 if self._began_s is None else self._clock() - self._began_s
+
+    # -- between rounds ----------------------------------------------------------------------------------------------
+
+    def enter(self, policy_version: int) -> None:
+        """All workers go on with the buffered weights."""
+        assert self._version == policy_version, f"weights {self._version} are buffered, not {policy_version}"
+        for worker in sorted(self._behind):
+            self._switch(worker)
+        self._version = None
+        self._waiting.clear()  # the round launches them
+
+    def adopt(self, key: SampleKey) -> int | Finished | None:
+        """The round launches a response: its request if it runs already, or what it has become; None: neither."""
+        return self._running.pop(key) if key in self._running else self._ended.pop(key, None)
+
+    def cancel(self) -> None:
+        """Everything of the next round is dropped."""
+        self._offer = self._version = None
+        for kept in (self._behind, self._waiting, self._running, self._ended):
+            kept.clear()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _take_up(self, given: HeadStart) -> None:
+        self._version = given.policy_version
+        self._behind = set(range(len(self._engines.engines)))
+        self._buffer.buffer_weights(self._weights(), given.policy_version)
+        for launch in given.launches:
+            for key, worker in zip(launch.keys, launch.workers, strict=True):
+                self._waiting.setdefault(worker, []).append((launch.prompt, key))
+
+    def _switch(self, worker: int) -> None:
+        self._engines.settle(worker)  # a plan of rows that have all stopped may be in flight
+        self._buffer.take_buffered(worker)
+        self._behind.remove(worker)

@@ -1,0 +1,329 @@
+"""A run's history behind its backend: what a round adds to it, and the indexes that requests draft from.
+
+Purpose: `HistorySession` feeds the store (`jaxrl.scheduling.rounds.history`) with the groups of each round, has a
+prompt's index built in a thread beside the update once its rollout is over, and gives it to the prompt's next requests.
+It is part of a checkpoint: a resumed run builds the indexes again from the responses.
+
+Source: RhymeRL §5.3: history workers build indexes asynchronously, because a prompt comes again only an epoch later.
+
+Departures:
+
+- One thread rather than processes. numpy sorts without the interpreter's lock, and an index need not be sent anywhere;
+  docs/performance.md has both measured.
+- `rollout.speculation.within_group` is beyond the paper: while a prompt has no history, its group's own responses that
+  have ended are one. Their rewards are not known by then, so all count the same.
+
+Logical time. A request's index holds the groups of all rounds before its own, and of no other: a request that comes
+before its index is ready waits, and `rollout/spec/build_wait_s` says for how long. An index of a group's own responses
+is begun when a plan is made, and used from the next plan on, for which it is waited for as well. A build that fails
+ends the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.config.rollouts import SpeculationSection
+from jaxrl.scheduling.rounds.history import HistoryStore, PastRollout, PromptHistory
+from jaxrl.scheduling.rounds.round import PromptKey
+from jaxrl.scheduling.tokens.draft_index import DraftIndex, DraftLengths, num_buckets
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.types import Group, Prompt, Sample
+
+TRACK = "history"
+"""Of the timeline."""
+
+
+class Drawing(Protocol):
+    """Where builds are drawn (`jaxrl.record.timeline.Timeline`); called from a thread of its own."""
+
+    def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
+
+
+def draft_lengths(options: SpeculationSection) -> DraftLengths:
+    """The contexts and drafts of `rollout.speculation`."""
+    return DraftLengths(options.min_prefix, options.max_prefix, options.max_window)
+
+
+def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> int:
+    """The most that an index over so many responses with so many tokens together takes."""
+    places = lengths.num_places(num_tokens)
+    return 4 * (lengths.text_size(num_responses, num_tokens) + places + num_buckets(places) + 1)
+
+
+def history_store(options: SpeculationSection) -> HistoryStore:
+    """An empty store for `rollout.speculation`; where that is off, of lengths alone."""
+    if not options.enable:
+        return HistoryStore(0)
+    lengths = draft_lengths(options)
+    return HistoryStore(
+        options.epochs, options.max_bytes, lambda responses, tokens: index_bytes(lengths, responses, tokens)
+    )
+
+
+def build_index(history: PromptHistory, options: SpeculationSection) -> DraftIndex:
+    """The index over a prompt's last responses, each with the weight that `rollout.speculation.priority` gives it."""
+    responses = [response for rollout in history.rollouts for response in rollout.responses()]
+    weights = [weights_of(rollout, options) for rollout in history.rollouts]
+    return DraftIndex.build(responses, np.concatenate(weights).tolist(), draft_lengths(options))
+
+
+def weights_of(rollout: PastRollout, options: SpeculationSection) -> np.ndarray:
+    """float64 [R]: the weights of a rollout's responses."""
+    return rollout.rewards - rollout.rewards.mean() if options.priority == "centred" else rollout.rewards
+
+
+class Building:
+    """An index that was begun (`IndexBuilder.begin`)."""
+
+    __slots__ = ("_at_once", "_future", "_index")
+
+    def __init__(self, future: Future[DraftIndex], at_once: Callable[[], DraftIndex]) -> None:
+        self._future, self._at_once = future, at_once
+        self._index: DraftIndex | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._index is not None or self._future.done()
+
+    def take(self) -> DraftIndex:
+        """The index; waits for it, or builds it here where its turn has not come. Raises what its build has raised."""
+        if self._index is None:
+            self._index = self._at_once() if self._future.cancel() else self._future.result()
+        return self._index
+
+    def drop(self) -> None:
+        """It is not wanted any more."""
+        self._future.cancel()
+
+
+class IndexBuilder:
+    """Builds indexes in a thread, in the order in which they were asked for.
+
+    Args:
+      options: `rollout.speculation`.
+      drawing: where builds are drawn; None: nowhere.
+      clock: seconds from any origin.
+
+    Attributes:
+      build_s: seconds that builds have taken in the thread. wait_s: seconds in which `take` has held the caller up.
+    """
+
+    def __init__(
+        self,
+        options: SpeculationSection,
+        drawing: Drawing | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.build_s = self.wait_s = 0.0
+        self._options, self._drawing, self._clock = options, drawing, clock
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=TRACK)
+
+    def begin(self, index: int, history: PromptHistory, *, is_kept: bool = True) -> Building:
+        """Has an index built for prompt `index`; `is_kept`: its responses also go into checkpoints."""
+
+        def beside() -> DraftIndex:
+            began = self._clock()
+            if is_kept:
+                history.pack()  # else a checkpoint would do it between two steps
+            built = self._built(TRACK, index, history)
+            self.build_s += self._clock() - began
+            return built
+
+        return Building(self._threads.submit(beside), lambda: self._built(f"{TRACK} at once", index, history))
+
+    def take(self, building: Building) -> DraftIndex:
+        """An index that was begun; waits for it. Raises what its build has raised."""
+        if building.is_done:
+            return building.take()
+        began = self._clock()
+        try:
+            return building.take()
+        finally:
+            self.wait_s += self._clock() - began
+
+    def close(self) -> None:
+        """Ends the thread; builds that have not begun are dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _built(self, track: str, index: int, history: PromptHistory) -> DraftIndex:
+        drawn = {"prompt": index, "tokens": history.num_tokens}
+        with nullcontext() if self._drawing is None else self._drawing.span(track, "build", **drawn):
+            try:
+                return build_index(history, self._options)
+            except Exception as error:
+                error.add_note(f"while the draft index of prompt {index} was built ({history.num_tokens} tokens)")
+                raise
+
+
+class HistorySession:
+    """Implements `jaxrl.loop.Kept`; the backend calls the rest.
+
+    Args:
+      store: what is kept of earlier rounds; rules may read it.
+      builder: makes indexes of it; None: its lengths alone are wanted.
+      most_own: from how many of their group's own responses prompts without history draft; 0: from none.
+    """
+
+    def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None, most_own: int = 0) -> None:
+        self.store = store
+        self._builder, self._most_own = builder, most_own
+        self._indexes: dict[int, Building] = {}  # of the prompts that the store keeps
+        self._begun: dict[int, Building] = {}  # of those, the ones that may still fail
+        self._is_training = False  # a round of training is under way
+        self._ended: dict[PromptKey, list[Sample]] = {}  # in this round, of prompts without history
+        self._fresh: dict[PromptKey, None] = {}  # of those, the ones with more ends than their index has
+        self._building: dict[PromptKey, Building] = {}  # begun when the last plan was made
+        self._own: dict[PromptKey, DraftIndex] = {}  # the newest of a group's own responses
+        self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
+
+    # -- the backend's hooks -----------------------------------------------------------------------------------------
+
+    def begin(self, kind: str) -> None:
+        """A round begins; `kind` as in `Backend.begin`. Evaluations neither draft nor are remembered.
+
+        Raises what a build has raised that ended in the meantime, also where no request would ask for its index.
+        """
+        self._is_training = kind != "eval"
+        for index in [index for index, building in self._begun.items() if building.is_done]:
+            self._begun.pop(index).take()
+
+    def index_of(self, prompt: Prompt) -> DraftIndex | None:
+        """What a new request of a prompt drafts from; None: nothing."""
+        if self._builder is None or not self._is_training:
+            return None
+        building = self._indexes.get(prompt.index)
+        return self._own.get(prompt.key) if building is None else self._builder.take(building)
+
+    def ended(self, samples: Sequence[Sample]) -> None:
+        """Responses have ended by themselves."""
+        if not self._most_own or not self._is_training:
+            return
+        for sample in samples:
+            key = sample.key.epoch, sample.key.prompt_index
+            own = self._ended.setdefault(key, [])
+            if sample.key.prompt_index not in self._indexes and len(own) < self._most_own:
+                own.append(sample)
+                self._fresh[key] = None
+
+    def before_plan(self) -> list[tuple[PromptKey, DraftIndex]]:
+        """A plan will be made: what the requests of some prompts draft from, from now on."""
+        if self._builder is None or not (self._building or self._fresh):
+            return []
+        ready = [(key, self._builder.take(building)) for key, building in self._building.items()]
+        self._own |= dict(ready)
+        self._building = {
+            key: self._builder.begin(key[1], _unscored(self._ended[key]), is_kept=False) for key in self._fresh
+        }
+        self._fresh = {}
+        return ready
+
+    def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:
+        """The round is over: takes in the groups that have left it, and begins with their indexes. Returns its metrics.
+
+        Args:
+          groups: scored: what is trained on, and what dynamic sampling has left out.
+          counts: what the round's requests have done.
+        """
+        if not self._is_training:
+            return {}
+        self._is_training = False
+        self._forget_group()
+        if self._builder is not None:  # those of the round before: there since an update ago
+            for index in self.store.unsettled():
+                self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
+        changed = self.store.add(groups)
+        if self._builder is None:
+            return {}
+        self._begin(changed)
+        before = self._measured
+        self._measured = now = (self._builder.build_s, self._builder.wait_s, self.store.num_evicted)
+        return spec_metrics(counts) | {
+            "rollout/spec/index_bytes": float(self.store.num_bytes),
+            "rollout/spec/evicted_prompts": float(now[2] - before[2]),
+            "rollout/spec/build_s": now[0] - before[0],
+            "rollout/spec/build_wait_s": now[1] - before[1],
+        }
+
+    def cancel(self) -> None:
+        """The round is dropped."""
+        self._is_training = False
+        self._forget_group()
+
+    def close(self) -> None:
+        if self._builder is not None:
+            self._builder.close()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of a checkpoint."""
+        return self.store.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another run was, and begins with the indexes. Raises ValueError for a damaged state."""
+        self.store.load_state_dict(state)
+        self._begin(self.store.prompts())
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, changed: Sequence[int]) -> None:
+        """Has the indexes of these prompts built, and drops those of prompts that are not kept any more."""
+        if self._builder is None:
+            return
+        kept = {*self.store.prompts()}.difference(changed)
+        for index in [index for index in self._indexes if index not in kept]:
+            self._begun.pop(index, None)
+            self._indexes.pop(index).drop()
+        for index in changed:
+            history = self.store.history(index)
+            assert history is not None, "an index of responses that are not kept"
+            self._indexes[index] = self._begun[index] = self._builder.begin(index, history)
+
+    def _forget_group(self) -> None:
+        for kept in (self._ended, self._fresh, self._building, self._own):
+            kept.clear()
+
+
+def history_session(config: Config, drawing: Drawing | None = None) -> HistorySession | None:
+    """What a run keeps of its responses, empty; None where nothing has any use for it. To be closed.
+
+    Args:
+      drawing: where builds of indexes are drawn; None: nowhere.
+    """
+    options = config.rollout.speculation
+    if options.enable:
+        own = config.rollout.n if options.within_group else 0
+        return HistorySession(history_store(options), IndexBuilder(options, drawing), own)
+    return HistorySession(history_store(options)) if config.rollout.ranking_groups.enable else None
+
+
+def _unscored(samples: Sequence[Sample]) -> PromptHistory:
+    """A group's own responses so far, in the order in which they ended; all weigh the same."""
+    lengths = np.asarray([len(sample) for sample in samples], np.int32)
+    tokens = np.concatenate([np.asarray(sample.token_ids, np.int32) for sample in samples])
+    return PromptHistory((PastRollout(samples[0].key.epoch, tokens, lengths, np.ones(len(samples))),))
+
+
+def spec_metrics(counts: Counters) -> dict[str, float]:
+    """What speculation did in a round, by the counters of its engines.
+
+    `plans_share`: of the plans, those that verified drafts. `accept_rate`: of the drafted tokens. `drafted_share`: of
+    the decoded tokens, those that came from drafts. `tokens_per_step`: what a row gains in a step of a plan that
+    verifies; 1 where none did. `match_length`: tokens by which a draft was found.
+    """
+    steps, accepted = counts.drafting_row_steps, counts.accepted_tokens
+    return {
+        "rollout/spec/plans_share": counts.drafting_plans / max(counts.plans, 1),
+        "rollout/spec/accept_rate": accepted / max(counts.drafted_tokens, 1),
+        "rollout/spec/drafted_share": accepted / max(counts.busy_row_steps + accepted, 1),
+        "rollout/spec/tokens_per_step": 1.0 + accepted / max(steps, 1),
+        "rollout/spec/match_length": counts.matched_tokens / max(counts.drafted_row_steps, 1),
+    }

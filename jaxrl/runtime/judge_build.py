@@ -1,0 +1,150 @@
+"""The judge of a real run from its configuration: model, tokenizer, weights in the host's memory, engine, pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.judges import judge_kind
+from jaxrl.data.fit import check_length, check_vocabulary
+from jaxrl.data.stops import stop_ids
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
+from jaxrl.rewards.judge_tokens import Reading, Scalars, WrittenVerdicts
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.host_weights import HostWeights
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.runtime.build import host_bytes
+from jaxrl.runtime.judge import JudgePool
+from jaxrl.runtime.judge_memory import JudgeMemory, judge_length, judge_memory
+from jaxrl.runtime.memory import in_bytes
+from jaxrl.scheduling.rounds.judge_turns import JudgeTurns
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.sharding.compiled import CompiledPrograms
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import platform_of
+
+
+class JudgeMachine:
+    """Implements `jaxrl.runtime.judge.Machine`.
+
+    Args:
+      quiet: waits until nothing of the actor is running; called before the judge runs.
+    """
+
+    def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None]) -> None:
+        self._executor, self._weights, self._quiet = executor, weights, quiet
+
+    @property
+    def programs(self) -> Sequence[CompiledPrograms]:
+        return self._executor.programs_of([self._executor.tp])
+
+    @property
+    def recompiles(self) -> int:
+        return self._executor.recompiles
+
+    def enter(self) -> None:
+        self._quiet()
+        if not self._executor.has_weights:
+            self._weights.enter()
+            self._executor.allocate()
+
+    def release(self) -> None:
+        self._executor.release(weights=True)
+
+
+def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the config of `reward.judge.model`, which must fit each other, the kind of reward and the
+    lengths; no weight is read.
+
+    Raises:
+      ValueError: they do not, or a file is damaged.
+    """
+    judge, kind = config.reward.judge, judge_kind(config.reward)
+    path = resolve_path(judge.model)
+    folder, model = str(checked_path(path)), config_of(path)
+    if model.scalar_head != (kind == "model"):
+        found = "a reward model with a scalar head" if model.scalar_head else "a language model"
+        right = "reward.kind=model" if model.scalar_head else "reward.kind=judge"
+        raise ConfigError(f"reward.judge.model ({judge.model}) is {found}, which needs {right}, found {kind}")
+    tokenizer = Tokenizer.from_path(folder)
+    check_vocabulary(tokenizer, model, folder)
+    more = "" if kind == "model" else f" + reward.judge.max_tokens ({judge.max_tokens})"
+    length = judge_length(config)
+    check_length(
+        model, length, f"reward.judge.max_prompt_tokens ({judge.max_prompt_tokens}){more} = {length} tokens", folder
+    )
+    return tokenizer, model
+
+
+def build_judge(
+    config: Config,
+    mesh: Mesh,
+    quiet: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+    ahead: bool = True,
+) -> JudgePool:
+    """Loads the judge's weights into the host's memory, layer by layer through the devices; its pool.
+
+    Args:
+      mesh: of the rollout.
+      quiet: waits for the actor's programs. Called only where the judge must not run beside them: XLA:CPU can hang on
+        two collectives at once.
+      clock: the backend's.
+      ahead: stream layers ahead of their turn (for measurements).
+
+    Raises:
+      ValueError: as `read_judge` and `judge_memory`, or the host has not the memory.
+    """
+    judge, seed = config.reward.judge, config.trainer.seed
+    tokenizer, model = read_judge(config)
+    plan = judge_memory(config, model, mesh.size)
+    _refuse_host(plan, mesh)
+    executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size, ahead))
+    _, outer, layers = load_layerwise(resolve_path(judge.model), mesh, jnp.dtype(judge.dtype))
+    weights = HostWeights(executor, outer, layers)
+    reading: Reading
+    if model.scalar_head:
+        reading = Scalars(judge, tokenizer, model.pad_token_id)
+    else:
+        reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
+    engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
+    collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
+    machine = JudgeMachine(executor, weights, quiet if collectives else lambda: None)
+    return JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share), clock)
+
+
+def _sizes(config: Config, plan: JudgeMemory, tp: int, ahead: bool) -> ExecutorConfig:
+    judge, rollout = config.reward.judge, config.rollout
+    return ExecutorConfig(
+        num_slots=judge.max_num_seqs,
+        num_blocks=plan.num_blocks,
+        block_size=rollout.block_size,
+        max_length=judge_length(config),
+        max_prefill_tokens=rollout.max_num_batched_tokens,
+        decode_steps=rollout.decode_steps,
+        attention=rollout.attention,
+        dtype=judge.dtype,
+        seed=config.trainer.seed,
+        max_tp=tp,
+        resident_layers=plan.resident_layers,
+        ahead=ahead,
+    )
+
+
+def _refuse_host(plan: JudgeMemory, mesh: Mesh) -> None:
+    """Of the devices of this process, each keeps its share of the weights in the host's memory."""
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    needed, there = plan.host_bytes * len(here), host_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"reward.judge.model needs {in_bytes(needed)} of the host's memory, which has {in_bytes(there)}: use a "
+            "smaller judge, or reward.judge.dtype=bfloat16"
+        )

@@ -1,0 +1,215 @@
+"""Time limits of test cases that follow from how long correct responses took: T = min(max(T_min, f T_anchor), T_max).
+
+Purpose: `AdaptiveTimeouts` keeps, for every test case of every prompt, the longest time that a correct response has
+taken (T_anchor), and gives the limits of the next response to it. A program that never ends then costs 2 s, where a
+fixed limit lets it have 30. The anchors are part of a checkpoint.
+
+Source: RollPacker §4.3; its constants are the defaults of `reward.code`: T_min 2 s, T_max 30 s, f 1.5.
+
+Departures, where the paper is silent:
+
+- A correct response is one that passes all its tests. Until a prompt has one, its limit is T_max.
+- Prompts are told apart by their place in the data, source, text and answer, so a run that goes on with other data
+  takes no anchor of another problem. Of prompts whose last correct response is longest ago, anchors are dropped once
+  there are more than `MAX_ANCHORS`.
+- Evaluations neither use anchors nor make any: their figures must not depend on what training has seen.
+
+When anchors take effect. A limit is given when a sample is sent to the scorers, by the verdicts that have come in until
+then, those on other responses to the same prompt among them: in the first epoch there are no others. So a limit
+depends on the clock, and would be another one if the step ran again. No result does: whatever a limit can have decided
+is journalled whole before the round hears of it. That is a cut-off, and also the verdict on a response with a test case
+that took more than half of the least limit there is (`is_close`), because it may be cut off where anchors come in
+earlier, or the machine is slower. What took less passes under every limit, unless it takes twice as long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config.domains import domains
+from jaxrl.config.options import Config
+from jaxrl.config.rewards import CodeSection
+from jaxrl.types import Prompt
+
+SCHEMA = 1
+MAX_ANCHORS = 1 << 20
+"""Test cases whose anchors are kept: 8 MiB of a checkpoint."""
+_REACHED = 0.99  # a case that took so much of its limit was ended by it: clocks of two processes differ a little
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutRule:
+    """The formula.
+
+    Attributes:
+      min_s, max_s: bounds of a limit, in seconds; where they contradict each other, `max_s` counts.
+      factor: what the longest time of a correct response is multiplied by.
+    """
+
+    min_s: float = 2.0
+    max_s: float = 30.0
+    factor: float = 1.5
+
+    @classmethod
+    def of(cls, options: CodeSection) -> TimeoutRule:
+        """What `reward.code` asks for: with a fixed time-out the same limit for every anchor."""
+        least = options.min_timeout_s if options.timeout == "adaptive" else options.max_timeout_s
+        return cls(least, options.max_timeout_s, options.timeout_factor)
+
+    def limit_s(self, anchor_s: float | None) -> float:
+        """Seconds that a test case may take; `anchor_s`: of correct responses, None before there is one."""
+        return self.max_s if anchor_s is None else min(max(self.min_s, self.factor * anchor_s), self.max_s)
+
+
+class AdaptiveTimeouts:
+    """The anchors of a run; implements `jaxrl.loop.Kept`.
+
+    Args:
+      rule: makes limits of them.
+      is_code: whether the prompts of a source have test cases, by the sources that differ from the others.
+      others: the same of all other sources.
+      max_anchors: test cases whose anchors are kept.
+    """
+
+    def __init__(
+        self,
+        rule: TimeoutRule,
+        is_code: Mapping[str, bool] | None = None,
+        others: bool = True,
+        max_anchors: int = MAX_ANCHORS,
+    ) -> None:
+        self.rule = rule
+        self._is_code, self._others, self._max_anchors = dict(is_code or {}), others, max_anchors
+        self._anchors: dict[int, tuple[float, ...]] = {}  # those whose last correct response is longest ago first
+        self._num_anchors = 0
+        self._cut_off, self._saved_s = 0, 0.0  # since `take_metrics` was last called
+
+    @classmethod
+    def configured(cls, config: Config) -> AdaptiveTimeouts | None:
+        """Those of `reward.code`, without anchors; None where no prompt has test cases."""
+        is_code = {source: domain.kind == "code" for source, domain in domains(config.reward).items()}
+        if not any(is_code.values()):
+            return None
+        others = is_code.pop("")
+        return cls(TimeoutRule.of(config.reward.code), is_code, others)
+
+    def has_tests(self, source: str) -> bool:
+        """Whether the prompts of a source have test cases."""
+        return self._is_code.get(source, self._others)
+
+    def limits(self, prompt: Prompt) -> tuple[float, ...]:
+        """Seconds that each test case of the next response may take; empty: `rule.max_s` each."""
+        if not self.has_tests(prompt.source):
+            return ()
+        return tuple(self.rule.limit_s(anchor) for anchor in self._anchors.get(_place(prompt), ()))
+
+    def learn(self, prompt: Prompt, limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
+        """Takes in what the scorer said of a response: `case_s`, `correct` and `cut_off`; the rest does not matter.
+
+        Args:
+          limits_s: what the response was sent with.
+        """
+        if not self.has_tests(prompt.source):
+            return
+        seconds = case_seconds(info)
+        self._count(seconds, limits_s, info)
+        if info.get("correct") is not True or not seconds:
+            return
+        place = _place(prompt)
+        earlier = self._anchors.pop(place, ())
+        self._num_anchors -= len(earlier)
+        if len(earlier) == len(seconds):  # else the prompt's tests are others by now
+            seconds = tuple(map(max, earlier, seconds))
+        self._keep(place, seconds)
+
+    def is_close(self, prompt: Prompt, info: Mapping[str, Any]) -> bool:
+        """Whether another limit might have changed what the scorer said: see the module's docstring."""
+        least_s = min(self.rule.min_s, self.rule.max_s)
+        return self.has_tests(prompt.source) and max(case_seconds(info), default=0.0) > least_s / 2
+
+    def _count(self, seconds: Sequence[float], limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
+        cut_off = info.get("cut_off")
+        if type(cut_off) is not int or cut_off <= 0:
+            return
+        self._cut_off += cut_off
+        limits = [*limits_s, *[self.rule.max_s] * (len(seconds) - len(limits_s))]
+        ended = [limit for took, limit in zip(seconds, limits, strict=False) if took >= _REACHED * limit]
+        self._saved_s += sum(self.rule.max_s - limit for limit in ended[:cut_off])
+
+    def _keep(self, place: int, seconds: tuple[float, ...]) -> None:
+        if len(seconds) > self._max_anchors:
+            return
+        self._anchors[place] = seconds
+        self._num_anchors += len(seconds)
+        while self._num_anchors > self._max_anchors:
+            self._num_anchors -= len(self._anchors.pop(next(iter(self._anchors))))
+
+    def take_metrics(self) -> dict[str, float]:
+        """`reward/code/anchor_s/{median,max}` over all test cases that have an anchor; and, since the last call,
+        `reward/code/cut_off`, the test cases that their limit ended, and `reward/code/saved_s`, the seconds that these
+        would have taken more if they had gone on until `rule.max_s`."""
+        found = {"reward/code/cut_off": float(self._cut_off), "reward/code/saved_s": self._saved_s}
+        self._cut_off, self._saved_s = 0, 0.0
+        if self._anchors:
+            anchors = np.concatenate(list(self._anchors.values()))
+            found |= {
+                "reward/code/anchor_s/median": float(np.median(anchors)),
+                "reward/code/anchor_s/max": float(anchors.max()),
+            }
+        return found
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat arrays: `prompts` int64 [P, 2] (what tells a prompt apart, its test cases), those whose last correct
+        response is longest ago first; `seconds` float64 [A], the anchors of all their test cases."""
+        prompts = [(place, len(seconds)) for place, seconds in self._anchors.items()]
+        anchors = [anchor for seconds in self._anchors.values() for anchor in seconds]
+        return {
+            "schema": SCHEMA,
+            "prompts": np.asarray(prompts, np.int64).reshape(-1, 2),
+            "seconds": np.asarray(anchors, np.float64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what was kept, within this run's bound. An empty state: of a run without test cases.
+
+        Raises ValueError for a state of another schema, or one that does not fit together.
+        """
+        if not state:
+            return
+        if state.get("schema") != SCHEMA:
+            raise ValueError(f"time-outs: state of schema {state.get('schema')}; this version reads schema {SCHEMA}")
+        prompts, anchors = np.asarray(state["prompts"]), np.asarray(state["seconds"])
+        shaped = prompts.ndim == 2 and prompts.shape[1] == 2 and anchors.ndim == 1
+        if not shaped or (prompts[:, 1] < 1).any() or prompts[:, 1].sum() != anchors.size:
+            raise ValueError(
+                f"time-outs: the state of the checkpoint is damaged: prompts of shape {prompts.shape} and anchors of "
+                f"shape {anchors.shape} must fit together"
+            )
+        if not (np.isfinite(anchors) & (anchors >= 0)).all():
+            raise ValueError("time-outs: the state of the checkpoint is damaged: an anchor is no number of seconds")
+        self._anchors, self._num_anchors = {}, 0
+        ends = np.cumsum(prompts[:, 1])
+        for (place, count), end in zip(prompts.tolist(), ends.tolist(), strict=True):
+            self._keep(place, tuple(anchors[end - count : end].tolist()))
+
+
+def case_seconds(info: Mapping[str, Any]) -> tuple[float, ...]:
+    """Seconds of each test case that was run, by `case_s` of a scorer's info; empty where that is no list of them."""
+    found = info.get("case_s")
+    if not isinstance(found, list | tuple) or not all(type(each) in (int, float) and 0 <= each < inf for each in found):
+        return ()
+    return tuple(float(each) for each in found)
+
+
+def _place(prompt: Prompt) -> int:
+    """64 bits that tell a prompt from all others, and from those of other data."""
+    told = repr((prompt.index, prompt.source, prompt.text, prompt.answer))
+    return int.from_bytes(hashlib.blake2b(told.encode("utf-8", "replace"), digest_size=8).digest(), "big", signed=True)

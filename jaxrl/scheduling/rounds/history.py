@@ -1,0 +1,336 @@
+"""What prompts' earlier responses are kept for: drafts of the next ones, and the ranking of prompts by length.
+
+Purpose: `HistoryStore` holds, for every prompt of the data, the responses of its last rollouts and their lengths. It is
+part of a checkpoint. What is made of the responses (`jaxrl.scheduling.tokens.draft_index`) lies elsewhere.
+
+Source: RhymeRL §5.3 (a prompt's history is the responses of its last rollout, with their rewards) and §6.2 to §6.3 (its
+length is their median; by how much lengths have grown since the epoch before).
+
+Departures:
+
+- A group enters when it leaves its round, scored: those that are trained on, and those that dynamic sampling has judged
+  and left out. What a round discards, or carries on without samples, never enters: which of its responses had been
+  scored by then is decided by a clock. So the store is a function of logical time.
+- Samples are kept in the order of their keys, whatever the order in which they ended.
+- Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay. An index counts with
+  the most that it can take until `settle` tells what it does take.
+- Prompts of one data set only are told apart: a run that goes on with other data finds the history of other prompts
+  under their numbers. Tokens never depend on it, so that costs speed alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.types import Group
+
+SCHEMA = 1
+_UNKNOWN = -1  # bytes of an index, in a checkpoint
+_DAMAGED = "history: the state of the checkpoint is damaged"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PastRollout:
+    """The responses that a prompt brought in one epoch.
+
+    Attributes:
+      epoch: of the rollout.
+      tokens: int32 [T], of all responses, one after another.
+      lengths: int32 [R], of each, in tokens.
+      rewards: float64 [R], of each.
+    """
+
+    epoch: int
+    tokens: np.ndarray
+    lengths: np.ndarray
+    rewards: np.ndarray
+
+    @classmethod
+    def of(cls, group: Group) -> PastRollout:
+        """A scored group's."""
+        samples = sorted(group.samples, key=lambda sample: sample.key)
+        tokens = np.concatenate([np.asarray(sample.token_ids, np.int32) for sample in samples])
+        lengths = np.asarray([len(sample) for sample in samples], np.int32)
+        return cls(group.prompt.epoch, tokens, lengths, np.asarray([s.reward for s in samples], np.float64))
+
+    def responses(self) -> list[np.ndarray]:
+        """The tokens of each response, int32 [T_i]."""
+        return np.split(self.tokens, np.cumsum(self.lengths)[:-1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tokens.nbytes + self.lengths.nbytes + self.rewards.nbytes
+
+
+class PromptHistory:
+    """A prompt's last rollouts, the oldest first: what an index is made of.
+
+    It never changes but for what `pack` keeps, so another thread may have it while the store goes on.
+    """
+
+    __slots__ = ("_packed", "rollouts")
+
+    def __init__(self, rollouts: tuple[PastRollout, ...], packed: bytes | None = None) -> None:
+        self.rollouts = rollouts
+        self._packed = packed
+
+    @property
+    def num_responses(self) -> int:
+        return sum(len(rollout.lengths) for rollout in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(rollout.tokens) for rollout in self.rollouts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(rollout.num_bytes for rollout in self.rollouts)
+
+    def pack(self) -> bytes:
+        """Compressed for a checkpoint (`HistoryStore.state_dict`); worked out once."""
+        if self._packed is None:
+            self._packed = _packed(self.rollouts)
+        return self._packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> PromptHistory:
+        """The reverse of `pack`. Raises ValueError for anything else."""
+        return cls(_unpacked(packed), packed)
+
+
+@dataclass(frozen=True, slots=True)
+class PastLengths:
+    """Response lengths of a prompt's last rollout, in tokens, and how it grew.
+
+    Attributes:
+      epoch: of the rollout.
+      median, mean, longest: of its responses.
+      before: the median of the rollout before it; 0: there was none.
+    """
+
+    epoch: int
+    median: float
+    mean: float
+    longest: int
+    before: float
+
+    @property
+    def growth(self) -> float | None:
+        """The median, as a multiple of the one before; None where there was none."""
+        return self.median / self.before if self.before else None
+
+
+class HistoryStore:
+    """The history of all prompts, by their index in the data.
+
+    Args:
+      epochs: rollouts that are kept of a prompt; 0: lengths alone.
+      max_bytes: of responses and their indexes together; 0: no bound.
+      index_bytes: the most that the index over so many responses with so many tokens takes; None: there are none.
+
+    Attributes:
+      num_evicted: prompts whose responses were dropped for the bound, so far.
+    """
+
+    def __init__(self, epochs: int, max_bytes: int = 0, index_bytes: Callable[[int, int], int] | None = None) -> None:
+        self.num_evicted = 0
+        self._epochs, self._max_bytes, self._index_bytes = epochs, max_bytes, index_bytes
+        self._kept: dict[int, PromptHistory] = {}  # those whose last rollout is longest ago first
+        self._lengths: dict[int, PastLengths] = {}
+        self._settled: dict[int, int] = {}  # bytes of the indexes that are known, by prompt
+        self._num_bytes = 0
+
+    # -- what is asked of it -----------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the responses that are kept, and of their indexes."""
+        return self._num_bytes
+
+    def prompts(self) -> list[int]:
+        """The prompts whose responses are kept, those whose last rollout is longest ago first."""
+        return list(self._kept)
+
+    def history(self, index: int) -> PromptHistory | None:
+        """A prompt's last rollouts; None where none is kept."""
+        return self._kept.get(index)
+
+    def unsettled(self) -> list[int]:
+        """The prompts of which it is not known yet how much their index takes."""
+        return [] if self._index_bytes is None else [index for index in self._kept if index not in self._settled]
+
+    def lengths(self, index: int) -> PastLengths | None:
+        """The lengths of a prompt's last rollout; None where there was none. They stay when responses are dropped."""
+        return self._lengths.get(index)
+
+    def median_length(self, index: int) -> float | None:
+        """Of a prompt's last responses, in tokens; None where there are none."""
+        lengths = self._lengths.get(index)
+        return None if lengths is None else lengths.median
+
+    def growths(self) -> np.ndarray:
+        """float64 [N]: by how much the median length of each prompt grew to its last rollout, as a factor; of those
+        with two rollouts or more, in the order of their indices."""
+        found = (self._lengths[index].growth for index in sorted(self._lengths))
+        return np.asarray([growth for growth in found if growth is not None], np.float64)
+
+    # -- what enters -------------------------------------------------------------------------------------------------
+
+    def add(self, groups: Iterable[Group]) -> list[int]:
+        """Takes in the scored groups of a round; returns the prompts whose responses have changed and are kept.
+
+        A rollout that is older than what is kept of its prompt counts for nothing: a prompt that waited in a queue for
+        longer than an epoch.
+        """
+        changed: dict[int, None] = {}
+        for group in groups:
+            if self._take(group.prompt.index, PastRollout.of(group)):
+                changed[group.prompt.index] = None
+        self._evict()
+        return [index for index in changed if index in self._kept]
+
+    def _take(self, index: int, rollout: PastRollout) -> bool:
+        before, kept = self._lengths.get(index), self._kept.get(index)
+        if before is not None and rollout.epoch <= before.epoch:
+            return False
+        median, lengths = float(np.median(rollout.lengths)), rollout.lengths
+        earlier = 0.0 if before is None else before.median
+        self._lengths[index] = PastLengths(rollout.epoch, median, float(lengths.mean()), int(lengths.max()), earlier)
+        if not self._epochs:
+            return False
+        rollouts = (*(() if kept is None else kept.rollouts), rollout)[-self._epochs :]
+        self._forget(index)
+        self._keep(index, PromptHistory(rollouts))
+        return True
+
+    def settle(self, index: int, num_bytes: int) -> None:
+        """The index over a prompt's responses takes so many bytes. To be told in logical time."""
+        self._num_bytes -= self._bytes_of(index)
+        self._settled[index] = num_bytes
+        self._num_bytes += self._bytes_of(index)
+
+    def _keep(self, index: int, history: PromptHistory) -> None:
+        self._kept[index] = history
+        self._num_bytes += self._bytes_of(index)
+
+    def _forget(self, index: int) -> None:
+        if index in self._kept:
+            self._num_bytes -= self._bytes_of(index)
+            self._settled.pop(index, None)
+            del self._kept[index]
+
+    def _bytes_of(self, index: int) -> int:
+        history, built = self._kept[index], self._settled.get(index)
+        if built is None:
+            most = self._index_bytes
+            built = 0 if most is None else most(history.num_responses, history.num_tokens)
+        return history.num_bytes + built
+
+    def _evict(self) -> None:
+        while self._max_bytes and self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._kept)))
+            self.num_evicted += 1
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat arrays: `prompts` int64 [P, 3] (index, bytes of its part of `packed`, bytes of its index or -1), the
+        oldest first; `packed` uint8, each prompt's part as of `PromptHistory.pack`; `lengths` float64 [L, 6] (index,
+        epoch, median, mean, longest, the median before); and how many prompts were evicted."""
+        parts = [history.pack() for history in self._kept.values()]
+        sizes = [(i, len(part), self._settled.get(i, _UNKNOWN)) for i, part in zip(self._kept, parts, strict=True)]
+        rows = [(i, of.epoch, of.median, of.mean, of.longest, of.before) for i, of in sorted(self._lengths.items())]
+        return {
+            "schema": SCHEMA,
+            "num_evicted": self.num_evicted,
+            "prompts": np.asarray(sizes, np.int64).reshape(-1, 3),
+            "packed": np.frombuffer(b"".join(parts), np.uint8),
+            "lengths": np.asarray(rows, np.float64).reshape(-1, 6),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what was kept, within this run's bounds. An empty state: of a run without history.
+
+        Raises ValueError for a state of another schema, or one that does not fit together.
+        """
+        if not state:
+            return
+        if state.get("schema") != SCHEMA:
+            raise ValueError(f"history: state of schema {state.get('schema')}; this version reads schema {SCHEMA}")
+        prompts, packed, lengths = (np.asarray(state[name]) for name in ("prompts", "packed", "lengths"))
+        shaped = prompts.ndim == lengths.ndim == 2 and prompts.shape[1] == 3 and lengths.shape[1] == 6
+        if not shaped or (prompts < (0, 0, _UNKNOWN)).any() or prompts[:, 1].sum() != packed.size:
+            raise ValueError(
+                f"{_DAMAGED}: prompts of shape {prompts.shape}, lengths of shape {lengths.shape} and {packed.size} "
+                "packed bytes must fit together"
+            )
+        self._kept, self._lengths, self._settled, self._num_bytes = {}, {}, {}, 0
+        self.num_evicted = int(state["num_evicted"])
+        for index, epoch, median, mean, longest, before in lengths.tolist():
+            self._lengths[int(index)] = PastLengths(int(epoch), median, mean, int(longest), before)
+        ends = np.cumsum(prompts[:, 1])
+        for index, size, built, end in zip(*prompts.T.tolist(), ends.tolist(), strict=True):
+            history = self._restored(index, packed[end - size : end].tobytes())
+            if not self._epochs:
+                continue
+            if len(history.rollouts) > self._epochs:
+                history, built = PromptHistory(history.rollouts[-self._epochs :]), _UNKNOWN
+            self._keep(index, history)
+            if built != _UNKNOWN:
+                self.settle(index, built)
+        self._evict()
+
+    @staticmethod
+    def _restored(index: int, packed: bytes) -> PromptHistory:
+        try:
+            return PromptHistory.unpack(packed)
+        except ValueError as error:
+            raise ValueError(f"{_DAMAGED}: prompt {index}: {error}") from None
+
+
+def _packed(rollouts: tuple[PastRollout, ...]) -> bytes:
+    """One prompt's rollouts: how many; then of each its epoch, its responses and its tokens; all as int64. Then of each
+    the rewards as float64 and the lengths and tokens as int32, compressed. Numbers are little-endian, and those of one
+    kind are split into planes of bytes, of which the higher ones are nearly constant."""
+    heads = [(each.epoch, len(each.lengths), len(each.tokens)) for each in rollouts]
+    parts = [np.asarray([len(rollouts), *np.ravel(heads)], "<i8").tobytes()]
+    parts += [each.rewards.astype("<f8").tobytes() for each in rollouts]
+    parts += [_planes(np.concatenate([each.lengths, each.tokens])) for each in rollouts]
+    return zlib.compress(b"".join(parts))
+
+
+def _unpacked(packed: bytes) -> tuple[PastRollout, ...]:
+    """The reverse of `_packed`. Raises ValueError for anything else."""
+    try:
+        data = zlib.decompress(packed)
+        (count,) = np.frombuffer(data, "<i8", 1).tolist()
+        heads = np.frombuffer(data, "<i8", 3 * count, 8).reshape(count, 3).tolist()
+        place = 8 + 24 * count
+        rewards: list[np.ndarray] = []
+        for _, num_responses, _ in heads:
+            rewards.append(np.frombuffer(data, "<f8", num_responses, place).astype(np.float64))
+            place += 8 * num_responses
+        found: list[PastRollout] = []
+        for (epoch, num_responses, num_tokens), each in zip(heads, rewards, strict=True):
+            size = 4 * (num_responses + num_tokens)
+            numbers = np.frombuffer(data, np.uint8, size, place).reshape(4, -1).T.copy().view("<i4")[:, 0]
+            lengths, tokens = np.split(numbers.astype(np.int32), [num_responses])
+            if lengths.sum() != num_tokens or (lengths < 0).any():
+                raise ValueError(f"responses of {lengths.tolist()} tokens, and {num_tokens} tokens")
+            found.append(PastRollout(epoch, tokens, lengths, each))
+            place += size
+        if place != len(data):
+            raise ValueError(f"{len(data)} bytes, and {place} are accounted for")
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    return tuple(found)
+
+
+def _planes(numbers: np.ndarray) -> bytes:
+    """int32 [N] as four planes of bytes, the lowest first."""
+    return numbers.astype("<i4").view(np.uint8).reshape(-1, 4).T.tobytes()

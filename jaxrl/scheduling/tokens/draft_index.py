@@ -1,0 +1,270 @@
+"""An index over a prompt's earlier responses, from which drafts of a new response are taken.
+
+Purpose: `DraftIndex.build` makes it from the responses and their weights; `find` says where the draft for the last
+tokens of a response begins. It is made of flat integer arrays, so that a device can look drafts up inside its decode
+loop (`jaxrl.rollout.verify`), by the rule of `find`.
+
+Source: RhymeRL §5.3 (HistoSpec): a suffix tree for each prompt; the priority of a node is the sum of the rewards of the
+responses that run through it, once per occurrence; of several continuations the one with the highest priority is
+followed. A context of 7 tokens is looked for first, then shorter ones down to 3 (§5.4).
+
+Departures:
+
+- The tree is flattened. A draft follows the heaviest path below the context, and that path is a piece of the text. So
+  for every context of `min_prefix` .. `max_prefix` tokens the index holds one place in the text, right behind the
+  context on its heaviest path, in a hash table: a look-up of m tokens takes O(m), whatever the size of the text.
+  Paths are told apart for `max_draft` tokens behind the longest context; no draft is longer.
+- Building sorts all places by the tokens that follow, by doubling, and goes through the tree depth by depth, all with
+  numpy: O(n) memory, and log2(max_prefix + max_draft) sorts. docs/performance.md has figures.
+- A response is preceded by `START` markers, which count as tokens of a context: the first tokens of a response can be
+  drafted as well.
+
+What decides between two continuations, in this order: one that goes on comes before the end of a response; the higher
+priority; more occurrences; the one in the later response, or later in the same. Rewards of zero or below count like
+any others: where all are zero, the continuation that occurs most often is followed, and of negative sums the one
+nearest to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+START = -2
+"""Stands before the first token of a response, `max_prefix` times."""
+
+END = -1
+"""Stands behind the last token of a response."""
+
+MAX_PROBES = 16
+"""The most contexts that share a bucket of the hash table."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLengths:
+    """The contexts that an index can be asked for, and how far its drafts are told apart.
+
+    Attributes:
+      min_prefix, max_prefix: tokens of the shortest and the longest context.
+      max_draft: tokens of the longest draft.
+    """
+
+    min_prefix: int = 3
+    max_prefix: int = 7
+    max_draft: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_prefix <= self.max_prefix <= 64 or self.max_draft < 1:
+            raise ValueError(
+                f"rollout.speculation: min_prefix ({self.min_prefix}) must be in [1, max_prefix ({self.max_prefix})], "
+                f"max_prefix at most 64, and max_window ({self.max_draft}) at least 1"
+            )
+
+    @property
+    def num_prefixes(self) -> int:
+        """How many lengths a context may have."""
+        return self.max_prefix - self.min_prefix + 1
+
+    def text_size(self, num_responses: int, num_tokens: int) -> int:
+        """Entries of the text of an index over so many responses with so many tokens together."""
+        return num_responses * (self.max_prefix + 1) + num_tokens
+
+    def num_places(self, num_tokens: int) -> int:
+        """The most entries of `places` of an index over so many tokens."""
+        return self.num_prefixes * num_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftIndex:
+    """The index of one prompt. Equal only to itself, so it can be a key.
+
+    Attributes:
+      lengths: of contexts and drafts.
+      text: int32 [N]: every response, `max_prefix` times `START` before it and `END` behind it.
+      first: int32 [B + 1], B a power of two: bucket b of the hash table is `places[first[b] : first[b + 1]]`, with at
+        most `MAX_PROBES` entries.
+      places: int32 [E]: `place * num_prefixes + m - min_prefix` for a context of m tokens that ends before
+        `text[place]`, the first token of its draft.
+      salt: what the hash of a context begins with.
+      num_tokens: of all responses.
+    """
+
+    lengths: DraftLengths
+    text: np.ndarray
+    first: np.ndarray
+    places: np.ndarray
+    salt: int
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.text.nbytes + self.first.nbytes + self.places.nbytes
+
+    @classmethod
+    def build(
+        cls, responses: Sequence[np.ndarray], weights: Sequence[float], lengths: DraftLengths = DraftLengths()
+    ) -> DraftIndex:
+        """The index over these responses, older ones first.
+
+        Args:
+          responses: token ids, each [T] with T >= 0 and ids >= 0.
+          weights: of each response: its reward.
+
+        Raises:
+          ValueError: as many weights as responses are needed, and they must be finite.
+        """
+        if len(responses) != len(weights) or not np.isfinite(weights).all():
+            raise ValueError(
+                f"a draft index of {len(responses)} responses needs as many finite weights, found {list(weights)!r}"
+            )
+        text, rest, weight = _joined(responses, weights, lengths)
+        found = _heaviest(text, rest, weight, lengths) if len(text) else []
+        place = np.concatenate([np.zeros(0, np.int64), *(begins + size for size, begins in found)])
+        size = np.repeat([size for size, _ in found], [len(begins) for _, begins in found]).astype(np.int64)
+        salt = 0
+        while (table := _hashed(text, place, size, lengths, salt)) is None:
+            salt += 1
+        return cls(lengths, text, *table, salt, sum(len(response) for response in responses))
+
+    def find(self, context: Sequence[int]) -> tuple[int, int]:
+        """(place, m): the draft for a response whose last tokens are `context` begins at `text[place]`, and m tokens of
+        the context were found; (-1, 0) where there is none. A context shorter than `max_prefix` is the whole response
+        so far."""
+        lengths = self.lengths
+        recent = np.asarray([*[START] * lengths.max_prefix, *context], np.int32)[-lengths.max_prefix :]
+        hashes = context_hashes(recent[None], np.uint32(self.salt))[0]
+        for m in range(lengths.max_prefix, lengths.min_prefix - 1, -1):
+            bucket = int(hashes[m - 1]) & (len(self.first) - 2)
+            for entry in self.places[self.first[bucket] : self.first[bucket + 1]].tolist():
+                place, kind = divmod(entry, lengths.num_prefixes)
+                if kind == m - lengths.min_prefix and np.array_equal(self.text[place - m : place], recent[-m:]):
+                    return place, m
+        return -1, 0
+
+    def draft(self, context: Sequence[int], num_tokens: int) -> np.ndarray:
+        """The next tokens after `context`, at most `num_tokens` and at most up to the end of the response that they are
+        from: int32 [0 .. num_tokens]."""
+        place, _ = self.find(context)
+        piece = self.text[place : place + num_tokens] if place >= 0 else self.text[:0]
+        ends = np.flatnonzero(piece == END)
+        return piece[: ends[0]] if len(ends) else piece
+
+
+def num_buckets(num_places: int) -> int:
+    """Buckets of the hash table of so many places: a power of two, about two places in each."""
+    return 1 << max(num_places // 2 - 1, 0).bit_length()
+
+
+def context_hashes(recent: Any, salt: Any) -> Any:
+    """uint32 [R, P]: the hashes of the last 1 .. P tokens of int32 [R, P]; of numpy or jax arrays alike.
+
+    Args:
+      salt: uint32, one for all rows or [R].
+    """
+    tokens = recent.astype(np.uint32)
+    running, hashes = salt * np.uint32(0x9E3779B1), []
+    for i in range(tokens.shape[1] - 1, -1, -1):
+        running = _mixed(tokens[:, i] ^ running)
+        hashes.append(running)
+    return tokens.__array_namespace__().stack(hashes, axis=1)
+
+
+def _mixed(x: Any) -> Any:
+    """A 32-bit integer finaliser (the "lowbias32" constants of Wellons' hash prospector)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return (x ^ (x >> 16)) + np.uint32(0x9E3779B9)
+
+
+def _joined(
+    responses: Sequence[np.ndarray], weights: Sequence[float], lengths: DraftLengths
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The text [N], how many entries lie between each and the next `END` [N], and the weight of each [N]."""
+    markers = np.full(lengths.max_prefix, START, np.int32)
+    pieces = [np.concatenate([markers, np.asarray(each, np.int32), [np.int32(END)]]) for each in responses]
+    sizes = [len(piece) for piece in pieces]
+    text = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+    rest = np.concatenate([np.arange(size - 1, -1, -1) for size in sizes]) if pieces else np.zeros(0, np.int64)
+    return text, rest, np.repeat(np.asarray(weights, np.float64), sizes)
+
+
+def _heaviest(
+    text: np.ndarray, rest: np.ndarray, weight: np.ndarray, lengths: DraftLengths
+) -> list[tuple[int, np.ndarray]]:
+    """For every number of tokens that a context may have: where its occurrences on the heaviest paths begin, one for
+    each context that a draft can follow."""
+    deepest = lengths.max_prefix + lengths.max_draft
+    order, shared = _sorted_suffixes(text, deepest)
+    starts = np.flatnonzero(shared < deepest)  # of classes of suffixes with the same first tokens, so many as `deepest`
+    best = np.maximum.reduceat(order, starts)  # the suffix of each class that its heaviest path goes through
+    found = []
+    for depth in range(deepest - 1, lengths.min_prefix - 1, -1):
+        is_first = shared[starts] < depth  # children of the classes of this depth, which begin with these
+        if not is_first.all():
+            best = _heavier(starts, best, is_first, rest[best] > depth, weight[order])
+            starts = starts[is_first]
+        if depth <= lengths.max_prefix:
+            begins_with_text = (text[best + np.minimum(depth, rest[best]) - 1] != START) | (depth == lengths.max_prefix)
+            found.append((depth, best[(rest[best] > depth) & begins_with_text]))
+    return found
+
+
+def _heavier(
+    starts: np.ndarray, best: np.ndarray, is_first: np.ndarray, goes_on: np.ndarray, weight: np.ndarray
+) -> np.ndarray:
+    """Of sibling classes, the best of the one that is followed; `is_first` marks each first sibling."""
+    parent = np.cumsum(is_first) - 1
+    sizes = np.diff(starts, append=len(weight))
+    siblings = np.flatnonzero(np.bincount(parent)[parent] > 1)
+    total = np.add.reduceat(weight, starts)[siblings]
+    keys = best[siblings], sizes[siblings], total, goes_on[siblings], parent[siblings]
+    ranked = siblings[np.lexsort(keys)]
+    last = np.flatnonzero(np.diff(parent[ranked], append=-1))
+    followed = best[is_first]
+    followed[parent[ranked[last]]] = best[ranked[last]]
+    return followed
+
+
+def _sorted_suffixes(text: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where suffixes begin, sorted by at least their first `depth` entries [N], and how many entries, `depth` at the
+    most, each shares with the one before it [N]. Prefix doubling (Manber and Myers 1990)."""
+    size = len(text)
+    ranks = [np.unique(text, return_inverse=True)[1].astype(np.int64) + 1]  # by the first 1, 2, 4, ... entries
+    order = np.argsort(ranks[0], kind="stable")
+    while 1 << (len(ranks) - 1) < depth:
+        half = 1 << (len(ranks) - 1)
+        behind = np.zeros(size, np.int64)
+        behind[: max(size - half, 0)] = ranks[-1][half:]
+        key = ranks[-1] * (size + 2) + behind
+        order = np.argsort(key, kind="stable")
+        ranked = key[order]
+        rank = np.empty(size, np.int64)
+        rank[order] = np.cumsum(np.diff(ranked, prepend=-1) != 0)
+        ranks.append(rank)
+    shared = np.zeros(size, np.int64)
+    mine, other = order[1:], order[:-1]
+    for level in range(len(ranks) - 1, -1, -1):
+        at, beside = mine + shared[1:], other + shared[1:]
+        inside = (at < size) & (beside < size)
+        at, beside = np.where(inside, at, 0), np.where(inside, beside, 0)
+        shared[1:] += np.where(inside & (ranks[level][at] == ranks[level][beside]), 1 << level, 0)
+    return order, np.minimum(shared, depth)
+
+
+def _hashed(
+    text: np.ndarray, place: np.ndarray, size: np.ndarray, lengths: DraftLengths, salt: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """(first, places) of contexts of `size` tokens that end before `place`; None if a bucket would be too full."""
+    size_of_table = num_buckets(len(place))
+    recent = text[np.maximum(place[:, None] + np.arange(-lengths.max_prefix, 0), 0)]
+    hashes = context_hashes(recent, np.uint32(salt))[np.arange(len(place)), size - 1]
+    bucket = (hashes & np.uint32(size_of_table - 1)).astype(np.int64)
+    counts = np.bincount(bucket, minlength=size_of_table)
+    if counts.max() > MAX_PROBES:
+        return None
+    entries = place * lengths.num_prefixes + size - lengths.min_prefix
+    first = np.concatenate([[0], np.cumsum(counts)])
+    return first.astype(np.int32), entries[np.argsort(bucket, kind="stable")].astype(np.int32)

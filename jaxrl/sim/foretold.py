@@ -1,0 +1,131 @@
+"""Which tokens of a simulated response its prompt's earlier responses foretell.
+
+Purpose: simulated responses have fillers for tokens, so no history could be searched for what comes next. `foretold`
+says instead, position by position, how many tokens from there on a draft would have right. It is a pure function of
+(seed, identity) and the options `simulate.task.history`: schedules, layouts and other rows do not change it.
+
+Source: RhymeRL §5.1 and §5.4 with Fig. 8: responses of two epochs share stretches of equal tokens, short ones in number
+and long ones in tokens; Fig. 6a and §7.2.2: stretches grow as training goes on.
+
+Model: a response is a row of stretches, each after a gap. In a gap no draft is found. At each position of a stretch one
+is found, and it is right up to the stretch's end. The token behind that is drafted wrong: one more draft is found and
+rejected there. A stretch without a token is such a place alone. Lengths of stretches are lognormal, rounded down; those
+of gaps are geometric.
+
+Departures: drafts never reach beyond a response's end, as if the response that they come from ended there too. A match
+begins with the shortest context, and is a token longer with each position of its stretch, up to the longest.
+
+Lengths are read off tables of their distributions, so they are integers on every machine; what is random about them is
+a counter hash, many values at once (the finaliser of splitmix64, Steele et al. 2014), from one 64-bit word that
+`jaxrl.sim.workload.word` makes of the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+
+from jaxrl.config import SimulatedHistory
+from jaxrl.sim.workload import word
+from jaxrl.types import SampleKey
+
+_STRETCHES = 32  # what a random number is for; different from those of `jaxrl.sim.workload` and `jaxrl.sim.recorded`
+_NORMAL = NormalDist()
+_MOST_GROWTH = 20.0  # in the logarithm
+_LONGEST = 4096  # tokens of a stretch or a gap: a window takes dozens of drafts to get through it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Foretold:
+    """By position of a response, each [tokens]:
+
+    Attributes:
+      right: int16, tokens from here on that a draft would have right; -1: no draft is found.
+      matched: int8, tokens of context by which the draft is found; 0: none is.
+    """
+
+    right: np.ndarray
+    matched: np.ndarray
+
+
+def foretold(
+    history: SimulatedHistory, word: int, epoch: int, length: int, min_prefix: int = 3, max_prefix: int = 7
+) -> Foretold:
+    """What is foretold of a response.
+
+    Args:
+      word: 64 bits that depend on the response's identity.
+      epoch: of the response. Stretches grow from epoch 1 on; in epoch 0 only a group's own samples foretell anything.
+      length: of the response, in tokens.
+      min_prefix, max_prefix: of `rollout.speculation`.
+    """
+    grown = math.exp(min(max(math.log1p(history.growth) * max(epoch - 1, 0), -_MOST_GROWTH), _MOST_GROWTH))
+    stretches = _stretch_table(history.stretch_median * grown, history.stretch_sigma)
+    gaps = _gap_table(history.gap_mean)
+    right, matched = np.full(length, -1, np.int16), np.zeros(length, np.int8)
+    count = max(length // 4, 16)  # drawn at a time
+    at = drawn = 0
+    while at < length:
+        uniform_2N = _uniform(word, drawn, 2 * count).reshape(count, 2).T
+        drawn += 2 * count
+        gap_N = np.searchsorted(gaps, uniform_2N[0], side="right")
+        stretch_N = np.searchsorted(stretches, uniform_2N[1], side="right")
+        end_N = at + np.cumsum(gap_N + stretch_N + 1)  # behind the token that is drafted wrong
+        parts = np.stack([gap_N, stretch_N + 1], axis=1).ravel()
+        in_stretch = np.repeat(np.tile([False, True], count), parts)[: length - at]
+        places = at + np.flatnonzero(in_stretch)
+        last = np.repeat(end_N - 1, stretch_N + 1)[: len(places)]
+        first = np.repeat(end_N - 1 - stretch_N, stretch_N + 1)[: len(places)]
+        right[places] = np.minimum(last, length) - places
+        matched[places] = np.minimum(places - first + min_prefix, max_prefix)
+        at = int(end_N[-1])
+    return Foretold(right, matched)
+
+
+def _uniform(word: int, first: int, count: int) -> np.ndarray:
+    """`count` numbers in [0, 1), those from `first` on of the row that belongs to `word`; float64."""
+    state = np.uint64(word) + np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Foreteller:
+    """`foretold` of the responses of a run.
+
+    Attributes:
+      seed: of the run.
+      history_of: by prompt index, `simulate.task.history` of its task.
+      min_prefix, max_prefix: of `rollout.speculation`.
+    """
+
+    seed: int
+    history_of: Callable[[int], SimulatedHistory]
+    min_prefix: int
+    max_prefix: int
+
+    def __call__(self, key: SampleKey, length: int) -> Foretold:
+        """What is foretold of a response of so many tokens."""
+        of = word(_STRETCHES, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
+        history = self.history_of(key.prompt_index)
+        return foretold(history, of, key.epoch, length, self.min_prefix, self.max_prefix)
+
+
+@lru_cache(maxsize=64)
+def _stretch_table(median: float, sigma: float) -> np.ndarray:
+    """The probability of a stretch of at most 0, 1, 2, ... tokens; float64 [_LONGEST]."""
+    if sigma == 0:
+        return (np.arange(1, _LONGEST + 1) > median).astype(float)
+    return np.array([_NORMAL.cdf(math.log(tokens / median) / sigma) for tokens in range(1, _LONGEST + 1)])
+
+
+@lru_cache(maxsize=64)
+def _gap_table(mean: float) -> np.ndarray:
+    """The probability of a gap of at most 0, 1, 2, ... tokens; float64 [_LONGEST]."""
+    return 1 - (mean / (1 + mean)) ** np.arange(1.0, _LONGEST + 1)

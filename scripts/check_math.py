@@ -1,0 +1,157 @@
+#!/usr/bin/env python
+"""How often the math reward knows right answers as right and wrong ones as wrong, on real data.
+
+    python scripts/check_math.py --gsm8k gsm8k_train.jsonl --deepmath deepmath_1980.jsonl
+
+GSM8K: every reference solution is a right response; so is its answer in other forms, and its answer altered is wrong.
+DeepMath: every ground truth verifies against itself, and against a spelling of the same that is made by rule (0.5, 1/2,
+`\\frac{1}{2}`, 50 %); a number altered does not. One line per check, with its rate; then what failed, ten at most.
+The exit status is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+
+from jaxrl.rewards.math import equal, score, to_number
+
+Case = tuple[str, str]  # what is judged, and the reference
+SHOWN = 10
+
+
+def gsm8k_checks(solutions: Sequence[str]) -> Iterator[tuple[str, bool, list[Case]]]:
+    """(name, whether each case is right, cases) over solutions that end in `#### answer`."""
+    golds = [solution.rpartition("####")[2].strip() for solution in solutions]
+    yield "reference solutions", True, list(zip(solutions, golds, strict=True))
+    for name, form in (
+        ("boxed", r"So it is \boxed{{{}}}."),
+        ("in a sentence", "So the answer is {}."),
+        ("with a unit", "#### {} dollars"),
+        ("bold", "#### **{}**"),
+        ("with a reason", "#### {}, because 1 + 1 = 2"),
+        ("price", "#### ${}/week"),
+        ("glued", "答案是{}。"),
+    ):
+        yield name, True, [(form.format(gold), gold) for gold in golds]
+    yield "next number", False, [(f"#### {_plus(gold, 1)}", gold) for gold in golds]
+    yield "ten times", False, [(rf"\boxed{{{gold}0}}", gold) for gold in golds if gold != "0" and "." not in gold]
+    yield "two answers", False, [(f"#### {gold} or {_plus(gold, 1)}", gold) for gold in golds]
+
+
+def deepmath_checks(truths: Sequence[str]) -> Iterator[tuple[str, bool, list[Case]]]:
+    """The same for ground truths of any kind: numbers, expressions, words, sets, matrices."""
+    yield "itself", True, [(truth, truth) for truth in truths]
+    yield "itself, boxed", True, [(rf"$\boxed{{{truth}}}$", truth) for truth in truths]
+    yield "other LaTeX", True, [(spelled, truth) for truth in truths if (spelled := _other_latex(truth)) != truth]
+    numbers = [(truth, value) for truth in truths if (value := to_number(truth)) is not None]
+    for name, spell in SPELLINGS.items():
+        yield name, True, [(spelled, truth) for truth, value in numbers if (spelled := spell(value)) is not None]
+    yield "next number", False, [(_ratio(value + 1), truth) for truth, value in numbers]
+    yield "negative", False, [(_ratio(-value), truth) for truth, value in numbers if value]
+    yield (
+        "another's",
+        False,
+        [(truths[i - 1], truth) for i, truth in enumerate(truths) if _letters(truths[i - 1]) != _letters(truth)],
+    )
+
+
+def _ratio(value: Fraction) -> str:
+    return f"{value.numerator}/{value.denominator}" if value.denominator > 1 else str(value.numerator)
+
+
+def _latex(value: Fraction) -> str:
+    sign = "-" if value < 0 else ""
+    return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def _mixed(value: Fraction) -> str | None:
+    whole, rest = divmod(abs(value), 1)
+    if not whole or not rest:
+        return None
+    return rf"{'-' if value < 0 else ''}{whole}\frac{{{rest.numerator}}}{{{rest.denominator}}}"
+
+
+def _decimal(value: Fraction) -> str | None:
+    """Only one that ends: of others a decimal is another number."""
+    places = next((n for n in range(13) if (10**n) % value.denominator == 0), None)
+    if places is None:
+        return None
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    sign = "-" if value < 0 else ""
+    return f"{sign}{digits[: len(digits) - places]}.{digits[len(digits) - places :] or '0'}"
+
+
+def _percent(value: Fraction) -> str | None:
+    decimal = _decimal(value * 100)
+    return None if decimal is None else f"{decimal.removesuffix('.0')}%"
+
+
+SPELLINGS: dict[str, Callable[[Fraction], str | None]] = {
+    "as 1/2": _ratio,
+    "as \\frac{1}{2}": _latex,
+    "as 0.5": _decimal,
+    "as 50%": _percent,
+    "as a mixed number": _mixed,
+}
+
+
+def _other_latex(truth: str) -> str:
+    """The same with other commands and spaces, and simple fractions with a slash."""
+    text = re.sub(r"\\[dt]?frac\{(\w+)\}\{(\w+)\}", r"{\1/\2}", truth)
+    text = text.replace("(", r"\left(").replace(")", r"\right)") if r"\left" not in text else text
+    text = text.replace(r"\dfrac", r"\frac").replace("+", " + ")
+    return text if r",\!" in text else text.replace(",", ", ")
+
+
+def _letters(text: str) -> str:
+    return "".join(sorted(re.sub(r"[^\w]", "", text.casefold())))
+
+
+def _plus(gold: str, number: int) -> str:
+    value = to_number(gold.replace(",", ""))
+    assert value is not None, gold
+    return _ratio(value + number)
+
+
+def check(title: str, checks: Iterable[tuple[str, bool, list[Case]]], judge: Callable[[str, str], bool]) -> int:
+    """Prints a line for each check; returns how many cases came out wrong."""
+    wrong = 0
+    for name, expected, cases in checks:
+        failed = [case for case in cases if judge(*case) != expected]
+        rate = f"{len(cases) - len(failed):6d} of {len(cases):6d}"
+        print(f"{title:9} {name:20} {'right' if expected else 'wrong':5}  {rate}", flush=True)
+        for text, reference in failed[:SHOWN]:
+            print(f"    {text[-120:]!r} against {reference!r}")
+        wrong += len(failed)
+    return wrong
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gsm8k", metavar="FILE", help="JSON lines with `answer`, whose solutions end in `#### 72`")
+    parser.add_argument("--deepmath", metavar="FILE", help="JSON lines with `ground_truth`")
+    options = parser.parse_args(arguments)
+    wrong = 0
+    if options.gsm8k:
+        wrong += check("GSM8K", gsm8k_checks(_column(options.gsm8k, "answer")), lambda a, b: score(a, b)[0] == 1.0)
+    if options.deepmath:
+        wrong += check("DeepMath", deepmath_checks(_column(options.deepmath, "ground_truth")), _is_equal)
+    return int(wrong > 0)
+
+
+def _is_equal(text: str, reference: str) -> bool:
+    return score(text, reference)[0] == 1.0 if r"\boxed" in text else equal(text, reference)[0]
+
+
+def _column(path: str, name: str) -> list[str]:
+    with open(path, encoding="utf-8") as lines:
+        return [str(json.loads(line)[name]) for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

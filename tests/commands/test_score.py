@@ -1,0 +1,117 @@
+"""`jaxrl score`: responses of a file, scored without a model."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.cli import main
+
+SLOW_FIRST = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "slow":
+        time.sleep(0.3)
+    if solution_str == "raise":
+        raise KeyError("x")
+    return {"score": float(len(solution_str)), "level": extra_info["level"], "question": extra_info["question"]}
+"""
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return str(path)
+
+
+def scored(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert main(["score", "--out", str(folder / "out.jsonl"), *arguments]) == 0
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def test_math(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [
+        {"question": "6+6", "answer": "so it is #### 12", "response": "It is 12."},
+        {"question": "6+6", "answer": 12, "response": r"\boxed{13}"},
+    ]
+    lines = scored(tmp_path, "--responses", write(tmp_path / "a.jsonl.gz", rows), "--kind", "math")
+    assert [(line["row"], line["source"], line["reward"], line["status"]) for line in lines] == [
+        (1, "a", 1.0, "ok"),
+        (2, "a", 0.0, "ok"),
+    ]
+    assert lines[1]["info"] == {"extracted": "13", "extracted_by": "boxed", "compared_by": "number"}
+    assert capsys.readouterr().out == "2 responses, mean reward 0.5, 1 with a reward of 1 or more\n"
+
+
+def test_lines_keep_the_files_order_and_failures_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The first response is the last to be scored, and there are more of them than go at once."""
+    (tmp_path / "reward.py").write_text(SLOW_FIRST)
+    texts = ["slow", "raise", *("x" * (i % 7) for i in range(300))]
+    rows = [{"response": text, "level": i} for i, text in enumerate(texts)]
+    lines = scored(
+        tmp_path,
+        *("--responses", write(tmp_path / "a.jsonl", rows), "--kind", "custom", "reward.num_workers=2"),
+        f"reward.path={tmp_path / 'reward.py'}",
+    )
+    assert [line["row"] for line in lines] == list(range(1, 303))
+    assert [line["reward"] for line in lines] == [4.0, 0.0, *(float(i % 7) for i in range(300))]
+    assert [line["info"].get("level") for line in lines] == [0, None, *range(2, 302)]
+    assert lines[1]["info"] == {"error": "KeyError: 'x'"}
+    out = capsys.readouterr().out
+    assert out.endswith("1 errors (the last one: KeyError: 'x')\n")
+
+
+def test_domains_and_parts_of_a_configuration(tmp_path: Path):
+    (tmp_path / "reward.py").write_text(SLOW_FIRST)
+    (tmp_path / "run.yaml").write_text(
+        f"""
+data: {{source_key: kind, train_files: [nowhere.jsonl], max_response_length: 20}}
+reward:
+  kind: math
+  domains: {{essays: {{kind: custom, path: {tmp_path / "reward.py"}, weight: 0.5}}}}
+  parts: {{form: {{kind: format, pattern: "say.*", weight: 10.0}}, short: {{kind: length, weight: 2.0}}}}
+"""
+    )
+    rows = [
+        {"kind": "sums", "answer": "12", "response": "say 12", "length": 20},
+        {"kind": "essays", "response": "abcd", "level": 1, "length": 0, "question": "why?"},
+    ]
+    responses = write(tmp_path / "a.jsonl", rows)
+    lines = scored(tmp_path, "--responses", responses, "--config", str(tmp_path / "run.yaml"))
+    assert [line["reward"] for line in lines] == [1.0 + 10.0 - 2.0, 0.5 * 4.0]
+    assert lines[1]["info"]["question"] == "why?"
+
+
+def test_all_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "reward.py").write_text(SLOW_FIRST)
+    responses = write(tmp_path / "a.jsonl", [{"response": "raise"}] * 2)
+    options = ["--kind", "custom", f"reward.path={tmp_path / 'reward.py'}", "--responses", responses]
+    assert main(["score", "--out", str(tmp_path / "out.jsonl"), *options]) == 1
+    assert "no response could be scored: 2 responses" in capsys.readouterr().err
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_code_with_the_columns_of_human_eval(tmp_path: Path):
+    problem = {
+        "task_id": "HumanEval/0",
+        "prompt": 'def twice(x):\n    """Two times x."""\n',
+        "entry_point": "twice",
+        "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(0) == 0\n",
+    }
+    rows = [{**problem, "response": f"    return {body}\n"} for body in ("2 * x", "x * x")]
+    # these programs are trusted: what locks others in is not this command's business
+    options = ["--kind", "code", "reward.code.sandbox=none", "reward.code.score=share"]
+    lines = scored(tmp_path, "--responses", write(tmp_path / "a.jsonl", rows), *options)
+    assert [line["reward"] for line in lines] == [1.0, 1.0]
+    rows[1]["response"] = "    return 4\n"
+    lines = scored(tmp_path, "--responses", write(tmp_path / "a.jsonl", rows), *options)
+    assert [(line["reward"], line["info"]["passed"], line["info"]["cases"]) for line in lines] == [
+        (1, 2, 2),
+        (0.5, 1, 2),
+    ]

@@ -1,0 +1,86 @@
+"""What `jaxrl score` refuses: its arguments, and rows of the file of responses."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from refusals import Refusal, cases
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def wrong_row(folder: Path) -> None:
+    write(folder / "a.jsonl", [{"answer": "1", "response": "1"}, {"answer": "1", "response": 1}])
+
+
+def no_response(folder: Path) -> None:
+    write(folder / "a.jsonl", [{"answer": "1", "respons": "1"}])
+
+
+def no_answer(folder: Path) -> None:
+    write(folder / "a.jsonl", [{"response": "1"}])
+
+
+def no_json(folder: Path) -> None:
+    (folder / "a.jsonl").write_text('{"answer": "1", "response": "1"}\n{"answer": \n')
+
+
+def wrong_length(folder: Path) -> None:
+    write(folder / "a.jsonl", [{"answer": "1", "response": "1", "length": "many"}])
+
+
+SCORE = ("score", "--responses", "a.jsonl", "--out", "o.jsonl")
+LENGTH = ("reward.parts.short.kind=length",)
+REFUSED = (
+    Refusal("no responses", ("score", "--out", "o"), "score: --responses must be given"),
+    Refusal("no out", ("score", "--responses", "a"), "score: --out must be given"),
+    Refusal("no file", SCORE, "a.jsonl: no such file; --responses must name existing files"),
+    Refusal("both", (*SCORE, "--kind", "math", "--config", "a"), "score: --kind and --config exclude each other"),
+    Refusal(
+        "kind",
+        (*SCORE, "--kind", "maths"),
+        "score: --kind must be one of auto, math, task, code, judge, custom, found 'maths': did you mean math?",
+    ),
+    Refusal(
+        "out is in",
+        ("score", "--responses", "a.jsonl", "--out", "a.jsonl"),
+        "--out (a.jsonl) would replace a.jsonl, which this command reads: name another file",
+        wrong_row,
+    ),
+    Refusal("a number", SCORE, "a.jsonl, line 2: 'response' must be text, found 1", wrong_row),
+    Refusal(
+        "another column",
+        SCORE,
+        "a.jsonl, line 1: no column 'response' (of the response): did you mean 'respons'?",
+        no_response,
+    ),
+    Refusal("no answer", SCORE, "a.jsonl, line 1: no column 'answer' (data.answer_key): found 'response'", no_answer),
+    Refusal("no JSON", SCORE, "a.jsonl, line 2: not valid JSON (Expecting value, column 11)", no_json),
+    Refusal(
+        "no length",
+        (*SCORE, *LENGTH),
+        "a.jsonl, line 1: no column 'response_length' (tokens), on which a part of the reward depends",
+        no_json,
+    ),
+    Refusal(
+        "length",
+        SCORE,
+        "a.jsonl, line 1: the response's length must be a number of tokens, found 'many'",
+        wrong_length,
+    ),
+    Refusal(
+        "devices",
+        (*SCORE, "--kind", "judge", "reward.judge.model=m"),
+        "reward.kind is judge, with a model on the devices, and score has none: name a server in "
+        "reward.judge.endpoint, or use eval",
+        wrong_row,
+    ),
+)
+
+
+@cases(REFUSED)
+def test_refused(refusal: Refusal, refused: Callable[[Refusal], None]):
+    refused(refusal)

@@ -1,0 +1,116 @@
+"""The section on rewards: what it shows of a run with domains, and of one without."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.record.metrics import MetricsWriter, hidden_scoring_shares
+from jaxrl.report.page import write_report
+from jaxrl.report.rewards import domains, rewards_section
+from jaxrl.report.samples import by_reward, samples_section
+
+
+def line(step: int) -> dict[str, float]:
+    """A step of a run in which programs and a judge are the slow ones."""
+    slow = step % 10 == 0
+    found = {"reward/num_scored": 64.0, "reward/timeouts": 2.0 * slow, "reward/crashes": 0.0, "reward/errors": 1.0}
+    found |= {"reward/retries": float(slow), "reward/hidden_s": 18.0, "timing_s/reward": 2.0 + 4 * slow}
+    for name, count, p50_s in (("gsm8k", 32, 0.02), ("kodcode", 24, 1.4), ("essays", 8, 4.5)):
+        found |= {f"reward/{name}/num_scored": float(count), f"reward/{name}/timeouts": 2.0 * (slow and count == 24)}
+        found |= {f"reward/{name}/crashes": 0.0, f"reward/{name}/errors": float(count == 8)}
+        longest = p50_s * (12 if slow else 5)
+        found |= {f"reward/{name}/p50_s": p50_s, f"reward/{name}/p95_s": p50_s * 3, f"reward/{name}/max_s": longest}
+    found |= {"reward/own/mean": 0.3 + step / 100, "reward/part/format/mean": min(1.0, 0.2 + step / 30)}
+    found |= {"reward/part/length/mean": -0.3, "reward/code/cut_off": 3.0}
+    return found | {"reward/code/anchor_s/median": 1.0 + step / 40, "reward/code/anchor_s/max": 3 + step / 15}
+
+
+def sample(step: int, reward: Any, **more: Any) -> dict[str, Any]:
+    head = {"step": step, "prompt": "?", "response": f"r{step}", "answer": "4", "reward": reward, "length": 9}
+    return head | {"finish_reason": "stop", "source": "gsm8k"} | more
+
+
+def made(folder: Path, steps: int = 40) -> Path:
+    with MetricsWriter(folder) as writer:
+        for step in range(1, steps + 1):
+            writer.write(step, line(step))
+    parts = {"own_reward": 1.0, "parts": {"format": 0.0, "length": -0.25}, "overlong_reward": -0.5}
+    rows = [sample(step, step / 10, **parts) for step in range(1, 9)]
+    rows.append(sample(9, 0.0, error="no score within reward.domains.kodcode.timeout_s (4 s)"))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_run_with_domains(tmp_path: Path):
+    text = write_report(made(tmp_path)).read_text()
+    for title in (
+        *("Scoring of gsm8k", "Scoring of kodcode", "Scoring of essays", "Scoring hidden under the rollout"),
+        *("Rewards that failed", "Longest correct test case", "Parts of the reward"),
+    ):
+        assert f"<h3>{title} <small>" in text
+    for label in ("time-outs", "errors", "scored again", "test cases cut off", "scorer", "format", "length"):
+        assert f">{label}</li>" in text
+    assert ">crashes</li>" not in text, "there were none"
+    row = text.partition("<td>kodcode</td>")[2].partition("</tr>")[0]
+    assert row == "<td>960</td><td>1.4 s</td><td>4.2 s</td><td>16.8 s</td><td>8</td><td>0</td><td>0</td>"
+    assert "<p class=sub>scorer 1</p><p class=sub>format 0</p><p class=sub>length -0.25</p>" in text
+    assert "no score within reward.domains.kodcode.timeout_<wbr>s (4 s)" in text
+
+
+def test_a_run_without_domains_has_what_it_recorded(tmp_path: Path):
+    plain = {
+        "step": 1.0,
+        "reward/num_scored": 4.0,
+        "reward/timeouts": 0.0,
+        "reward/hidden_s": 3.0,
+        "timing_s/reward": 1,
+    }
+    text = rewards_section([plain], None)
+    assert text.count("<figure>") == 1
+    assert "Scoring hidden under the rollout" in text
+    assert "<table>" not in text
+    assert rewards_section([{"step": 1.0, "reward/num_scored": 4.0}], None) == ""
+    assert rewards_section([], None) == ""
+
+
+def test_shares_of_scoring_that_was_hidden():
+    lines = [
+        {"step": 1, "reward/hidden_s": 3.0, "timing_s/reward": 1.0},
+        {"step": 2, "reward/hidden_s": 0.0, "timing_s/reward": 2.0},
+        {"step": 3, "reward/hidden_s": 0.0, "timing_s/reward": 0.0},
+        {"step": 4, "timing_s/reward": 2.0},
+    ]
+    assert hidden_scoring_shares(lines) == [(1, 0.75), (2, 0.0)]
+
+
+def test_domains_by_their_samples():
+    lines = [
+        {"reward/num_scored": 9.0, "reward/a/num_scored": 1.0, "reward/openai/gsm8k/num_scored": 2.0},
+        {"reward/a/num_scored": 4.0},
+    ]
+    assert domains(lines) == ["a", "openai/gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "order"),
+    [
+        ([0.0, 1.0, 0.5], [1, 2, 0]),
+        ([None, -1.0, float("nan"), 2], [3, 1, 0, 2]),
+        ([1.0, 1.0], [0, 1]),
+    ],
+)
+def test_samples_by_reward(rewards: list[Any], order: list[int]):
+    rows = [sample(1, reward, at=i) for i, reward in enumerate(rewards)]
+    assert [row["at"] for row in by_reward(rows)] == order
+
+
+def test_the_best_and_the_worst_of_a_run():
+    text = samples_section([sample(step, float(step)) for step in range(1, 10)])
+    best = text.partition("Highest rewards of the run")[2]
+    best, _, worst = best.partition("Lowest rewards of the run")
+    for part, shown in ((best, (9, 8, 7)), (worst, (3, 2, 1))):
+        assert [part.count(f">r{step}<") for step in range(1, 10)] == [int(step in shown) for step in range(1, 10)]
+        assert "step 9" in part or "step 1" in part
+    assert "Highest rewards" not in samples_section([sample(step, 0.0) for step in range(9)]), "all are equal"

@@ -1,0 +1,51 @@
+"""What the code scorer says of a response, as the adaptive limits of its prompt take it in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxrl.config.rewards import CodeSection
+from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.tasks import verdict_of
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
+from jaxrl.types import Prompt, SampleKey
+
+TESTS = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
+RULE = TimeoutRule(1.0, 20.0, 1.5)
+RIGHT = "print(input())"
+ENDLESS = "import time\nif input() == '2':\n    time.sleep(1000)\nprint(1)"
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[CodeScorer]:
+    made = CodeScorer(CodeSection(max_memory_mib=256, max_timeout_s=RULE.max_s))
+    made.load()
+    yield made
+    made.close()
+
+
+def scored(scorer: CodeScorer, program: str, limits_s: tuple[float, ...]) -> tuple[float, dict[str, Any]]:
+    return scorer(ScoreRequest("test", program, None, TESTS, limits_s))
+
+
+def test_a_program_that_never_ends_is_cut_off_at_what_a_right_one_has_taught(scorer: CodeScorer):
+    prompt, timeouts = Prompt(0, 0, (1,), "echo", "test", None, TESTS), AdaptiveTimeouts(RULE)
+    reward, info = scored(scorer, RIGHT, timeouts.limits(prompt))
+    assert (reward, info["correct"], len(info["case_s"])) == (1.0, True, 2)
+    timeouts.learn(prompt, (), info)
+    limits = timeouts.limits(prompt)
+    assert len(limits) == 2
+    assert all(RULE.min_s <= limit < RULE.max_s for limit in limits)
+    reward, info = scored(scorer, ENDLESS, limits)
+    assert (reward, info["correct"], info["cut_off"], len(info["case_s"])) == (0.0, False, 1, 2)
+    assert limits[1] <= info["case_s"][1] < RULE.max_s
+    assert timeouts.is_close(prompt, info)
+    assert verdict_of(0.0, SampleKey(0, 0, 1), ("ok", reward, info, 1.0)).outside, "a clock decided it"
+    timeouts.learn(prompt, limits, info)
+    counted = timeouts.take_metrics()
+    assert counted["reward/code/cut_off"] == 1.0
+    assert counted["reward/code/saved_s"] == pytest.approx(RULE.max_s - limits[1])

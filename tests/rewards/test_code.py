@@ -1,0 +1,276 @@
+"""Programs and tests of every shape: what is taken from a response, what from a prompt's columns, and how it scores."""
+
+import ast
+import gzip
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.config.rewards import CodeSection
+from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.processes import descendants
+from jaxrl.rewards.programs import checks_of, last_block, program_of, same_output
+from jaxrl.rewards.request import ScoreRequest
+from jaxrl.types import Prompt, Sample, SampleKey
+
+DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+HUMAN_EVAL = DATA / "HumanEval.jsonl.gz"
+ADD = {
+    "prompt": "from typing import List\n\ndef twice(x: int) -> int:\n    return 2 * x\n\n"
+    'def add(a: int, b: int) -> int:\n    """The sum."""\n',
+    "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    "    s = candidate(4, 4)\n    assert s == twice(4)\n",
+}
+MBPP = {"test_list": ["assert add(1, 2) == 3", "assert add(4, 4) == 8"], "test_setup_code": "import math"}
+CALLS = {"inputs": ["1\n2", "4\n4"], "outputs": ["3", "8"], "fn_name": "add"}
+LISTS = {"inputs": [[1, 2], [4, 4]], "outputs": [3, 8], "fn_name": "add"}
+STDIN = {"inputs": ["1 2\n", "4 4\n"], "outputs": ["3\n", "8\n"]}
+LIVE = {"public_test_cases": json.dumps([{"input": "1 2", "output": "3"}, {"input": "4 4", "output": "8"}])}
+KODCODE = {
+    "test": "import pytest\nfrom solution import add\n\ndef test_one():\n    assert add(1, 2) == 3\n\n"
+    "@pytest.mark.parametrize('a, b', [(4, 4), (5, 3)])\n"
+    "def test_two(a, b):\n    assert add(a, b) == pytest.approx(8)\n"
+}
+RIGHT = "def add(a, b):\n    return a + b\n"
+HALF = "def add(a, b):\n    return 3\n"
+MAIN = "a, b = map(int, input().split())\nprint({})\n"
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[CodeScorer]:
+    made = CodeScorer(CodeSection(max_memory_mib=256))
+    made.load()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def share(scorer: CodeScorer) -> CodeScorer:
+    """The same sandbox, with parts of a reward."""
+    return replace(scorer, code=replace(scorer.code, score="share"))
+
+
+def ask(response: str, extra: dict[str, Any], *limits_s: float, answer: str | None = None) -> ScoreRequest:
+    return ScoreRequest("test", response, answer, extra, limits_s)
+
+
+@pytest.mark.parametrize("tests", [ADD, MBPP, CALLS, LISTS, KODCODE], ids=["add", "mbpp", "calls", "lists", "kodcode"])
+def test_functions(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer):
+    reward, info = scorer(ask(RIGHT, tests))
+    assert (reward, info["passed"], info["cases"], info["correct"], info["cut_off"]) == (1.0, 2, 2, True, 0)
+    assert len(info["case_s"]) == 2
+    assert "error" not in info
+    reward, info = share(ask(HALF, tests))
+    assert (reward, info["passed"], info["cases"], info["correct"]) == (0.5, 1, 2, False)
+    assert scorer(ask(HALF, tests))[0] == 0.0
+
+
+@pytest.mark.parametrize("tests", [STDIN, LIVE, {"tests": json.dumps(STDIN)}], ids=["lists", "live", "text"])
+def test_scripts(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer):
+    with_key = {"tests_key": "tests"} if "tests" in tests else {}
+    scorer, share = (replace(each, code=replace(each.code, **with_key)) for each in (scorer, share))
+    assert scorer(ask(MAIN.format("a + b"), tests))[0] == 1.0
+    reward, info = share(ask(MAIN.format("3"), tests))
+    assert (reward, info["passed"], info["cases"]) == (0.5, 1, 2)
+    assert "it wrote '3" in info["error"]
+    assert scorer(ask(MAIN.format("a + b") + "raise SystemExit(1)", tests))[0] == 0.0
+
+
+def test_tests_in_the_reference_answer(scorer: CodeScorer):
+    assert scorer(ask(RIGHT, {}, answer=json.dumps(CALLS)))[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "the prompt has no tests"),
+        ({"inputs": ["1"], "outputs": []}, "as many `inputs` as `outputs`"),
+        ({"test_list": [1]}, "tests are text, a list of assertions"),
+        ({"test": "def ("}, "the tests cannot be read"),
+    ],
+)
+def test_tests_that_are_none(extra: dict[str, Any], words: str, scorer: CodeScorer):
+    with pytest.raises(ValueError, match=words):
+        scorer(ask(RIGHT, extra))
+
+
+def test_a_case_that_hangs_is_cut_off_and_the_others_count(share: CodeScorer):
+    hangs = "def add(a, b):\n    while a == 4: pass\n    return a + b\n"
+    three = {"test_list": [*MBPP["test_list"], "assert add(5, 5) == 10"]}
+    reward, info = share(ask(hangs, three, 20.0, 0.3, 20.0))
+    assert (info["passed"], info["cut_off"], info["cases"]) == (2, 1, 3)
+    assert reward == pytest.approx(2 / 3)
+    assert info["case_s"][1] >= 0.3
+    assert info["error"] == "it took longer than 0.3 s"
+    script = "a, b = map(int, input().split())\nwhile a == 4: pass\nprint(a + b)"
+    info = share(ask(script, STDIN, 20.0, 0.3))[1]
+    assert (info["passed"], info["cut_off"], info["cases"]) == (1, 1, 2)
+
+
+def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer):
+    leaves = "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b\n"
+    assert share(ask(leaves, MBPP))[0] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "right"),
+    [
+        ("def f(x): x.sort()", "a = [3, 1]; f(a); assert a == [1, 3]", True),
+        ("def f(x): x[0][0] = 9", "a = [[1], [2]]; f(a); assert a == [[9], [2]]", True),
+        ("def f(g, x): return g(g(x))", "assert f(lambda v: v + 1, 3) == 5", True),
+        ("def f(x):\n  for i in range(x): yield i", "assert list(f(3)) == [0, 1, 2]", True),
+        ("class Box:\n  def __init__(s, v): s.v = v\n  def get(s): return s.v",
+         "assert Box(3).get() == 3 == Box(3).v", True),
+        ("class Odd(ValueError): pass\ndef f(x): raise Odd('no ' + x)",
+         "import pytest\nwith pytest.raises(Odd, match='no b'): f('b')\nassert True", True),
+        ("def f(x): raise KeyError(x)", "import pytest\nwith pytest.raises(ValueError): f(1)\nassert True", False),
+        ("import os\ndef f(x): os._exit(0)", "import pytest\nwith pytest.raises(Exception): f(1)\nassert True", False),
+        ("def f(x): return {1: (2.5, None), 'a': {3}}", "assert f(0) == {1: (2.5, None), 'a': {3}}", True),
+        ("def f(x): return (1, 2)", "assert f(0) == [1, 2]", False),
+        ("def f(x): return 10 ** 5000", "assert f(0) == 10 ** 5000", True),
+        ("def f(x): return float('nan')", "v = f(0); assert v != v", True),
+        ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}", True),
+        ("class Solution:\n  def f(self, x): return x + 1", "assert f(1) == 2", True),
+        ("def abs(x): return 5\ndef f(x): return 7", "assert abs(f(1) - 5) < 1", False),
+        ("def f(x): return 1\n1 / 0", "assert True", False),
+        ("def f(x) return 1", "assert True", False),
+    ],
+)  # fmt: skip
+def test_what_crosses_between_tests_and_program(program: str, test: str, right: bool, scorer: CodeScorer):
+    reward, info = scorer(ask(program, {"test_list": [test]}))
+    assert reward == float(right), info
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "right"),
+    [("(1, 2)", "[1, 2]", True), ("True", "1", False), ("1", "true", False), ("0.1 + 0.2", "0.3", True),
+     ("{1: 2}", '{"1": 2}', True), ("'3'", "3", False), ("None", "null", True), ("2", "2.0", True)],
+)  # fmt: skip
+def test_calls_compare_as_json(value: str, wanted: str, right: bool, scorer: CodeScorer):
+    tests = {"inputs": ["0"], "outputs": [wanted], "fn_name": "f"}
+    assert scorer(ask(f"def f(x): return {value}", tests))[0] == float(right)
+
+
+@pytest.mark.parametrize(
+    ("response", "block"),
+    [
+        ("no fence", None),
+        ("a\n```python\nx = 1\n```\nb\n```py\ny = 2\n```\nend", "y = 2\n"),
+        ("```python\nx = 1\n```\n```text\noutput\n```", "x = 1\n"),
+        ("```cpp\nint x;\n```", "int x;\n"),
+        ("```\nx = 1\ny = 2", "x = 1\ny = 2\n"),
+    ],
+)
+def test_last_block(response: str, block: str | None):
+    assert last_block(response) == block
+
+
+def test_a_completion_continues_the_prompt(scorer: CodeScorer):
+    for response in (
+        "    return a + b\n\nprint(add(1, 2))\n",
+        "```python\n    return a + b\n```",
+        RIGHT,
+        "Here it is:\n```python\ndef add(a: List, b):\n    return a + b - twice(0)\n```",
+    ):
+        assert scorer(ask(response, ADD))[0] == 1.0, program_of(ask(response, ADD), checks_of(ask(response, ADD)))
+
+
+def test_long_responses_are_read_in_linear_time():
+    response = "```\n" * 200_000 + "x = 1"
+    assert last_block(response) is not None
+
+
+@pytest.mark.parametrize(
+    ("output", "wanted", "same"),
+    [("3\n", "3", True), ("3 \n4\n\n", "3\n4", True), ("3.0", "3", True), ("3 4", "3\n4", False), ("a", "A", False),
+     ("nan", "nan", True), ("1e400000000", "2", False)],
+)  # fmt: skip
+def test_same_output(output: str, wanted: str, same: bool):
+    assert same_output(output, wanted) == same
+
+
+def test_a_command_runs_the_program():
+    code = CodeSection(command=["sh", "{file}"], max_memory_mib=256)
+    made = CodeScorer(code)
+    made.load()
+    try:
+        assert made(ask("read a b; echo $((a + b))", STDIN))[0] == 1.0
+        assert made(ask("echo 3; cat /etc/passwd", STDIN))[0] == 0.0
+        with pytest.raises(ValueError, match=r"reward\.code\.command takes tests with inputs and outputs"):
+            made(ask(RIGHT, MBPP))
+    finally:
+        made.close()
+
+
+def test_the_scorer_is_built_and_travels():
+    config = from_mapping({"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": {"kind": "code"}})
+    built = build_scorer(config)
+    assert isinstance(built, CodeScorer)
+    assert pickle.loads(pickle.dumps(built)) == built
+
+
+@pytest.mark.parametrize("fresh_process", [False, True])
+def test_in_a_pool(fresh_process: bool):
+    """The server is the worker's child: one for all samples, and gone with the pool."""
+    code = {"max_timeout_s": 1.0, "max_memory_mib": 256}
+    reward = {"kind": "code", "num_workers": 1, "code": code, "fresh_process": fresh_process, "max_memory_gib": 1.0}
+    config = from_mapping({"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": reward})
+    others = descendants(os.getpid())
+    pool = build_pool(config, build_scorer(config))
+    try:
+        pool.warm()
+        warm = set(descendants(os.getpid(), others))
+        responses = [RIGHT, "while True: pass", "import os\nos.kill(os.getppid(), 9)\n" + RIGHT, HALF, RIGHT]
+        for i, response in enumerate(responses):
+            sample = Sample.empty(SampleKey(0, 7, i))
+            sample.text = response
+            pool.submit(Prompt(0, 7, (1,), "?", "test", None, MBPP), sample)
+        verdicts = {}
+        while pool.num_pending:
+            verdicts |= {verdict.key.sample_index: verdict for verdict in pool.wait(1.0)}
+        assert [verdicts[i].status for i in range(5)] == ["ok"] * 5
+        assert [verdicts[i].reward for i in range(5)] == [1, 0, 0, 0, 1]
+        assert [verdicts[i].info["cut_off"] for i in range(5)] == [0, 1, 0, 0, 0]
+        assert set(descendants(os.getpid(), others)) == warm
+    finally:
+        pool.close()
+    assert descendants(os.getpid(), others) == []
+
+
+def human_eval() -> list[dict[str, Any]]:
+    with gzip.open(HUMAN_EVAL, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def altered(row: dict[str, Any]) -> str:
+    """The canonical solution, whose function returns something else."""
+    tree = ast.parse(row["prompt"] + row["canonical_solution"])
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == row["entry_point"]:
+            node.name = "original"
+    wrong = (
+        "not v if isinstance(v, bool) else v + 1 if isinstance(v, (int, float)) else v + 'x' if isinstance(v, str) "
+        "else 0 if v is None else [v]"
+    )
+    calls = ast.unparse(tree).replace(f"{row['entry_point']}(", "original(")
+    return f"```python\n{calls}\n\ndef {row['entry_point']}(*a):\n    v = original(*a)\n    return {wrong}\n```"
+
+
+@pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="needs HumanEval")
+@pytest.mark.parametrize("some", [slice(0, 160, 20), pytest.param(slice(None), marks=pytest.mark.slow)])
+def test_human_eval(some: slice, scorer: CodeScorer):
+    for row in human_eval()[some]:
+        assert scorer(ask(row["canonical_solution"], row))[0] == 1.0, row["task_id"]
+        reward, info = scorer(ask(altered(row), row))
+        assert reward == 0.0, row["task_id"]
+        assert info["error"].startswith("Assertion") or "Error" in info["error"]

@@ -1,0 +1,331 @@
+"""The judge at an endpoint, against a server on the loopback that misbehaves in every way."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from chat_server import (
+    Behaviour,
+    ChatServer,
+    chat_server,
+    closes,
+    hangs,
+    huge,
+    no_http,
+    raw,
+    says,
+    sends,
+    status,
+    trickles,
+    trickles_headers,
+)
+
+from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config.rewards import JudgeSection
+from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.endpoint import EndpointPool, api_key, verdict_seed
+from jaxrl.rewards.pool import RewardStage, build_pool
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
+
+KEY = "sk-very-secret"
+
+
+class Sleeps:
+    """Takes the place of waiting."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+def pool_of(server: ChatServer, sleeps: Sleeps | None = None, **options: Any) -> EndpointPool:
+    judge = JudgeSection(endpoint=server.url, endpoint_model="m", max_retries=2)
+    return EndpointPool(replace(judge, **options), sleep=sleeps or Sleeps())
+
+
+def sample(index: int, text: str = "4") -> tuple[Prompt, Sample]:
+    made = Sample.empty(SampleKey(0, index, 0))
+    made.text = text
+    return Prompt(0, index, (), "2+2?", "sums", "4", {}, "2+2?"), made
+
+
+def verdicts(pool: EndpointPool, count: int = 1) -> list[Verdict]:
+    """On `count` samples, in their order."""
+    for i in range(count):
+        pool.submit(*sample(i))
+    came: list[Verdict] = []
+    deadline = time.monotonic() + 60
+    while pool.num_pending and time.monotonic() < deadline:
+        came += pool.wait(1.0)
+    return sorted(came, key=lambda verdict: verdict.key)
+
+
+def test_a_verdict():
+    with chat_server() as server:
+        pool = pool_of(server, max_tokens=9, system_prompt="Be strict.")
+        pool.warm()
+        (verdict,) = verdicts(pool)
+        assert (verdict.status, verdict.reward, verdict.outside) == ("ok", 0.7, True)
+        assert verdict.info == {"judge": ["Score: 7"], "scores": [0.7], "unparsed": 0, "outside": True}
+        probe, asked = server.seen
+        assert probe["max_tokens"] == 1
+        assert {name: asked[name] for name in ("path", "model", "max_tokens", "temperature", "key")} == {
+            "path": "/v1/chat/completions",
+            "model": "m",
+            "max_tokens": 9,
+            "temperature": 0.0,
+            "key": None,
+        }
+        assert "seed" not in asked
+        assert [message["role"] for message in asked["messages"]] == ["system", "user"]
+        measured = pool.take_metrics()
+        assert (measured["reward/num_scored"], measured["reward/judge/requests"]) == (1, 2)
+        assert pool.take_metrics()["reward/judge/requests"] == 0
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "counted"),
+    [
+        (status(500), None),
+        (status(503), None),
+        (status(429), "throttled"),
+        (closes, None),
+        (no_http, None),
+        (raw(b"<html>"), "garbled"),
+        (raw(b""), "garbled"),
+        (raw(b"[" * 100_000), "garbled"),
+        (sends({"choices": []}), "garbled"),
+        (sends([1]), "garbled"),
+        (says(None), "garbled"),
+    ],
+)
+def test_sent_again_until_it_answers(behaviour: Behaviour, counted: str | None):
+    with chat_server([behaviour, behaviour]) as server:
+        sleeps = Sleeps()
+        pool = pool_of(server, sleeps)
+        (verdict,) = verdicts(pool)
+        assert (verdict.status, verdict.reward) == ("ok", 0.7)
+        assert [round(wait) for wait in sleeps.waits] == [1, 2]
+        measured = pool.take_metrics()
+        assert (measured["reward/judge/requests"], measured["reward/judge/sent_again"]) == (3, 2)
+        for name in ("throttled", "garbled", "late"):
+            assert measured[f"reward/judge/{name}"] == (2 if name == counted else 0), name
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "wanted", "error", "requests"),
+    [
+        (status(500, "down"), "crash", "status 500: down", 3),
+        (closes, "crash", "it broke the connection off: ", 3),
+        (status(400, "too long"), "error", "status 400: too long", 1),
+        (status(404), "error", "status 404: no", 1),
+        (status(302, Location="http://127.0.0.1:1/"), "error", "status 302", 1),
+        (status(429, Retry_After="100000"), "crash", "asks to be left alone for 100000 s", 1),
+        (raw(b"?"), "error", "its answer is not JSON", 3),
+        (sends({"choices": [{"text": "old"}]}), "error", "its answer has no choices[0].message.content", 3),
+        (huge, "error", "its answer is larger than 4 MiB", 1),
+        (says("no idea"), "error", "none of 1 verdicts of the judge holds a score", 1),
+    ],
+)
+def test_what_a_failure_costs(behaviour: Behaviour, wanted: str, error: str, requests: int):
+    """The samples at hand, and nothing else: the next one has its verdict."""
+    with chat_server(default=behaviour) as server:
+        pool = pool_of(server)
+        for verdict in verdicts(pool, 2):
+            assert (verdict.status, verdict.reward, verdict.outside) == (wanted, 0.0, True)
+            assert error in verdict.info["error"]
+        assert len(server.seen) == 2 * requests
+        server.default = says("Score: 10")
+        (verdict,) = verdicts(pool)
+        assert verdict.reward == 1.0
+        assert pool.take_metrics()[f"reward/{ {'crash': 'crashes', 'error': 'errors'}[wanted] }"] == 2
+        pool.close()
+
+
+@pytest.mark.parametrize("behaviour", [hangs, trickles, trickles_headers])
+def test_late(behaviour: Behaviour):
+    with chat_server(default=behaviour) as server:
+        pool = pool_of(server, request_timeout_s=0.1, max_retries=1)
+        (verdict,) = verdicts(pool)
+        assert (verdict.status, verdict.outside) == ("timeout", True)
+        assert verdict.info["error"] == "no answer within reward.judge.request_timeout_s (0.1 s)"
+        measured = pool.take_metrics()
+        assert (measured["reward/judge/late"], measured["reward/timeouts"]) == (2, 1)
+        pool.close()
+
+
+def test_retry_after_holds_all_requests_back():
+    with chat_server([status(429, Retry_After="20")]) as server:
+        sleeps = Sleeps()
+        pool = pool_of(server, sleeps, max_requests=1)
+        assert [verdict.status for verdict in verdicts(pool, 2)] == ["ok", "ok"]
+        waits = sorted(sleeps.waits)
+        assert waits[0] == 1.0  # before it is sent again
+        assert all(0 < wait <= 20 for wait in waits[1:])
+        assert waits[-1] > 1.0
+        pool.close()
+
+
+def test_rate_limit():
+    with chat_server() as server:
+        sleeps = Sleeps()
+        pool = pool_of(server, sleeps, requests_per_minute=0.6)
+        verdicts(pool, 4)
+        assert [round(wait / 100) for wait in sleeps.waits] == [1, 2, 3]
+        pool.close()
+
+
+def test_at_most_so_many_at_once():
+    with chat_server() as server:
+        pool = pool_of(server, max_requests=3)
+        assert all(verdict.status == "ok" for verdict in verdicts(pool, 20))
+        assert 1 <= server.most_busy <= 3
+        pool.close()
+
+
+def test_several_verdicts_on_a_sample():
+    """Each with a seed of its own; one that fails, or holds no score, is left out of the mean and counted."""
+    with chat_server([says("Score: 2"), says("?"), status(400), says("Score: 4")]) as server:
+        pool = pool_of(server, num_samples=4, temperature=1.0, max_requests=1)
+        (verdict,) = verdicts(pool)
+        assert verdict.reward == pytest.approx(0.3)
+        assert (verdict.info["unparsed"], verdict.info["failed"]) == (1, 1)
+        seeds = [each["seed"] for each in server.seen]
+        assert seeds == [verdict_seed(0, SampleKey(0, 0, 0), i) for i in range(4)]
+        assert len(set(seeds)) == 4
+        assert pool.take_metrics()["reward/judge/unparsed"] == 1
+        pool.close()
+
+
+def test_seeds_depend_on_keys():
+    key = SampleKey(1, 2, 3, 4)
+    assert verdict_seed(0, key, 0) == verdict_seed(0, SampleKey(1, 2, 3, 4), 0)
+    others = [(1, key, 0), (0, key, 1), (0, replace(key, attempt=5), 0), (0, replace(key, sample_index=0), 0)]
+    assert len({verdict_seed(*each) for each in [(0, key, 0), *others]}) == 5
+    assert all(0 <= verdict_seed(*each) < 2**31 for each in others)
+
+
+def test_cancelled_samples_have_no_verdict():
+    with chat_server([hangs]) as server:
+        pool = pool_of(server, max_requests=1)
+        pool.submit(*sample(0))
+        while not server.seen:
+            time.sleep(0.005)
+        pool.submit(*sample(1))
+        pool.cancel([SampleKey(0, 0, 0)])
+        assert pool.num_pending == 1
+        (verdict,) = pool.wait(60)
+        assert verdict.key == SampleKey(0, 1, 0)
+        assert pool.wait(0.0) == []
+        pool.close()
+
+
+def test_close_while_requests_hang():
+    with chat_server(default=hangs) as server:
+        pool = pool_of(server)
+        pool.submit(*sample(0))
+        while not server.seen:
+            time.sleep(0.005)
+        thread = pool._thread
+        pool.close()
+        assert thread is not None
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        (
+            status(401, f"bad key {KEY}"),
+            "reward.judge.api_key_env (JUDGE_KEY) is refused by {url}: status 401: bad key ***",
+        ),
+        (status(403), "reward.judge.api_key_env (JUDGE_KEY) is refused by {url}: status 403: no"),
+        (status(404), "reward.judge.endpoint ({url}): no chat completions there, or no model 'm': status 404: no"),
+        (status(400, "no!"), "reward.judge.endpoint ({url}): status 400: no!"),
+        (raw(b"<html>hello"), "reward.judge.endpoint ({url}): its answer is not JSON"),
+    ],
+)
+def test_refused_at_the_start(behaviour: Behaviour, sentence: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with chat_server(default=behaviour) as server:
+        pool = pool_of(server, api_key_env="JUDGE_KEY")
+        with pytest.raises(ValueError) as refused:  # noqa: PT011  (the whole sentence is compared)
+            pool.warm()
+        assert str(refused.value) == sentence.format(url=server.url)
+        assert [each["key"] for each in server.seen] == [f"Bearer {KEY}"]
+        pool.close()
+
+
+def test_out_of_order_at_the_start():
+    with chat_server(default=status(503, "loading")) as server:
+        pool = pool_of(server)
+        with pytest.raises(RunFailed, match="status 503: loading"):
+            pool.warm()
+        pool.close()
+    with pytest.raises(ValueError, match=r"reward\.judge\.endpoint \(http.*\): it cannot be reached: "):
+        pool_of(server).warm()  # nothing listens there any more
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({}, "the environment has no variable 'K'"),
+        ({"K": " "}, "the variable 'K' holds no key"),
+        ({"K": "a\nb"}, "the variable 'K' holds no key"),
+    ],
+)
+def test_keys_that_are_none(environment: dict[str, str], sentence: str):
+    with pytest.raises(ValueError, match=rf"reward\.judge\.api_key_env: {sentence}"):
+        api_key("K", environment)
+
+
+def test_the_key_is_never_recorded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    caplog.set_level("DEBUG")
+    with chat_server([status(400, f"I saw {KEY}")]) as server:
+        pool = pool_of(server, api_key_env="JUDGE_KEY")
+        assert [verdict.info.get("error") for verdict in verdicts(pool, 2)] in (
+            ["status 400: I saw ***", None],
+            [None, "status 400: I saw ***"],
+        )
+        pool.close()
+    assert KEY not in caplog.text
+
+
+def test_a_field_that_no_prompt_has_is_refused_with_the_first_sample():
+    with chat_server() as server:
+        pool = pool_of(server, prompt="{response} {rubric}")
+        with pytest.raises(ConfigError, match=r"the field \{rubric\} is no column of the data"):
+            pool.submit(*sample(0))
+        pool.close()
+        pool = pool_of(server, prompt="{response} {answer}")
+        pool.submit(*sample(0))
+        prompt, other = sample(1)
+        pool.submit(replace(prompt, answer=None), other)  # a row of its own making costs itself alone
+        found: dict[SampleKey, Verdict] = {}
+        while pool.num_pending:
+            found |= {verdict.key: verdict for verdict in pool.wait(1.0)}
+        assert [found[SampleKey(0, i, 0)].status for i in range(2)] == ["ok", "error"]
+        assert not found[SampleKey(0, 1, 0)].outside
+        pool.close()
+
+
+def test_in_a_stage():
+    """A configuration with an endpoint has a stage that asks it; no worker process is started for it."""
+    with chat_server() as server:
+        judge = {"endpoint": server.url, "endpoint_model": "m"}
+        config = from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
+        stage = build_pool(config, build_scorer(config))
+        assert isinstance(stage, RewardStage)
+        stage.warm()
+        stage.submit(*sample(0))
+        (verdict,) = stage.wait(60)
+        assert (verdict.reward, verdict.outside) == (0.7, True)
+        assert stage.take_metrics()["reward/judge/requests"] == 2
+        stage.close()

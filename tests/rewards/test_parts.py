@@ -1,0 +1,102 @@
+"""Parts of a reward, and the weighted sum of them."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.config.domains import needs_workers
+from jaxrl.rewards.domains import DomainScorer, build_scorer
+from jaxrl.rewards.parts import FormatPart, LengthPart, Weighted
+from jaxrl.rewards.scorers import MathScorer, Scorer, ScoreRequest, score_safely
+
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str), "words": 3}
+
+def shout(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "bad":
+        raise ValueError("no")
+    return float(solution_str.isupper())
+"""
+
+
+def built(**reward: Any) -> Scorer:
+    data = {"train_files": ["a.jsonl"], "max_response_length": 100}
+    scorer = build_scorer(from_mapping({"model": {"path": "x"}, "data": data, "reward": reward}))
+    scorer = pickle.loads(pickle.dumps(scorer))
+    scorer.load()
+    return scorer
+
+
+def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) -> tuple[Any, dict[str, Any]]:
+    return scorer(ScoreRequest(source, response, "4", {}, num_tokens=tokens))
+
+
+def test_format():
+    part = FormatPart(r"<think>.*</think>\s*<answer>.*</answer>")
+    for response, value in (
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        ("<think>a</think><answer>4</answer> more", 0.0),
+        ("", 0.0),
+    ):
+        assert part.value(ScoreRequest("a", response, None)) == value
+
+
+@pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (20, 0.0), (60, -0.5), (100, -1.0), (120, -1.0)])
+def test_length(tokens: int, value: float):
+    assert LengthPart(20, 100).value(ScoreRequest("a", "", None, num_tokens=tokens)) == value
+
+
+def test_nothing_around_a_scorer_that_is_alone():
+    assert built() == MathScorer()
+    assert built(domains={"a": {"extract": "boxed"}}) == DomainScorer({"": MathScorer(), "a": MathScorer("boxed")})
+
+
+def test_a_weighted_sum(tmp_path: Path):
+    file = tmp_path / "reward.py"
+    file.write_text(SCORER)
+    scorer = built(
+        parts={
+            "tags": {"pattern": "<a>.*</a>", "weight": 0.5},
+            "length": {"kind": "length", "free_tokens": 20, "weight": 0.25},
+            "loud": {"kind": "custom", "path": str(file), "name": "shout", "weight": 2.0},
+        },
+        domains={"a": {"weight": 3.0}, "b": {"kind": "custom", "path": str(file)}},
+    )
+    reward, info = score(scorer, "<a>4</a>", tokens=60)
+    assert reward == 3.0 * 1.0 + 0.5 * 1.0 + 0.25 * -0.5 + 2.0 * 0.0
+    assert info["parts"] == {"tags": 1.0, "length": -0.5, "loud": 0.0}
+    assert (info["own_reward"], info["acc"], info["extracted"]) == (1.0, 1.0, "4")
+    reward, info = score(scorer, "AB", "b")
+    assert (reward, info["own_reward"], info["words"]) == (2.0 + 2.0, 2.0, 3)
+    assert score(scorer, "4", "other")[0] == 1.0, "other sources are scored as reward says"
+
+
+def test_a_part_that_fails_fails_its_sample(tmp_path: Path):
+    file = tmp_path / "reward.py"
+    file.write_text(SCORER)
+    scorer = built(parts={"loud": {"kind": "custom", "path": str(file), "name": "shout"}})
+    request = pickle.dumps(ScoreRequest("a", "bad", "4"))
+    assert score_safely(lambda: scorer, request)[:3] == ("error", 0.0, {"error": "ValueError: no"})
+
+
+def test_only_the_parts_of_what_is_scored_elsewhere():
+    judge = {"endpoint": "http://localhost:1/v1", "endpoint_model": "m"}
+    scorer = built(
+        judge=judge, domains={"a": {"kind": "judge", "weight": 9.0}}, parts={"tags": {"pattern": "x", "weight": 0.5}}
+    )
+    assert score(scorer, "x") == (0.5, {"parts": {"tags": 1.0}})
+    assert score(scorer, "x 4", "b")[0] == 1.0
+    config = from_mapping({"model": {"path": "x"}, "reward": {"kind": "judge", "judge": judge}})
+    assert not needs_workers(config.reward)
+    assert needs_workers(from_mapping({"model": {"path": "x"}}).reward)
+
+
+def test_what_loading_does():
+    scorer = built(domains={"a": {"extract": "boxed"}}, parts={"tags": {"pattern": "x"}})
+    assert scorer.preload == ("math_verify",)
+    assert scorer.loads.startswith("reward.kind: importing math_verify and reward.parts.tags")
+    assert isinstance(Weighted(None, 1.0).loads, str)

@@ -1,0 +1,66 @@
+"""The ray pool on clusters that break: a head that is killed, a node that is lost. Slow: ray takes seconds to start."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from reward_pools import collect, make, submit
+
+from jaxrl.rewards.processes import descendants
+from jaxrl.rewards.ray_pool import RayRewardPool
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 280.0
+
+
+def test_a_head_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ray ends the process that uses it; another is started, with a cluster of its own, and what waits is scored."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+    monkeypatch.setattr("jaxrl.rewards.ray_pool.PAUSES_S", (0.0, 1.0, 1.0))
+    pool = make(tmp_path, "ray", num_workers=1)
+    assert isinstance(pool, RayRewardPool)
+    pool.warm()
+    submit(pool, "say 1")
+    assert collect(pool, PATIENCE_S)[0].reward == 1.0
+    pool.take_metrics()
+    assert pool._driver is not None
+    head = [pid for pid in descendants(pool._driver.pid) if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(head) == 1
+    os.kill(head[0], signal.SIGKILL)
+    submit(pool, "say 2", "say 3")
+    assert {i: verdict.reward for i, verdict in collect(pool, PATIENCE_S).items()} == {0: 2.0, 1: 3.0}
+    restarts, deadline = 0.0, time.monotonic() + PATIENCE_S
+    while not restarts and time.monotonic() < deadline:
+        assert pool.completed() == []
+        restarts = pool.take_metrics()["reward/pool_restarts"]
+        time.sleep(0.1)
+    assert restarts == 1
+    submit(pool, "say 4")
+    assert collect(pool, PATIENCE_S)[0].reward == 4.0
+    pool.close()
+
+
+def test_a_node_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its actor is waited for, and the other one goes on with the samples of both."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    pool = make(tmp_path, "ray", num_workers=2, timeout_s=0.0)
+    try:
+        pool.warm()
+        gate = tmp_path / "gate"
+        submit(pool, f"until {gate}", f"until {gate}", "say 2", "say 3")
+        pool.wait(1.0)
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        gate.touch()
+        verdicts = collect(pool, PATIENCE_S)
+        assert {i: verdict.reward for i, verdict in verdicts.items()} == {0: 0.8, 1: 0.8, 2: 2.0, 3: 3.0}
+    finally:
+        pool.close()
+        cluster.shutdown()

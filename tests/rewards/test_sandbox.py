@@ -1,0 +1,215 @@
+"""The sandbox: what hostile programs come to, and that none leaves anything behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bench.canaries import Canaries, attack_once, trivial
+from bench.hostile import ATTACKS, Attack
+
+from jaxrl.config.rewards import CodeSection
+from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.sandbox import filters, syscalls
+from jaxrl.rewards.sandbox.client import Sandbox
+from jaxrl.rewards.sandbox.locks import Limits, Means
+from jaxrl.rewards.sandbox.probe import choose_means
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp and Landlock are Linux's")
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[CodeScorer]:
+    made = CodeScorer(CodeSection(max_memory_mib=256))
+    made.load()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def canaries() -> Iterator[Canaries]:
+    with Canaries() as made:
+        yield made
+
+
+# the others with the slow ones: each is tried on every path there
+FEW = [attack for i, attack in enumerate(ATTACKS) if not attack.slow and (i % 5 == 0 or attack.shape == "function")]
+
+
+def runs_here(attack: Attack) -> bool:
+    return not attack.x86 or syscalls.machine() == "x86_64"
+
+
+@pytest.mark.parametrize("attack", [attack for attack in FEW if runs_here(attack)], ids=lambda a: a.name)
+def test_attack_is_held(attack: Attack, scorer: CodeScorer, canaries: Canaries):
+    assert attack_once(scorer, attack, canaries, 20.0)[0] == []
+
+
+def test_attacks_begin(scorer: CodeScorer, canaries: Canaries):
+    """What every attack begins with runs in the sandbox, so that none fails for another reason than the sandbox."""
+    text = Attack("", "print(input() + '!')").program(canaries.places())
+    assert scorer(ScoreRequest("test", text, None, {"inputs": ["1"], "outputs": ["1!"]}))[0] == 1
+
+
+def test_canaries_notice_what_nothing_holds(canaries: Canaries):
+    """Without locks the same checks fail."""
+    open_one = CodeScorer(CodeSection(sandbox="none"))
+    open_one.load()
+    try:
+        for name in ("reads_home", "changes_modes_and_times", "memory_without_a_process", "writes_home"):
+            with Canaries() as own:
+                attack = next(attack for attack in ATTACKS if attack.name == name)
+                assert attack_once(open_one, attack, own, 20.0)[0] != [], name
+    finally:
+        open_one.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["", "-without-landlock", "-without-namespaces", "-bare", "-bubblewrap"])
+@pytest.mark.parametrize("user", ["root", "user"])
+def test_every_attack_on_every_path(user: str, way: str):
+    if user == "root" and os.geteuid() != 0:
+        pytest.skip("needs root")
+    if way == "-bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("needs bwrap on PATH")
+    words = [sys.executable, "scripts/bench_sandbox.py", "--path", user + way, "--rounds", "5", "--json", "-"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    [record] = json.loads(done.stdout)
+    assert record["broken"] == {}
+    assert record["attacks"] >= 60
+
+
+def test_server_ends_with_its_client(tmp_path: Path):
+    """A client that is killed takes the server, and what it runs, along."""
+    code = """
+import os, sys, threading, time
+from jaxrl.rewards.sandbox.client import Sandbox
+from jaxrl.rewards.sandbox.locks import Limits
+sandbox = Sandbox(Limits(256, 32, 0, 64))
+sandbox.means = sandbox.start()
+threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
+from jaxrl.rewards.processes import descendants
+while len(found := descendants(sandbox.pid)) < 2:
+    time.sleep(0.01)
+print(sandbox.pid, *found, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 3
+    assert wait_until_gone(pids)
+
+
+def wait_until_gone(pids: list[int]) -> bool:
+    import time
+
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_killed_server_is_replaced(scorer: CodeScorer):
+    before = scorer.server_pid
+    os.kill(before, 9)
+    assert scorer(trivial())[0] == 1
+    assert scorer.server_pid != before
+
+
+def test_nothing_is_run_where_nothing_locks_in():
+    nothing = Means()
+    for sandbox in ("auto", "fork"):
+        with pytest.raises(ValueError, match=rf"reward\.code\.sandbox={sandbox}: .*sandbox=none"):
+            choose_means(sandbox, nothing)
+    assert choose_means("none", Means(landlock=7, seccomp=True)) == nothing
+    with pytest.raises(ValueError, match=r"reward\.code\.command .* no Landlock"):
+        choose_means("auto", Means(seccomp=True), needs_files=True)
+
+
+def test_bubblewrap_must_be_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match="no bwrap on PATH"):
+        choose_means("bubblewrap", Means(seccomp=True))
+
+
+def test_an_unlocked_process_gives_no_verdict():
+    """A lock that cannot be set is no wrong answer."""
+    from jaxrl.rewards.sandbox.client import SandboxFailed
+
+    with Sandbox(Limits(256, 32, 0, 64)) as sandbox:
+        sandbox.means = Means(landlock=99, seccomp=True, user_ids=(-9, -3))
+        sandbox.start()
+        with pytest.raises(SandboxFailed, match="could not run a program"):
+            sandbox.script("print(1)", "", 20.0)
+
+
+@pytest.mark.parametrize("machine", list(syscalls.MACHINES))
+def test_filter_ends_on_every_call(machine: str):
+    """The filter, run here as the kernel runs it: what is allowed, what is refused, and no way that does not end."""
+    program = filters.build_filter(77, machine=machine, files=True, write=False, execute=False, signals=False)
+    arch = syscalls.MACHINES[machine]
+    allow, kill, refused = 0x7FFF0000, 0x80000000, 0x00050001
+    numbers = {name: number for table in (syscalls.FREE, syscalls.ASKED) for name, number in table[machine].items()}
+    run = lambda number, *arguments: run_filter(program, arch, number, arguments)  # noqa: E731
+    assert run_filter(program, arch ^ 1, 0, ()) == kill
+    assert all(run(number) == allow for number in syscalls.FREE[machine].values())
+    assert all(run(number) == refused for number in syscalls.WRITE[machine].values())
+    assert run(syscalls.EXECUTE[machine]["execve"]) == refused
+    assert [run(numbers["kill"], pid) for pid in (77, 0, 78, 2**32 - 1)] == [allow, allow, refused, refused]
+    assert [run(numbers["clone"], flags) for flags in (17, 0x50F00, 0x10000000, 0x20000)] == [
+        allow, allow, refused, refused,
+    ]  # fmt: skip
+    assert [run(numbers["socketpair"], *a) for a in ((1, 1), (1, 1 | 0x80000), (1, 2), (2, 1))] == [
+        allow, allow, refused, refused,
+    ]  # fmt: skip
+    assert run(numbers["prlimit64"], 0) == allow
+    assert run(numbers["prlimit64"], 5) == refused
+    assert run(9999) == refused
+    if machine == "x86_64":
+        assert run(0x40000000) == kill
+
+
+def run_filter(program: bytes, arch: int, number: int, arguments: tuple[int, ...]) -> int:
+    """A machine for classic BPF."""
+    import struct
+
+    padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
+    data = struct.pack("=iIQ6Q", number if number < 2**31 else number - 2**32, arch, 0, *padded)
+    steps = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+    at = value = 0
+    while True:
+        code, true, false, k = steps[at]
+        at += 1
+        match code:
+            case 0x20:
+                (value,) = struct.unpack_from("=I", data, k)
+            case 0x54:
+                value &= k
+            case 0x15:
+                at += true if value == k else false
+            case 0x35:
+                at += true if value >= k else false
+            case 0x45:
+                at += true if value & k else false
+            case 0x06:
+                return k
+            case _:
+                raise AssertionError(f"an unknown instruction {code:#x}")

@@ -1,0 +1,197 @@
+"""The stage over fake pools: who scores what, what becomes of several verdicts on one sample, and what is counted."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.config.domains import Place, domains
+from jaxrl.rewards.stage import RewardStage
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, Sample, SampleKey
+
+DOMAINS = {"judged": {"kind": "judge", "weight": 0.5}, "model": {"kind": "judge"}, "math": {"kind": "math"}}
+
+
+class FakePool:
+    """A pool whose verdicts a test gives."""
+
+    def __init__(self) -> None:
+        self.asked: list[SampleKey] = []
+        self.verdicts: list[Verdict] = []
+        self.pending = 0
+        self.is_closed = False
+
+    def warm(self) -> None: ...
+
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+        self.asked.append(sample.key)
+        self.pending += 1
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        self.pending -= len(keys)
+
+    def say(self, index: int, reward: float = 1.0, status: Any = "ok", seconds: float = 0.5, **info: Any) -> None:
+        self.verdicts.append(Verdict(3.0, SampleKey(0, index, 0), reward, status, info, seconds))
+
+    def completed(self) -> list[Verdict]:
+        found, self.verdicts = self.verdicts, []
+        self.pending -= len(found)
+        return found
+
+    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
+        return self.completed()
+
+    @property
+    def num_pending(self) -> int:
+        return self.pending
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"reward/num_scored": 99.0, "reward/retries": 1.0, "reward/seconds": 2.0}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make(parts: bool = False, **reward: Any) -> tuple[RewardStage, FakePool, FakePool]:
+    judge = {"endpoint": "http://localhost:1/v1", "endpoint_model": "m"}
+    options = {"domains": DOMAINS, "judge": judge, "parts": {"tags": {"pattern": "x"}} if parts else {}, **reward}
+    config = from_mapping({"model": {"path": "x"}, "reward": options}).reward
+    workers, endpoint = FakePool(), FakePool()
+    stage = RewardStage(domains(config), workers, parts=config.parts, max_retries=config.max_retries)
+    stage.join("endpoint", endpoint)
+    return stage, workers, endpoint
+
+
+def submit(stage: RewardStage, *sources: str) -> None:
+    for index, source in enumerate(sources):
+        stage.submit(Prompt(0, index, (1,), "?", source), Sample.empty(SampleKey(0, index, 0)))
+
+
+def indices(keys: list[SampleKey]) -> list[int]:
+    return [key.prompt_index for key in keys]
+
+
+def test_each_domain_is_scored_in_its_place():
+    stage, workers, endpoint = make()
+    submit(stage, "math", "judged", "unknown", "model")
+    assert (indices(workers.asked), indices(endpoint.asked)) == ([0, 2], [1, 3])
+    assert stage.places == {"workers", "endpoint"}
+    workers.say(2, 0.25)
+    endpoint.say(1, 0.5, why="well")
+    endpoint.say(3, 0.5)
+    found = {verdict.key.prompt_index: verdict for verdict in stage.completed()}
+    assert {index: verdict.reward for index, verdict in found.items()} == {2: 0.25, 1: 0.25, 3: 0.5}
+    assert found[1].info == {"acc": 0.5, "why": "well", "own_reward": 0.5}, "weighted here"
+    assert found[1].unshaped.reward == 0.5
+    assert found[3].info == {}
+    assert stage.num_pending == 1
+
+
+def test_a_pool_that_has_not_joined_is_no_one():
+    stage, *_ = make(judge={"model": "a/folder"})
+    with pytest.raises(AssertionError, match=r"nothing scores what reward\.domains\.judged\.kind=judge asks for"):
+        submit(stage, "judged")
+
+
+@pytest.mark.parametrize("first", ["workers", "endpoint"])
+def test_parts_of_what_an_endpoint_scores(first: Place):
+    stage, workers, endpoint = make(parts=True)
+    submit(stage, "judged")
+    assert indices(workers.asked) == indices(endpoint.asked) == [0]
+    say = {"workers": lambda: workers.say(0, 0.1, parts={"tags": 1.0}), "endpoint": lambda: endpoint.say(0, 1.0)}
+    say.pop(first)()
+    assert stage.completed() == []
+    assert stage.num_pending == 1
+    next(iter(say.values()))()
+    (verdict,) = stage.completed()
+    assert verdict.reward == 0.6
+    assert verdict.info == {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 1.0}}
+    metrics = stage.take_metrics()
+    assert (metrics["reward/num_scored"], metrics["reward/part/tags/mean"], metrics["reward/own/mean"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("failed", ["workers", "endpoint"])
+def test_half_a_verdict_is_none(failed: str):
+    stage, workers, endpoint = make(parts=True)
+    submit(stage, "judged")
+    for place, pool in {"workers": workers, "endpoint": endpoint}.items():
+        if place == failed:
+            pool.say(0, 0.0, "timeout", error="late")
+        else:
+            pool.say(0, 1.0)
+    (verdict,) = stage.completed()
+    assert (verdict.status, verdict.reward, verdict.info) == ("timeout", 0.0, {"error": "late"})
+
+
+def test_what_an_endpoint_says_is_from_outside():
+    stage, workers, endpoint = make(parts=True)
+    submit(stage, "judged")
+    workers.say(0, 0.0, parts={"tags": 0.0})
+    endpoint.verdicts.append(replace(Verdict(5.0, SampleKey(0, 0, 0), 1.0), outside=True))
+    (verdict,) = stage.completed()
+    assert (verdict.outside, verdict.time_s) == (True, 5.0)
+
+
+def test_a_fault_of_the_infrastructure_is_asked_again():
+    stage, workers, endpoint = make(max_retries=2)
+    submit(stage, "judged", "math", "judged")
+    endpoint.say(0, 0.0, "crash", error="unreachable")
+    endpoint.say(2, 0.0, "error", error="nonsense")
+    workers.say(1, 0.0, "crash", error="died twice")
+    assert [(v.key.prompt_index, v.status) for v in stage.completed()] == [(1, "crash"), (2, "error")]
+    assert indices(endpoint.asked) == [0, 2, 0]
+    endpoint.say(0, 0.0, "crash")
+    assert stage.completed() == []
+    endpoint.say(0, 0.0, "crash", error="unreachable")
+    assert [verdict.status for verdict in stage.completed()] == ["crash"], "two retries, and no more"
+    metrics = stage.take_metrics()
+    assert metrics["reward/retries"] == 2 + 1 + 1, "its own, and those that the pools have counted"
+    assert metrics["reward/crashes"] == 2
+    assert stage.take_metrics()["reward/retries"] == 2
+
+
+def test_cancelled_samples():
+    stage, workers, endpoint = make(parts=True)
+    submit(stage, "judged", "math")
+    stage.cancel({SampleKey(0, 0, 0)})
+    endpoint.say(0)
+    workers.say(0)
+    workers.say(1)
+    assert indices([verdict.key for verdict in stage.wait(1.0)]) == [1]
+    assert stage.num_pending == 0
+
+
+def test_counts_by_domain():
+    stage, workers, endpoint = make()
+    submit(stage, "math", "math", "math", "judged")
+    for index, (status, seconds) in enumerate((("ok", 1.0), ("timeout", 3.0), ("ok", 2.0))):
+        workers.say(index, 0.5, status, seconds)
+    endpoint.say(3, 1.0, seconds=9.0)
+    stage.completed()
+    metrics = stage.take_metrics()
+    assert metrics["reward/seconds"] == 4.0, "of both pools"
+    assert (metrics["reward/num_scored"], metrics["reward/timeouts"]) == (4, 1)
+    of_math = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("reward/math/")}
+    assert of_math == {
+        **{"num_scored": 3, "errors": 0, "timeouts": 1, "crashes": 0},
+        **{"p50_s": 2.0, "p95_s": 3.0, "max_s": 3.0},
+    }
+    assert metrics["reward/judged/max_s"] == 9.0
+    assert metrics["reward/own/mean"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
+    assert not any(name.startswith("reward/default/") for name in metrics), "all samples had domains"
+    submit(stage, "other")
+    workers.say(0)
+    stage.completed()
+    metrics = stage.take_metrics()
+    assert metrics["reward/default/num_scored"] == 1
+    assert metrics["reward/math/num_scored"] == 0
+    assert "reward/math/p50_s" not in metrics
+
+
+def test_closing_closes_all():
+    stage, workers, endpoint = make()
+    stage.close()
+    assert (workers.is_closed, endpoint.is_closed) == (True, True)

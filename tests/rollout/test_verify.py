@@ -1,0 +1,415 @@
+"""Verification of drafts: the tokens of plain decoding, whatever the drafts are, in as many steps as they save.
+
+Indexes are forged: from the very response that will be drawn, from nothing of it, and from it with a token changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from near_ties import is_near_tie
+from recorder import Recorder
+from small_models import VOCABULARY, model_of, requests, weights_of
+
+from jaxrl.kernels import reference
+from jaxrl.models import decoder
+from jaxrl.models.loading import load_model
+from jaxrl.rollout.calls import kept_tokens
+from jaxrl.rollout.draft_books import Books, DraftBooks, Drafting, allocate, book_bytes, upload
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.verify import find_drafts
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.draft_index import START, DraftIndex, DraftLengths
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import DraftCounts, PrefillChunk, Request, resume
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.rules import train_shardings
+from jaxrl.types import Sample, SampleKey, SamplingParams
+
+LENGTHS = DraftLengths(min_prefix=3, max_prefix=7, max_draft=32)
+SIZES = ExecutorConfig(
+    num_slots=4,
+    block_size=8,
+    max_length=72,
+    max_prefill_tokens=16,
+    decode_steps=4,
+    dtype=jnp.float64,
+    drafting=Drafting(num_responses=3, num_tokens=240, verify_tokens=48, lengths=LENGTHS),
+)
+
+
+# ---------------------------------------------------------------- looking drafts up
+
+
+def indexes(rng: np.random.Generator, count: int) -> list[DraftIndex]:
+    """Of texts over few tokens, so that contexts are found at every length, and collide."""
+    made = []
+    for i in range(count):
+        responses = [rng.integers(0, 3 + i, rng.integers(0, 60)) for _ in range(3)]
+        made.append(DraftIndex.build(responses, rng.normal(size=3).tolist(), LENGTHS))
+    return made
+
+
+def test_a_device_finds_the_drafts_that_the_index_finds():
+    rng = np.random.default_rng(0)
+    drafting, rows, width = Drafting(3, 180, 0, LENGTHS), 300, 6
+    held = [*indexes(rng, 4), DraftIndex.build([], [], LENGTHS)]
+    books = DraftBooks(drafting, allocate(drafting, 1, 5, make_layout(1, 1).sharding()))
+    write = jax.jit(upload, donate_argnums=0)
+    places = books.place([(0, index) for index in held], write)
+    assert places == [0, 1, 2, 3, 4]
+    own = Books(*(x[0] for x in books.arrays))
+    which = rng.integers(0, 6, rows)  # 5: none
+    contexts = [rng.integers(0, 3 + min(i, 3), rng.integers(0, 12)).tolist() for i in which]
+    recent = np.array([([START] * 7 + context)[-7:] for context in contexts], np.int32)
+    found = jax.jit(functools.partial(find_drafts, lengths=LENGTHS, width=width))(own, which, recent)
+    lengths: set[int] = set()
+    for row, (i, context) in enumerate(zip(which, contexts, strict=True)):
+        expected = held[i].draft(context, width).tolist() if i < 5 else []
+        assert found.tokens[row, : found.length[row]].tolist() == expected, (i, context)
+        assert found.matched[row] == (held[i].find(context)[1] if i < 5 else 0)
+        lengths.add(int(found.matched[row]))
+    assert lengths == {0, 3, 4, 5, 6, 7}
+
+
+def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
+    drafting = Drafting(3, 180, 0, LENGTHS)
+    a, b, c, d = indexes(np.random.default_rng(1), 4)
+    books = DraftBooks(drafting, allocate(drafting, 2, 2, make_layout(1, 1).sharding()))
+    write = jax.jit(upload, donate_argnums=0)
+    assert books.place([(0, a), (1, c), (0, b), (0, a)], write) == [0, 0, 1, 0]
+    assert (books.uploads, books.unplaced) == (3, 0)
+    assert books.place([(0, b)], write) == [1], "there already"
+    assert books.place([(0, c), (0, b)], write) == [0, 1], "a gave way"
+    assert books.uploads == 4
+    np.testing.assert_array_equal(books.arrays.texts[0, 0, : len(c.text)], c.text)
+    np.testing.assert_array_equal(books.arrays.texts[0, 1, : len(b.text)], b.text)
+    assert books.place([(0, d), (0, c), (0, a), (1, c)], write) == [1, 0, 2, 0], "two places: a has none"
+    assert (books.uploads, books.unplaced) == (5, 1)
+    books.forget()
+    assert books.place([(0, c)], write) == [0]
+    assert books.uploads == 6
+    assert sum(x.nbytes for x in books.arrays) == 2 * book_bytes(replace(drafting, num_indexes=2), 99)
+
+
+def test_a_prefill_says_what_a_response_ended_with():
+    """A chunk that begins inside the response does not show what is before it."""
+    request = requests(1, 1)[0]
+    chunk = PrefillChunk(request, 0, 0, (5, 6, 7, 8), start=9, block_table=(1, 2), is_last=True, num_generated=0)
+    shown = [list(kept_tokens(replace(chunk, num_generated=count))) for count in (0, 3, 4, 6)]
+    assert shown == [[], [6, 7, 8], [5, 6, 7, 8], [-3, -3, 5, 6, 7, 8]]
+
+
+def test_an_index_that_has_no_room_is_refused_before_it_waits():
+    executor = MeshExecutor(model_of("llama"), make_layout(1, 1), SIZES)
+    long = DraftIndex.build([np.arange(241)], [1.0], LENGTHS)
+    other = DraftIndex.build([np.arange(9)], [1.0], DraftLengths(2, 7, 32))
+    request = requests(1, 1, 40)[0]
+    for history, words in ((long, r"it has 241 tokens, and there is room for 3 responses of 240"), (other, "lengths")):
+        with pytest.raises(ValueError, match=f"its history has no room on the devices: .*{words}"):
+            executor.check(replace(request, history=history))
+    executor.check(replace(request, history=DraftIndex.build([np.arange(232)], [1.0], LENGTHS)))
+
+
+# ---------------------------------------------------------------- counts, worked out by hand
+
+
+def make_layout(num_devices: int, tp: int) -> Layout:
+    return Layout(make_mesh(jax.devices()[:num_devices]), tp)
+
+
+@functools.cache
+def executor_of(name: str, num_devices: int, tp: int, **options: Any) -> MeshExecutor:
+    layout = make_layout(num_devices, tp)
+    executor = MeshExecutor(model_of(name), layout, replace(SIZES, max_tp=tp, **options))
+    dtype = jnp.dtype(executor.config.dtype).name
+    executor.sync_weights(jax.device_put(weights_of(name, dtype), train_shardings(executor.model, layout.mesh)), 0)
+    executor.allocate()
+    return executor
+
+
+def engine_of(executor: Any, drafts: bool = True) -> Engine:
+    """The executor's drafting decides the width; the rule lets every plan with a history verify."""
+    drafting = executor.config.drafting
+    config = DraftConfig(drafting.window, drafting.verify_tokens) if drafts else None
+    return Engine(executor, BatcherConfig(decode_steps=executor.config.decode_steps, drafts=config))
+
+
+def counted(counters: Counters) -> DraftCounts:
+    return DraftCounts(
+        counters.drafting_row_steps,
+        counters.drafted_tokens,
+        counters.accepted_tokens,
+        counters.drafted_row_steps,
+        counters.matched_tokens,
+    )
+
+
+def the_response(engine: Engine, stops: tuple[int, ...] = ()) -> tuple[Request, Sample]:
+    """Of 41 tokens, all of whose contexts of three tokens differ."""
+    request = Request(1, SampleKey(0, 3, 0), (5, 17, 250), SamplingParams(max_tokens=41, stop_token_ids=stops))
+    return request, engine.generate([request])[0]
+
+
+def always_wrong(tokens: Sequence[int]) -> DraftIndex:
+    """Every context of seven tokens is in one response, and goes on with another token there; the first contexts, which
+    are in several, are heaviest in that one."""
+    wrong = [[*tokens[max(i - 7, 0) : i], *[(tokens[i] + 1) % VOCABULARY] * 3] for i in range(len(tokens))]
+    weights = [100.0 ** max(7 - i, 0) for i in range(len(tokens))]
+    return DraftIndex.build([np.array(each) for each in wrong], weights, LENGTHS)
+
+
+@pytest.mark.parametrize("gathered", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_forged_drafts_cost_the_steps_that_the_rule_says(gathered: bool, x64: None):
+    """One row; the prefill draws token 0, and 40 are left. A step gains what it accepts, and one more."""
+    drafting = Drafting(41, 500, 4 * 32, LENGTHS)
+    executor = executor_of("llama", 1, 1, gathered=gathered, decode_steps=16, drafting=drafting)
+    request, plain = the_response(engine_of(executor, drafts=False))
+    tokens = plain.token_ids.tolist()
+    assert len({tuple(tokens[i : i + 3]) for i in range(39)}) == 39, "contexts differ"
+    changed = np.array([*tokens[:20], (tokens[20] + 1) % VOCABULARY, *tokens[21:]])
+    cases = {
+        # windows 2, 4, 6, 8, 10 gain 35 tokens; of a window of 12 only 4 fit, because a fifth comes anyhow
+        "always right": (DraftIndex.build([plain.token_ids], [1.0], LENGTHS), DraftCounts(6, 34, 34, 6, 42)),
+        # 38 drafts of 2, one of 1, and no room for one in the last step
+        "always wrong": (always_wrong(tokens), DraftCounts(40, 77, 0, 39, 39 * 7)),
+        # 2, 4, 6, then 8 of which 4 are right; token 20 is not in the history, nor what it is in, for three steps; then
+        # contexts of 3, 6, 7 and 7 tokens bring drafts of 2, 4, 6, and 1 where 2 tokens are left
+        "one wrong in the middle": (DraftIndex.build([changed], [1.0], LENGTHS), DraftCounts(11, 33, 29, 8, 51)),
+        "none": (DraftIndex.build([], [], LENGTHS), DraftCounts(40, 0, 0, 0, 0)),
+    }
+    for case, (history, expected) in cases.items():
+        engine = engine_of(executor)
+        drawn = engine.generate([replace(request, history=history)])[0]
+        assert drawn.token_ids.tolist() == tokens, case
+        assert counted(engine.counters) == expected, case
+        assert engine.counters.busy_row_steps == expected.steps, case
+        np.testing.assert_allclose(drawn.rollout_logprobs, plain.rollout_logprobs, rtol=0, atol=1e-6)
+
+
+def test_a_stop_token_inside_a_draft_ends_the_row_there(x64: None):
+    drafting = Drafting(41, 500, 4 * 32, LENGTHS)
+    executor = executor_of("llama", 1, 1, gathered=True, decode_steps=16, drafting=drafting)
+    _, whole = the_response(engine_of(executor, drafts=False))
+    tokens = whole.token_ids.tolist()
+    at = next(i for i in range(9, 15) if tokens.index(tokens[i]) == i)
+    request, plain = the_response(engine_of(executor, drafts=False), stops=(tokens[at],))
+    engine = engine_of(executor)
+    drawn = engine.generate([replace(request, history=DraftIndex.build([whole.token_ids], [1.0], LENGTHS))])[0]
+    assert drawn.token_ids.tolist() == plain.token_ids.tolist() == tokens[: at + 1]
+    assert drawn.finish_reason == "stop"
+    # drafts of 2 and 4 bring it to token 8; of 6 more, those behind the stop token count as not accepted
+    assert counted(engine.counters) == DraftCounts(3, 12, 6 + at - 8, 3, 21)
+
+
+# ---------------------------------------------------------------- whole engines
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"top_k": 20, "min_p": 0.02},
+]
+
+
+def mixed(num_prompts: int, n: int, longest: int = 40) -> list[Request]:
+    """Every kind of sampling; all but the first sample of a prompt may stop at one of eight tokens."""
+    made = requests(num_prompts, n, longest)
+    stops = [{"stop_token_ids": tuple(range(7, 15))} if each.params.stop_token_ids else {} for each in made]
+    return [replace(r, params=replace(r.params, **KINDS[i % 4], **stops[i])) for i, r in enumerate(made)]
+
+
+def with_history(asked: Sequence[Request], drawn: Sequence[Sample]) -> list[Request]:
+    """Each request with responses of its prompt as history: its own with some tokens changed, and another's; one in
+    five has none."""
+    rng = np.random.default_rng(7)
+    made = []
+    for i, (request, sample) in enumerate(zip(asked, drawn, strict=True)):
+        near = np.where(rng.random(len(sample)) < 0.06, rng.integers(0, VOCABULARY, len(sample)), sample.token_ids)
+        other = drawn[i - 1 if i % 3 else i]
+        history = DraftIndex.build([other.token_ids, near], [0.5, 1.0], LENGTHS)
+        made.append(replace(request, history=history if i % 5 else None))
+    return made
+
+
+def assert_same(asked: Sequence[Request], one: Recorder, other: Recorder, a: Sequence[Sample], b: Sequence[Sample]):
+    for request, x, y in zip(asked, a, b, strict=True):
+        assert x.token_ids.tolist() == y.token_ids.tolist(), request.key
+        assert x.finish_reason == y.finish_reason
+        for which in range(2):
+            np.testing.assert_allclose(
+                one.logprobs(request.request_id, which), other.logprobs(request.request_id, which), rtol=0, atol=1e-12
+            )
+
+
+WORLDS = {  # model, devices, tp, options
+    "gathered": ("smollm2", 1, 1, {}),
+    "paged on four devices": ("llama", 4, 2, {"gathered": False, "features_first": False}),
+    "gathered on four devices": ("qwen2", 4, 2, {}),
+    "merged": ("qwen2", 2, 2, {"gathered": False, "merged": True, "features_first": False}),
+    "paged on one": ("smollm2", 1, 1, {"gathered": False}),
+    "padded heads": ("smollm2", 4, 4, {}),
+    "one place for indexes": ("llama", 1, 1, {"drafting": Drafting(3, 240, 48, LENGTHS, num_indexes=1)}),
+}
+FAST = ("paged on four devices",)
+
+
+@pytest.mark.parametrize("world", [w if w in FAST else pytest.param(w, marks=pytest.mark.slow) for w in WORLDS])
+def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
+    name, num_devices, tp, options = WORLDS[world]
+    executor = executor_of(name, num_devices, tp, truncate=True, num_blocks=17, **options)
+    one, other = Recorder(executor), Recorder(executor)
+    asked = mixed(4 * executor.num_groups, 3)
+    plain = engine_of(one, drafts=False).generate(asked)
+    engine = engine_of(other)
+    drawn = engine.generate(with_history(asked, plain))
+    assert_same(asked, one, other, plain, drawn)
+    counters = engine.counters
+    assert counters.preemptions > 0, "the pool was to be too small"
+    assert 0 < counters.accepted_tokens < counters.drafted_tokens
+    assert counters.busy_row_steps < sum(map(len, drawn)) - len(asked), "steps were to be saved"
+    assert {one.finish_reason for one in drawn} == {"stop", "length"}
+    assert executor._books is not None
+    assert (executor._books.unplaced > 0) == (world == "one place for indexes")
+
+
+def test_a_step_that_verifies_talks_between_devices_as_a_decode_step_does(x64: None):
+    name, num_devices, tp, options = WORLDS[FAST[0]]
+    programs = executor_of(name, num_devices, tp, truncate=True, num_blocks=17, **options)._now
+    shapes = {shape[0]: shape for shape in programs.shapes()}
+
+    def collectives(kind: str) -> Counter[str]:
+        text = programs.program(shapes[kind]).as_text()
+        return Counter(re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)\(", text))
+
+    assert collectives("verify") == collectives("decode")
+    assert sum(collectives("decode").values()) > 0
+    assert not collectives("upload")
+
+
+def test_an_abort_and_a_new_start_go_on_with_drafts(x64: None):
+    name, num_devices, tp, options = WORLDS[FAST[0]]
+    executor = executor_of(name, num_devices, tp, truncate=True, num_blocks=17, **options)
+    asked = mixed(8, 3)
+    plain = engine_of(executor, drafts=False).generate(asked)
+    engine, drafted = engine_of(executor), with_history(asked, plain)
+    finished: dict[SampleKey, Sample] = {}
+    for request in drafted:
+        engine.add(request)
+    while engine.counters.plans < 6:
+        finished |= {one.sample.key: one.sample for one in engine.step()}
+    finished |= {one.sample.key: one.sample for one in engine.drain()}
+    by_id = {request.request_id: request for request in drafted}
+    some = engine.unfinished()
+    kept = engine.abort(some)
+    assert any(len(one) > 7 for one in kept), "some were to be in the middle"
+    before = engine.counters.accepted_tokens
+    for request_id, one in zip(some, kept, strict=True):
+        engine.add(replace(resume(by_id[request_id], one), request_id=1000 + request_id))
+    while not engine.is_idle:
+        finished |= {one.sample.key: one.sample for one in engine.step()}
+    for request, sample in zip(asked, plain, strict=True):
+        assert finished[request.key].token_ids.tolist() == sample.token_ids.tolist()
+    assert engine.counters.accepted_tokens > before
+
+
+def test_programs_that_verify_are_those_with_room_for_two_tokens_a_row():
+    sizes = replace(SIZES, num_slots=8, drafting=Drafting(3, 240, 15, LENGTHS))
+    programs = MeshExecutor(model_of("llama"), make_layout(1, 1), sizes)._now
+    assert [programs.draft_width(rows) for rows in programs.row_buckets] == [3, 0], "of 4 and of 8 rows"
+    assert {shape[1] for shape in programs.shapes() if shape[0] == "verify"} == {4}
+    for rows, speculates, kind in ((4, True, "verify"), (5, True, "decode"), (4, False, "decode")):
+        assert programs.decode_shape([[range(3)] * rows], speculates)[0] == kind
+        assert programs.decode_shape([[range(3)] * rows], speculates) in programs.shapes()
+
+
+def test_nothing_is_compiled_after_warm_up_and_books_come_back_after_a_release():
+    executor = executor_of("llama", 1, 1, dtype=jnp.float32)
+    executor.warm_up()
+    asked = requests(2, 3, 30)
+    plain = engine_of(executor, drafts=False).generate(asked)
+    drafted = [
+        replace(request, history=DraftIndex.build([sample.token_ids], [1.0], LENGTHS))
+        for request, sample in zip(asked, plain, strict=True)
+    ]
+    engine = engine_of(executor)
+    engine.generate(drafted)
+    assert engine.counters.accepted_tokens > 0
+    books = executor._books
+    assert books is not None
+    executor.release()
+    assert executor._books is None
+    assert books.arrays.texts.is_deleted()
+    executor.allocate()
+    engine = engine_of(executor)
+    again = engine.generate(drafted)
+    assert engine.counters.accepted_tokens > 0
+    assert [s.token_ids.tolist() for s in again] == [s.token_ids.tolist() for s in plain]
+    assert executor.recompiles == 0
+
+
+def test_row_state_without_drafting_is_what_it_was():
+    executor = executor_of("llama", 1, 1, dtype=jnp.float32, drafting=None)
+    assert len(jax.tree.leaves(executor._state)) == 10
+    assert {shape[0] for shape in executor.shapes()} == {"prefill", "decode"}
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token_of_smollm2(smollm2: Path):
+    """In float32 sums of one query a row and of several differ in their last bits: a first difference is a near-tie."""
+    mesh = make_mesh(jax.devices()[:1])
+    model, params = load_model(str(smollm2), mesh)
+    rng, drafting = np.random.default_rng(11), Drafting(2, 160, 32, LENGTHS)
+    sizes = replace(SIZES, num_slots=8, block_size=16, max_length=128, dtype=jnp.float32, drafting=drafting)
+    executor = MeshExecutor(model, Layout(mesh, 1), sizes)
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    asked = [
+        Request(
+            i,
+            SampleKey(0, i // 2, i % 2),
+            tuple(np.random.default_rng(i // 2).integers(1, 30000, 12).tolist()),
+            SamplingParams(max_tokens=80, temperature=(1.0, 0.0)[i % 2]),
+        )
+        for i in range(24)
+    ]
+    plain = engine_of(executor, drafts=False).generate(asked)
+    engine = engine_of(executor)
+    near = [np.where(rng.random(len(s)) < 0.1, rng.integers(0, 30000, len(s)), s.token_ids) for s in plain]
+    histories = [DraftIndex.build([text], [1.0], LENGTHS) for text in near]
+    drawn = engine.generate([replace(r, history=history) for r, history in zip(asked, histories, strict=True)])
+    differing = []
+    for request, a, b in zip(asked, plain, drawn, strict=True):
+        x, y = a.token_ids.tolist(), b.token_ids.tolist()
+        at = next((i for i, pair in enumerate(zip(x, y, strict=False)) if pair[0] != pair[1]), len(x))
+        np.testing.assert_allclose(a.rollout_logprobs[:at], b.rollout_logprobs[:at], rtol=0, atol=1e-3)
+        if x != y:
+            differing.append((request, at, x, y))
+    print(f"SmolLM2, float32: {len(differing)} of {len(asked)} responses differ; {counted(engine.counters)}")
+    for request, at, x, y in differing:
+        context = jnp.asarray([[*request.prompt_ids, *x[:at]]], jnp.int32)
+        positions, segments = jnp.arange(context.shape[1])[None], jnp.ones_like(context)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments=segments, positions=positions) -> jax.Array:
+            return reference.packed_attention(q, k, v, segments, positions)
+
+        hidden = decoder.forward_scan(params, context, positions, attend, model, dtype=jnp.float32)
+        logits = decoder.logits(params, hidden, model)[0, -1]
+        assert is_near_tie(logits, request, context.shape[1], (x[at], y[at])), (request.key, at)
+    assert len(differing) <= 2
+    assert 0.3 < engine.counters.accepted_tokens / engine.counters.drafted_tokens < 1

@@ -1,0 +1,90 @@
+"""From options to what devices draft with, and from a latency profile to when it pays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.rollout.draft_books import Drafting
+from jaxrl.runtime.drafting import (
+    asks_profile,
+    draft_book_bytes,
+    drafting_of,
+    step_costs,
+    unmeasured_note,
+    verified_positions,
+)
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
+from jaxrl.scheduling.tokens.draft_index import DraftLengths
+from jaxrl.scheduling.tokens.draft_rule import Window
+
+IDENTITY = ProfileIdentity("m", "f", "cpu", 1, "0", "float32")
+SIZES = {1: (4, 8)}
+
+
+def config(profile: str = "", **speculation: Any) -> Config:
+    rollout = {"n": 3, "max_num_seqs": 5, "speculation": speculation, "layout": {"profile": profile}}
+    return from_mapping(
+        {"model": {"path": "models/tiny"}, "data": {"max_response_length": 50}, "rollout": rollout},
+    )
+
+
+def executor(tp: int = 1, widths: dict[int, int] | None = None) -> Any:
+    return SimpleNamespace(tp=tp, draft_widths=lambda tp: {4: 4, 8: 2} if widths is None else widths)
+
+
+def profile(**more: Any) -> Profile:
+    decode = [Measurement(1, rows, context, 0.01 * rows + context / 1e5) for rows in (4, 8) for context in (16, 64)]
+    verify = [
+        VerifyMeasurement(1, rows, context, 16 // rows, 0.02 * rows + context / 1e5)
+        for rows in (4, 8)
+        for context in (16, 64)
+    ]
+    return Profile(IDENTITY, tuple(decode), verify=tuple(verify), **more)
+
+
+def test_what_an_executor_is_built_for():
+    assert drafting_of(config(), "cpu") is None
+    assert draft_book_bytes(config()) == verified_positions(config(), "gpu") == 0
+    chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
+    expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), Window(2, 2, 6), 3)
+    assert drafting_of(chosen, "cpu") == expected
+    assert draft_book_bytes(chosen) == 3 * 4 * (sum(expected.sizes) + 2)
+    assert draft_book_bytes(config(enable=True)) % 5 == 0, "one for each row"
+    assert verified_positions(chosen, "cpu") == 9
+
+
+def test_a_profile_is_asked_where_nothing_else_decides():
+    assert asks_profile(config("p.json", enable=True))
+    assert not asks_profile(config("p.json"))
+    assert not asks_profile(config("", enable=True))
+    assert not asks_profile(config("p.json", enable=True, max_batch=4))
+
+
+def test_a_start_says_that_nothing_tells_whether_drafts_pay():
+    assert "rollout.layout.profile" in (unmeasured_note(config("", enable=True)) or "")
+    assert unmeasured_note(config("p.json", enable=True)) is None
+    assert unmeasured_note(config("", enable=True, max_batch=4)) is None
+    assert unmeasured_note(config("")) is None
+
+
+def test_costs_are_those_of_the_layout_in_use():
+    costs = step_costs(config("p.json", enable=True), profile(), executor(), SIZES)
+    assert costs.decode_s(4, 4 * 16) == pytest.approx(0.04 + 16e-5)
+    assert costs.verify_s(4, 4 * 64) == pytest.approx(0.08 + 64e-5)
+    assert costs.verify_s(3, 4 * 64) == costs.verify_s(4, 4 * 64), "rows of its program"
+    assert costs.verify_s(5, 8 * 16) == pytest.approx(0.16 + 16e-5)
+
+
+@pytest.mark.parametrize("widths", [{4: 4}, {}, {4: 3, 8: 2}])
+def test_a_profile_of_other_steps_is_refused(widths: dict[int, int]):
+    with pytest.raises(ConfigError, match=r"p.json has steps at tp 1 that verify \{4: 4, 8: 2\}, and rollout.spec"):
+        step_costs(config("p.json", enable=True), profile(), executor(widths=widths), SIZES)
+
+
+def test_a_profile_without_drafts_is_refused():
+    with pytest.raises(ConfigError, match=r"verify nothing, .*run `jaxrl profile` with the same rollout.speculation"):
+        step_costs(config("p.json", enable=True), Profile(IDENTITY, profile().decode), executor(), SIZES)

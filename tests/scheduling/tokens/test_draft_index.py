@@ -1,0 +1,121 @@
+"""The index against a plain search of all occurrences, and what decides between continuations."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.scheduling.tokens.draft_index import END, START, DraftIndex, DraftLengths, context_hashes
+
+SHORT = DraftLengths(min_prefix=2, max_prefix=4, max_draft=5)
+
+
+def searched(
+    responses: Sequence[Sequence[int]], weights: Sequence[float], lengths: DraftLengths, context: Sequence[int]
+) -> tuple[list[int], int]:
+    """The draft for a context and the tokens of it that were found, step by step over all occurrences."""
+    texts = [[*[START] * lengths.max_prefix, *response, END] for response in responses]
+    recent = [*[START] * lengths.max_prefix, *context][-lengths.max_prefix :]
+    for m in range(lengths.max_prefix, lengths.min_prefix - 1, -1):
+        wanted = recent[-m:]
+        here = [
+            (i, at + m)
+            for i, text in enumerate(texts)
+            for at in range(len(text) - m)
+            if text[at : at + m] == wanted and at + m >= lengths.max_prefix
+        ]
+        draft: list[int] = []
+        depth = lengths.max_prefix + lengths.max_draft - m
+        while here and len(draft) < depth:
+            branches: dict[int, list[tuple[int, int]]] = {}
+            for i, at in here:
+                branches.setdefault(texts[i][at], []).append((i, at))
+            branches.pop(END, None)
+            if not branches:
+                break
+            most = max(sum(weights[i] for i, _ in branch) for branch in branches.values())
+            best = [b for b in branches.items() if sum(weights[i] for i, _ in b[1]) == most]
+            often = max(len(branch) for _, branch in best)
+            best = [b for b in best if len(b[1]) == often]
+            if len(best) > 1:  # a tie to the end: any of them, as the paths below them decide
+                return [], -m
+            token, branch = best[0]
+            draft.append(token)
+            here = [(i, at + 1) for i, at in branch]
+        if draft:
+            return draft[: lengths.max_draft], m
+    return [], 0
+
+
+responses_and_weights = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), max_size=30), st.sampled_from([-1.0, 0.0, 0.5, 1.0])), max_size=6
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(responses_and_weights, st.lists(st.integers(0, 2), max_size=6))
+def test_find_is_the_heaviest_path_below_the_longest_context(drawn: list, context: list[int]):
+    responses, weights = [np.array(r, np.int32) for r, _ in drawn], [w for _, w in drawn]
+    index = DraftIndex.build(responses, weights, SHORT)
+    expected, m = searched([r for r, _ in drawn], weights, SHORT, context)
+    assert index.find(context)[1] == abs(m)
+    if m >= 0:
+        assert index.draft(context, SHORT.max_draft).tolist() == expected
+
+
+def build(*responses: list[int], weights: Sequence[float] | None = None) -> DraftIndex:
+    return DraftIndex.build([np.array(r, np.int32) for r in responses], weights or [1.0] * len(responses))
+
+
+def test_the_longest_context_wins_and_shorter_ones_down_to_three_are_found():
+    index = build([1, 2, 3, 4, 5, 6, 7, 8], [9, 5, 6, 7, 11])
+    assert index.find([1, 2, 3, 4, 5, 6, 7]) == (14, 7)
+    assert index.draft([1, 2, 3, 4, 5, 6, 7], 32).tolist() == [8]
+    place, m = index.find([0, 0, 0, 9, 5, 6, 7])
+    assert (m, index.text[place]) == (4, 11)
+    assert index.find([0, 0, 0, 0, 4, 5, 6])[1] == 3
+    assert index.find([0, 0, 0, 0, 0, 5, 6]) == (-1, 0)
+
+
+def test_a_response_is_drafted_from_its_first_token():
+    assert build([1, 2, 3]).draft([], 2).tolist() == [1, 2]
+    assert build([1, 2, 3]).draft([1], 32).tolist() == [2, 3]
+    assert build([]).draft([], 2).tolist() == []
+    assert DraftIndex.build([], []).find([1, 2, 3]) == (-1, 0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "followed"),
+    [
+        ([1, 0, 0], 5),  # the reward
+        ([1, 1, 1], 6),  # twice 6: its sum
+        ([0, 0, 0], 6),  # a tie: what occurs more often
+        ([-1, -1, 0], 6),  # -1 on both sides: what occurs more often
+        ([-1, -2, -2], 5),  # the sum nearest to zero
+        ([0.5, 1, -0.5], 6),  # a tie again
+    ],
+)
+def test_rewards_decide_between_branches(weights: list[float], followed: int):
+    index = build([1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 6], weights=weights)
+    assert index.draft([1, 2, 3], 4).tolist() == [followed]
+
+
+def test_of_equals_the_later_response_is_followed_and_an_end_comes_last():
+    assert build([1, 2, 3, 5], [1, 2, 3, 6]).draft([1, 2, 3], 1).tolist() == [6]
+    assert build([1, 2, 3, 5], [1, 2, 3], [1, 2, 3], weights=[0, 9, 9]).draft([1, 2, 3], 1).tolist() == [5]
+
+
+def test_a_device_hashes_as_the_host_does():
+    recent = np.array([[1, 2, 3], [START, START, 70000]], np.int32)
+    salts = np.array([0, 3], np.uint32)
+    assert (np.asarray(context_hashes(jnp.asarray(recent), jnp.asarray(salts))) == context_hashes(recent, salts)).all()
+
+
+def test_what_cannot_be_built():
+    with pytest.raises(ValueError, match="finite weights"):
+        build([1], weights=[float("nan")])
+    with pytest.raises(ValueError, match=r"min_prefix \(5\) must be in \[1, max_prefix \(4\)\]"):
+        DraftLengths(min_prefix=5, max_prefix=4)

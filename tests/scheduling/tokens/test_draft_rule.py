@@ -1,0 +1,52 @@
+"""Windows, widths, and when drafts are verified."""
+
+import pytest
+
+from jaxrl.scheduling.tokens.draft_rule import PROBE_EVERY, DraftConfig, DraftRule, StepCosts, Window, draft_width
+from jaxrl.scheduling.tokens.plan import DraftCounts
+
+
+def test_a_window_grows_by_two_and_falls_back_at_any_rejection():
+    window, seen = Window(), [2]
+    for drafted, accepted in [(2, 2), (4, 4), (6, 5), (2, 2), (0, 0), (4, 0)]:
+        seen.append(window.after(seen[-1], drafted, accepted))
+    assert seen == [2, 4, 6, 2, 4, 4, 2]
+    assert window.after(31, 31, 31) == window.after(32, 32, 32) == 32
+    assert window.after(32, 3, 3) == 32  # all that could be drafted was accepted
+
+
+def test_rows_share_what_a_step_verifies():
+    assert [draft_width(rows, 64, 32) for rows in (0, 1, 2, 3, 8, 32, 33, 64)] == [32, 32, 32, 21, 8, 2, 0, 0]
+    assert draft_width(4, 4, 1) == 1
+    assert draft_width(5, 4, 1) == 0
+
+
+def rule(verify_s: float, max_batch: int = 0) -> DraftRule:
+    costs = StepCosts(decode_s=lambda rows, context: 1.0, verify_s=lambda rows, context: verify_s)
+    return DraftRule(DraftConfig(Window(), 64, max_batch, costs))
+
+
+def test_the_rule_compares_what_a_step_gains_with_what_it_costs():
+    # 3 of 4 steps have a draft of 4 tokens, half of them are accepted: 1 + 3/4 * 4 * 1/2 = 2.5 tokens a step
+    counts = DraftCounts(steps=80, drafted=240, accepted=120, draft_steps=60, matched=300)
+    for verify_s, pays in ((2.4, True), (2.6, False)):
+        decided = rule(verify_s)
+        decided.saw(counts)
+        assert decided.gain(8) == pytest.approx(2.5)
+        assert decided.decides(8, 1000.0) is pays
+        assert not decided.decides(33, 1000.0), "no width"
+
+
+def test_before_anything_was_seen_drafts_are_tried_and_later_they_are_probed():
+    decided = rule(8.0)
+    assert decided.decides(8, 1000.0)
+    decided.saw(DraftCounts(steps=8))
+    asked = [decided.decides(8, 1000.0) for _ in range(3 * PROBE_EVERY)]
+    assert [i for i, each in enumerate(asked) if each] == [i * PROBE_EVERY - 1 for i in (1, 2, 3)]
+
+
+def test_a_limit_of_rows_comes_before_costs():
+    assert rule(99.0, max_batch=8).decides(8, 0.0)
+    assert not rule(0.1, max_batch=8).decides(9, 0.0)
+    with pytest.raises(ValueError, match=r"min_window \(4\) must be in \[1, max_window \(2\)\]"):
+        Window(least=4, most=2)

@@ -1,0 +1,170 @@
+"""Plans that speculate, through an engine over an executor that accepts what chance says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
+from jaxrl.scheduling.tokens.draft_rule import TOKENS_PER_STEP, DraftConfig, StepCosts, Window
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, DraftCounts, Plan, PlanResult, Request, RowResult
+from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.types import SampleKey, SamplingParams
+
+STEPS = 4
+HISTORY = DraftIndex.build([np.arange(3, 9, dtype=np.int32)], [1.0])
+
+
+@dataclass
+class Ticket:
+    index: int
+    result: PlanResult
+
+
+class Accepting:
+    """Gives a row with a history 1 .. `TOKENS_PER_STEP` tokens a step; tokens are positions. Checks that every position
+    that may be written has a block of the row's own."""
+
+    num_groups, block_size, max_prefill_tokens = 2, 4, 16
+
+    def __init__(self, num_slots: int, num_blocks: int, seed: int) -> None:
+        self.num_slots, self.num_blocks = num_slots, num_blocks
+        self.chance = random.Random(seed)
+        self.at: dict[int, tuple[int, int]] = {}  # by request, (position of its newest token, limit); gone: stopped
+        self.plans: list[Plan] = []
+
+    def check(self, request: Request) -> None: ...
+
+    def submit(self, plan: Plan) -> Ticket:
+        self.plans.append(plan)
+        rows: dict[int, list[int]] = {}
+        for chunk in plan.prefill:
+            if chunk.is_last:
+                request = chunk.request
+                start = len(request.prompt_ids) + chunk.num_generated
+                self.at[request.request_id] = (start - 1, len(request.prompt_ids) + request.params.max_tokens)
+                rows[request.request_id] = self._advance(request.request_id, 1)
+        owners: dict[tuple[int, int], int] = {}
+        counts: dict[int, DraftCounts] = {}
+        for row in plan.decode:
+            if row.request_id not in self.at:
+                continue
+            position, limit = self.at[row.request_id]
+            assert min(position + row.max_new, limit - 1) <= len(row.block_table) * self.block_size
+            for block in row.block_table:
+                assert block != TRASH_BLOCK
+                assert owners.setdefault((row.dp_group, block), row.request_id) == row.request_id
+            assert row.max_new in (STEPS, TOKENS_PER_STEP * STEPS)
+            assert row.max_new == STEPS or plan.speculates
+            count = STEPS
+            if plan.speculates and row.history is not None:
+                count = min(row.max_new, self.chance.randint(STEPS, TOKENS_PER_STEP * STEPS))
+            gained = self._advance(row.request_id, count)
+            rows.setdefault(row.request_id, []).extend(gained)
+            if plan.speculates:
+                steps = min(STEPS, len(gained))
+                counts[row.request_id] = DraftCounts(steps, 2 * len(gained), len(gained) - steps, steps, 7 * steps)
+        results = {
+            i: RowResult(np.array(t, np.int32), np.zeros(len(t)), np.zeros(len(t)), i not in self.at, counts.get(i))
+            for i, t in rows.items()
+        }
+        return Ticket(plan.index, PlanResult(plan.index, results, plan.num_steps))
+
+    def collect(self, ticket: Ticket) -> PlanResult:
+        return ticket.result
+
+    def _advance(self, request_id: int, count: int) -> list[int]:
+        position, limit = self.at.pop(request_id)
+        tokens = list(range(position + 1, min(position + 1 + count, limit)))
+        if position + len(tokens) + 1 < limit:
+            self.at[request_id] = (position + len(tokens), limit)
+        return tokens
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("num_slots", "num_blocks"), [(4, 200), (3, 16)], ids=["room", "preempting"])
+def test_a_row_never_gets_more_than_its_plan_has_blocks_for(seed: int, num_slots: int, num_blocks: int):
+    executor = Accepting(num_slots, num_blocks, seed)
+    config = BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=16))
+    trace: list[TraceEvent] = []
+    engine = Engine(executor, config, trace=trace.append)
+    chance = random.Random(seed)
+    requests = [
+        Request(
+            i,
+            SampleKey(0, i, 0),
+            tuple(range(chance.randint(1, 12))),
+            SamplingParams(max_tokens=chance.randint(1, 40)),
+            history=HISTORY if chance.random() < 0.7 else None,
+        )
+        for i in range(20)
+    ]
+    samples = engine.generate(requests)
+    for request, sample in zip(requests, samples, strict=True):
+        first = len(request.prompt_ids)
+        assert sample.token_ids.tolist() == list(range(first, first + request.params.max_tokens))
+    engine.batcher.blocks.check()
+    assert any(plan.speculates for plan in executor.plans)
+    assert not any(plan.speculates and not plan.decode for plan in executor.plans)
+    preempted = any(isinstance(event, Preempted) for event in trace)
+    assert preempted == (num_blocks == 16)
+    counters = engine.counters
+    assert 0 < counters.drafting_plans <= sum(plan.speculates for plan in executor.plans)  # some found all ended
+    assert 0 < counters.busy_row_steps < sum(map(len, samples))
+    assert counters.accepted_tokens + counters.busy_row_steps + len(
+        [c for p in executor.plans for c in p.prefill if c.is_last]
+    ) == sum(map(len, samples))
+    assert counters.matched_tokens == 7 * counters.drafted_row_steps
+
+
+def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else():
+    """A row's room for drafts never takes what another may want in the next plan."""
+    executor = Accepting(2, 9, seed=0)
+    engine = Engine(executor, BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=64)))
+    requests = [Request(i, SampleKey(0, i, 0), (1,), SamplingParams(max_tokens=30), history=HISTORY) for i in range(2)]
+    engine.generate(requests)
+    given = [row.max_new for plan in executor.plans for row in plan.decode]
+    assert set(given) == {STEPS, TOKENS_PER_STEP * STEPS}
+    assert engine.counters.preemptions == 0
+
+
+def test_without_history_no_plan_speculates():
+    executor = Accepting(4, 200, seed=1)
+    engine = Engine(executor, BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=64)))
+    request = Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(max_tokens=40))
+    engine.add(request)
+    engine.step()
+    assert not any(plan.speculates for plan in executor.plans)
+    engine.batcher.set_history(0, HISTORY)  # its group has brought something meanwhile
+    while not engine.is_idle:
+        engine.step()
+    assert executor.plans[-1].speculates
+
+
+def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
+    """So a run that is resumed at a boundary plans as one that went on."""
+    costs = StepCosts(lambda rows, context: 1.0, lambda rows, context: 3.0)
+    config = BatcherConfig(STEPS, drafts=DraftConfig(Window(), verify_tokens=64, costs=costs))
+
+    def rounds(count: int) -> list[list[bool]]:
+        executor = Accepting(4, 200, seed=1)
+        workers, found = Workers([Engine(executor, config)]), []
+        for index in range(count):
+            params = SamplingParams(max_tokens=80)
+            workers.add(Request(index, SampleKey(0, index, 0), (1,), params, history=HISTORY))
+            executor.chance, executor.plans = random.Random(7), []
+            while not workers.is_idle:
+                workers.step()
+            found.append([plan.speculates for plan in executor.plans])
+        return found
+
+    (first, second), (alone,) = rounds(2), rounds(1)
+    assert first == second == alone
+    assert True in first
+    assert False in first, "3 tokens a step are not reached"

@@ -1,0 +1,323 @@
+"""Speculation on simulated devices: what history foretells, and steps that verify drafts of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim_machine import SMALL, STOP, ConstantCost, sizes
+from simulated_runs import House, make_config, make_workload, whole
+
+from jaxrl.config import SimulatedHistory
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
+from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
+from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, draft_width
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request
+from jaxrl.scheduling.tokens.progress import Preempted
+from jaxrl.sim.clock import SimulatedClock
+from jaxrl.sim.cost_model import RooflineCost
+from jaxrl.sim.executor import SimulatedExecutor
+from jaxrl.sim.foretold import Foreteller, Foretold, foretold
+from jaxrl.sim.hardware import H100
+from jaxrl.sim.lockstep import LockstepBatcher
+from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.sim.table_cost import TableCost
+from jaxrl.sim.verification import Drafting, verify
+from jaxrl.types import SampleKey, SamplingParams
+
+HISTORY = DraftIndex.build([], [])
+WINDOW = Window(2, 2, 8)
+
+
+def known(right: Sequence[int]) -> Foretold:
+    """What is foretold where so many tokens from each position on are right; -1: no draft."""
+    return Foretold(np.array(right, np.int16), np.where(np.array(right) < 0, 0, 5).astype(np.int8))
+
+
+# ---------------------------------------------------------------- what is foretold
+
+
+def runs_of(found: Foretold) -> list[tuple[int, int]]:
+    """The stretches: (first position, the one that is drafted wrong or the response's end)."""
+    places = np.flatnonzero(found.right >= 0)
+    ends, first = np.unique(places + found.right[places], return_index=True)
+    return list(zip(places[first].tolist(), ends.tolist(), strict=True))
+
+
+OPTIONS = st.builds(SimulatedHistory, st.floats(0.1, 50), st.floats(0, 3), st.floats(0, 5))
+
+
+@given(options=OPTIONS, length=st.integers(1, 300), word=st.integers(0, 2**64 - 1))
+def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: int, word: int):
+    found = foretold(options, word, 1, length)
+    right, matched = found.right.astype(int), found.matched.astype(int)
+    assert len(right) == len(matched) == length
+    assert ((right >= 0) == (matched > 0)).all()
+    last = -1
+    for first, end in runs_of(found):
+        assert first > last, "stretches overlap"
+        last = end
+        inside = np.arange(first, min(end, length - 1) + 1)
+        assert (right[inside] == end - inside).all()
+        assert (matched[inside] == np.minimum(3 + inside - first, 7)).all()
+    whole = foretold(options, word, 1, 2 * length)
+    kept = np.where(whole.right >= 0, np.minimum(whole.right, length - np.arange(2 * length)), -1)[:length]
+    assert (kept == right).all(), "a longer response begins otherwise"
+
+
+def test_stretches_have_the_distribution_that_the_options_say():
+    """Medians, means of gaps, and growth over epochs; what is foretold goes by the response alone."""
+    options = SimulatedHistory(stretch_median=6.0, stretch_sigma=1.0, gap_mean=2.0, growth=0.5)
+    tell = Foreteller(3, lambda _: options, 3, 7)
+    for epoch, median in ((1, 6.0), (3, 13.5)):
+        runs = [runs_of(tell(SampleKey(epoch, i, 0), 3000))[:-1] for i in range(30)]
+        stretches = np.array([end - first for each in runs for first, end in each])
+        gaps = np.array([b[0] - a[1] - 1 for each in runs for a, b in pairwise(each)])
+        assert np.mean(stretches < median) == pytest.approx(0.5, abs=0.03)
+        assert np.mean(gaps) == pytest.approx(2.0, rel=0.05)
+    assert (tell(SampleKey(1, 0, 0), 99).right == tell(SampleKey(1, 0, 0), 99).right).all()
+    others = [SampleKey(2, 0, 0), SampleKey(1, 1, 0), SampleKey(1, 0, 1), SampleKey(1, 0, 0, attempt=1)]
+    assert all((tell(other, 99).right != tell(SampleKey(1, 0, 0), 99).right).any() for other in others)
+
+
+# ---------------------------------------------------------------- a row's steps, worked out by hand
+
+
+def steps_of(right: Sequence[int], width: int = 8, num_steps: int = 99, max_new: int = 99) -> tuple[list[int], int]:
+    """(steps, drafted, accepted, draft steps, tokens), and the window at the end, of a row from its first token."""
+    left = np.array([len(right)])
+    start = (np.zeros(1, np.int64), left, np.array([max_new]), np.array([WINDOW.least]))
+    limits = {"window": WINDOW, "width": width, "num_steps": num_steps, "num_stops": 1}
+    found = verify([known(right)], *start, **limits)
+    steps, drafted, accepted, draft_steps, matched = found.counts[:, 0].tolist()
+    assert matched == 5 * draft_steps
+    return [steps, drafted, accepted, draft_steps, int(found.gained[0])], int(found.windows[0])
+
+
+def test_drafts_that_are_right_open_the_window():
+    """2, 4, 6 and 8 drafted tokens, each with one more, then 8 again, and what is left."""
+    right = list(range(40, 0, -1))  # 3 + 5 + 7 + 9 + 9 = 33, and 6 of 7 tokens
+    assert steps_of(right) == ([6, 34, 34, 6, 40], 8)
+    assert steps_of(right, width=3)[0] == [11, 29, 29, 10, 40]  # 3, then nine times 4; the last token has no draft
+
+
+def test_drafts_that_are_wrong_bring_a_token_a_step():
+    assert steps_of([0] * 10) == ([10, 2 * 8 + 1, 0, 9, 10], 2)  # no draft for the last token, one for that before
+
+
+def test_a_wrong_token_in_the_middle_closes_the_window():
+    """Stretches of 8 and of 7 tokens, and a wrong one between them: 3 tokens; 5, and the last of them is right; at the
+    wrong token 6 are drafted and none accepted; then 2, 4 and the last."""
+    right = [*range(8, -1, -1), *range(7, 0, -1)]
+    assert steps_of(right) == ([5, 2 + 4 + 6 + 2 + 3, 2 + 4 + 0 + 2 + 3, 5, 16], 6)
+
+
+def test_where_nothing_is_found_the_window_stays():
+    """3 tokens, which open the window to 4; two without a draft; then 3 of 4, which is all that is left."""
+    assert steps_of([2, 1, 0, -1, -1, 3, 2, 1, 0]) == ([4, 2 + 3, 2 + 3, 2, 9], 6)
+
+
+def test_a_plan_ends_a_row_at_its_room():
+    right = list(range(40, 0, -1))
+    assert steps_of(right, max_new=7)[0] == [2, 2 + 3, 2 + 3, 2, 7]
+    assert steps_of(right, num_steps=2)[0] == [2, 2 + 4, 2 + 4, 2, 8]
+
+
+# ---------------------------------------------------------------- plans
+
+
+def requests(seed: int, count: int) -> list[Request]:
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        params = SamplingParams(max_tokens=rng.randint(3, 70), stop_token_ids=(STOP,))
+        tokens = (0,) * (1 + 7 * (i // 3) % 23)
+        history = HISTORY if rng.random() < 0.8 else None
+        made.append(Request(i, SampleKey(1, i // 3, i % 3), tokens, params, share=(0, i // 3), history=history))
+    return made
+
+
+def drafting(verify_tokens: int) -> Drafting:
+    options = SimulatedHistory(4.0, 1.5, 0.5)
+    return Drafting(Foreteller(1, lambda _: options, 3, 7), WINDOW, lambda rows: draft_width(rows, verify_tokens, 8))
+
+
+def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
+    """Plans and what each brought, as they come."""
+    plans: list[tuple[Plan, tuple]] = []
+    submit = executor.submit
+
+    def recording(plan: Plan):
+        ticket = submit(plan)
+        result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
+        rows = {
+            i: (row.token_ids.tolist(), row.stopped, row.drafts) for i, row in result.rows.items() if len(row.token_ids)
+        }
+        named = [(row.request_id, row.dp_group, row.slot, row.max_new) for row in plan.decode]
+        plans.append((plan, (result.index, result.num_steps, named, rows)))
+        return ticket
+
+    executor.submit = recording
+    return plans
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("leave_after", [1, 3])
+def test_all_rows_at_once_gain_what_each_alone_does(seed: int, leave_after: int):
+    """Tokens, steps, stops and counts of every plan are those of `ReplayExecutor`, which goes row by row; preemptions
+    included, and plans that do not speculate between those that do."""
+    wanted = requests(seed, 30)
+    rng = random.Random(100 + seed)
+    lengths = {request.key: rng.randint(1, 75) for request in wanted}
+    shape = sizes(num_devices=4, tp=2, num_slots=5, num_blocks=31, max_prefill_tokens=24)
+    costs = StepCosts(lambda rows, _: 1.0, lambda rows, _: 1.2 + rows / 3)
+    config = BatcherConfig(decode_steps=4, leave_after=leave_after, drafts=DraftConfig(WINDOW, 24, costs=costs))
+    outcomes, speculate = [], set()
+    for executor in (
+        SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), SimulatedClock(), drafting=drafting(24)),
+        ReplayExecutor(lengths, 2, 5, 31, 4, 24, drafting=drafting(24)),
+    ):
+        plans, trace = recorded(executor), []
+        engine = Engine(executor, config, trace=trace.append)
+        samples = engine.generate(wanted)
+        speculate |= {plan.speculates for plan, _ in plans if plan.decode}
+        ends = [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]
+        outcomes.append(([brought for _, brought in plans], trace, ends, engine.counters))
+    assert outcomes[0] == outcomes[1]
+    assert speculate == {True, False}
+    assert outcomes[0][3].accepted_tokens > 0
+    if leave_after == 1:
+        assert any(isinstance(event, Preempted) for event in outcomes[0][1]), "pools were to run dry"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_lockstep_makes_the_plans_of_a_batcher(share: float):
+    """Whether all rows have a history, some, or none; tokens are those without speculation."""
+    outcomes = []
+    on = DraftConfig(WINDOW, 64)
+    for batcher, drafts in ((Batcher, on), (LockstepBatcher, on), (Batcher, None)):
+        rng = random.Random(1)
+        wanted = [
+            Request(i, SampleKey(1, i, 0), (0,) * 5, SamplingParams(max_tokens=90), history=HISTORY)
+            if rng.random() < share
+            else Request(i, SampleKey(1, i, 0), (0,) * 5, SamplingParams(max_tokens=90))
+            for i in range(12)
+        ]
+        shape = sizes(num_slots=8, num_blocks=400)
+        clock = SimulatedClock()
+        executor = SimulatedExecutor(
+            shape, lambda of, _: 20 + 5 * of.prompt_index, ConstantCost(), clock, drafting=drafting(64)
+        )
+        plans = recorded(executor)
+        engine = Engine(executor, BatcherConfig(decode_steps=4, drafts=drafts), batcher=batcher)
+        samples = [(s.key, s.token_ids.tolist()) for s in engine.generate(wanted)]
+        outcomes.append((samples, [brought for _, brought in plans], clock.now_ns))
+        if batcher is LockstepBatcher:
+            assert isinstance(engine.batcher, LockstepBatcher)
+            assert (engine.batcher.num_lanes > 0) == (share < 1)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] == outcomes[2][0]
+    assert share != 1 or outcomes[0][2] < outcomes[2][2], "drafts save time"
+
+
+def test_a_plan_that_speculates_is_charged_step_by_step():
+    """At the width of the fullest group's rows, with the rows that are active in each step; the slowest group's."""
+    cost = RooflineCost(SMALL, H100)
+    told = [known([*range(19, 0, -1)]), known([0] * 12), known([-1] * 30)]
+    tell = Drafting(lambda key, _: told[key.prompt_index], WINDOW, lambda rows: draft_width(rows, 12, 8))
+    executor = SimulatedExecutor(
+        sizes(num_devices=2, num_slots=2),
+        lambda of, _: len(told[of.prompt_index].right),
+        cost,
+        SimulatedClock(),
+        drafting=tell,
+    )
+    made = [
+        Request(i, SampleKey(1, i, 0), (0,) * (3 + i), SamplingParams(max_tokens=40), history=HISTORY) for i in range(3)
+    ]
+    at = [(0, 0), (0, 1), (1, 0)]
+    chunks = [PrefillChunk(r, g, s, r.prompt_ids, 0, (1,), True, 0) for r, (g, s) in zip(made, at, strict=True)]
+    executor.collect(executor.submit(Plan(0, tuple(chunks))))
+    rows = tuple(DecodeRow(i, g, s, (1, 2), 40, HISTORY) for i, (g, s) in enumerate(at))
+    result = executor.collect(executor.submit(Plan(1, (), rows, 6, speculates=True)))
+    # 18 tokens are left of the first: 3, 5 and 7, then 3 at once; the second has one a step
+    assert [len(result.rows[i].token_ids) for i in range(3)] == [18, 6, 6]
+    contexts = [[3 + 1 + n for n in (0, 3, 8, 15)], [4 + 1 + n for n in range(6)], [5 + 1 + n for n in range(6)]]
+    groups = [[[*contexts[0][s : s + 1], contexts[1][s]] for s in range(6)], [[each] for each in contexts[2]]]
+
+    def step_s(context: list[int]) -> float:
+        return float(cost.verify_steps_s(1, np.array([len(context)]), 6, np.array([sum(context)]))[0])
+
+    seconds = [sum(step_s(each) for each in steps) for steps in groups]
+    assert result.duration_s == pytest.approx(max(seconds), rel=1e-12)
+
+
+# ---------------------------------------------------------------- whole runs
+
+SPECULATES = {"rollout.speculation": {"enable": True, "verify_tokens": 32}}
+PLACES = {
+    "one worker": {"rollout.num_workers": 1},
+    "two workers, dynamic sampling": {"rollout.num_workers": 2, "algorithm.filter_groups": {"enable": True}},
+    "tail batching": {"rollout.tail_batching": {"enable": True}},
+    "partial rollout": {"rollout.partial_rollout": {"enable": True}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_draws_the_same_with_drafts_in_fewer_steps_and_through_a_kill(place: str):
+    """8 prompts come again after two or three steps; then drafts are taken."""
+    plain, values = make_workload(3), PLACES[place] | {"trainer.total_training_steps": 8}
+    (task,) = plain.tasks
+    workload = replace(plain, tasks=(replace(task, history=SimulatedHistory(8.0, 1.0, 0.2)),))
+    with_drafts, without = whole(make_config(SPECULATES, **values), workload), whole(make_config(values), workload)
+    if place not in ("tail batching", "partial rollout"):  # in these, a batch is of what completes first
+        assert with_drafts.decided()[1] == without.decided()[1]
+    steps = [sum(each["rollout/decode_steps"] for each in run.metrics.values()) for run in (with_drafts, without)]
+    assert steps[0] < steps[1]
+    of_steps = with_drafts.metrics
+    assert of_steps[1]["rollout/spec/drafted_share"] == 0, "nothing was drawn before"
+    assert all(of_steps[step]["rollout/spec/accept_rate"] > 0.3 for step in (7, 8))
+    assert not any(name.startswith("rollout/spec/") for step in without.metrics.values() for name in step)
+    killed = House(with_drafts.config, workload)
+    assert not killed.run(("kill", 40))
+    assert killed.run()
+    assert killed.decided() == with_drafts.decided()
+
+
+# ---------------------------------------------------------------- what a step costs
+
+
+def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens():
+    cost = RooflineCost(SMALL, H100)
+    batch, context = np.array([1, 7, 64, 4096]), np.array([100.0, 9_000.0, 64_000.0, 1e7])
+    assert (cost.verify_steps_s(2, batch, 0, context) == cost.decode_steps_s(2, batch, context)).all()
+    weights, row_memory, token_memory, row_compute, token_compute = cost._decode_terms(2)
+    for width in (2, 32):
+        for rows, tokens, found in zip(batch, context, cost.verify_steps_s(2, batch, width, context), strict=True):
+            queries = rows * (1 + width)
+            memory = weights + row_memory * queries + token_memory * tokens
+            compute = row_compute * queries + token_compute * sum(tokens + rows * i for i in range(1 + width))
+            assert found == pytest.approx(max(memory, compute) + cost._pass_s(2, queries), rel=1e-12)
+
+
+def test_a_table_has_what_was_measured_of_verification_or_scales_what_was_measured_of_decoding():
+    rest, rows, context = RooflineCost(SMALL, H100), np.array([2, 2]), np.array([100.0, 150.0])
+    decode = tuple(Measurement(1, 2, tokens, seconds) for tokens, seconds in ((50, 0.01), (100, 0.02)))
+    plain = Profile(ProfileIdentity("", "", "x", 1, "", ""), decode)
+    scaled = TableCost(LatencyPredictor(plain), rest)
+    ratio = rest.verify_steps_s(1, rows, 4, context) / rest.decode_steps_s(1, rows, context)
+    assert scaled.verify_steps_s(1, rows, 4, context) == pytest.approx(np.array([0.01, 0.015]) * ratio)
+    assert (scaled.verify_steps_s(1, rows, 0, context) == scaled.decode_steps_s(1, rows, context)).all()
+    verify_too = tuple(VerifyMeasurement(1, 2, tokens, 4, seconds) for tokens, seconds in ((50, 0.03), (100, 0.05)))
+    measured = TableCost(LatencyPredictor(replace(plain, verify=verify_too)), rest)
+    assert measured.verify_steps_s(1, rows, 4, context) == pytest.approx([0.03, 0.04])
