@@ -57,7 +57,7 @@ class LengthPart:
 
     def value(self, request: ScoreRequest) -> float:
         over = max(request.num_tokens - self.free_tokens, 0)
-        return -min(over / (self.max_tokens - self.free_tokens), 1.0)
+        return 0.0 - min(over / (self.max_tokens - self.free_tokens), 1.0)  # not -0.0, as a page would show it
 
 
 @dataclass(frozen=True, slots=True)

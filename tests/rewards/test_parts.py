@@ -47,7 +47,8 @@ def test_format():
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (20, 0.0), (60, -0.5), (100, -1.0), (120, -1.0)])
 def test_length(tokens: int, value: float):
-    assert LengthPart(20, 100).value(ScoreRequest("a", "", None, num_tokens=tokens)) == value
+    found = LengthPart(20, 100).value(ScoreRequest("a", "", None, num_tokens=tokens))
+    assert (found, str(found)) == (value, str(value))  # 0, not -0
 
 
 def test_nothing_around_a_scorer_that_is_alone():
