@@ -192,8 +192,56 @@ class Case:
 
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
+    setup, rollpacker = case.of, case.paper == "rollpacker"
+    return from_mapping(
+        {
+            "model": {"path": setup.model},
+            "data": {
+                "task": "none",
+                "max_prompt_length": PROMPT_TOKENS,
+                "max_response_length": case.max_tokens,
+                "train_batch_size": case.num_prompts,
+                "shuffle": case.paper != "pat",  # an outlier for each batch goes by the order of the prompts
+                "val_size": 0,
+            },
+            "rollout": _rollout(case),
+            # APRIL trains without KL (A.2); RollPacker's table counts a reference model; PAT does not say
+            "actor": {
+                "dtype": "bfloat16",
+                "offload_optimizer": True,
+                "use_kl_loss": case.paper in ("rollpacker", "rhymerl"),
+                "old_logprobs": "rollout" if case.own_trainer or case.paper == "rhymerl" else "recompute",
+                "ppo_max_token_len_per_gpu": 1 << 16,
+            },
+            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
+            # for one another; scored beside the rollout, each task has its own workers
+            "reward": {
+                "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
+                "score_when": case.score_when if rollpacker else "sample",
+                "domains": {} if case.timeout == "whole" else {"code": {"kind": "code"}},
+                "code": {} if case.timeout == "whole" else {"timeout": case.timeout},
+            },
+            "trainer": {
+                "total_training_steps": case.steps,
+                "save_freq": 0,
+                "seed": case.seed,
+                "stream": _stream(case),
+                "one_step_off": case.paper == "rhymerl",
+            },
+            "simulate": {
+                "hardware": setup.hardware,
+                "num_devices": case.num_devices,
+                "num_prompts": _epoch_steps(case) * case.num_prompts or DATASET_PROMPTS,
+                "tasks": _own_workers(case, calibration) if rollpacker else [],
+                "score_in_turn": rollpacker and case.score_when == "rollout",
+            },
+        }
+    )
+
+
+def _rollout(case: Case) -> dict[str, Any]:
+    """`rollout`."""
     setup, april = case.of, case.paper == "april"
-    rollpacker = case.paper == "rollpacker"
     rollout: dict[str, Any] = {
         "n": setup.group_size if setup.group_size > 1 else GROUP,
         "tensor_model_parallel_size": case.degree,
@@ -237,50 +285,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         }
     if case.planner:
         rollout["layout"] = {"planner": True, "devices_per_host": NODE, "degrees": _planned_degrees(case)}
-    return from_mapping(
-        {
-            "model": {"path": setup.model},
-            "data": {
-                "task": "none",
-                "max_prompt_length": PROMPT_TOKENS,
-                "max_response_length": case.max_tokens,
-                "train_batch_size": case.num_prompts,
-                "shuffle": case.paper != "pat",  # an outlier for each batch goes by the order of the prompts
-                "val_size": 0,
-            },
-            "rollout": rollout,
-            # APRIL trains without KL (A.2); RollPacker's table counts a reference model; PAT does not say
-            "actor": {
-                "dtype": "bfloat16",
-                "offload_optimizer": True,
-                "use_kl_loss": case.paper in ("rollpacker", "rhymerl"),
-                "old_logprobs": "rollout" if case.own_trainer or case.paper == "rhymerl" else "recompute",
-                "ppo_max_token_len_per_gpu": 1 << 16,
-            },
-            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
-            # for one another; scored beside the rollout, each task has its own workers
-            "reward": {
-                "timeout_s": _timeout_s(case, calibration) if rollpacker else 0.0,
-                "score_when": case.score_when if rollpacker else "sample",
-                "domains": {} if case.timeout == "whole" else {"code": {"kind": "code"}},
-                "code": {} if case.timeout == "whole" else {"timeout": case.timeout},
-            },
-            "trainer": {
-                "total_training_steps": case.steps,
-                "save_freq": 0,
-                "seed": case.seed,
-                "stream": _stream(case),
-                "one_step_off": case.paper == "rhymerl",
-            },
-            "simulate": {
-                "hardware": setup.hardware,
-                "num_devices": case.num_devices,
-                "num_prompts": _epoch_steps(case) * case.num_prompts or DATASET_PROMPTS,
-                "tasks": _own_workers(case, calibration) if rollpacker else [],
-                "score_in_turn": rollpacker and case.score_when == "rollout",
-            },
-        }
-    )
+    return rollout
 
 
 def _epoch_steps(case: Case) -> int:
