@@ -23,7 +23,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import queue
 import threading
@@ -36,7 +35,7 @@ from jaxrl.config.rewards import JudgeSection
 from jaxrl.rewards.endpoint_client import Client, Failed, Refused
 from jaxrl.rewards.judge import JudgeText
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
-from jaxrl.rewards.tasks import VerdictCounts, verdict_of
+from jaxrl.rewards.tasks import Ended, VerdictCounts, awaited, taken, verdict_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
@@ -74,7 +73,7 @@ class EndpointPool:
         self._numbers = itertools.count()
         self._pending: dict[int, SampleKey] = {}
         self._tasks: dict[int, Future[None]] = {}
-        self._ended: queue.SimpleQueue[tuple[int, Scored, float]] = queue.SimpleQueue()
+        self._ended: Ended = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -111,22 +110,10 @@ class EndpointPool:
                 task.cancel()
 
     def completed(self) -> list[Verdict]:
-        verdicts: list[Verdict] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                verdicts += self._verdict(*self._ended.get_nowait())
-        return verdicts
+        return taken(self._ended, self._verdict)
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        verdicts = self.completed()
-        while self._pending and not verdicts and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                verdicts = self._verdict(*self._ended.get(timeout=min(left, 1.0)))
-            if self._thread is not None and not self._thread.is_alive():
-                raise RunFailed("reward: the thread that asks the judge's endpoint ended")
-            verdicts += self.completed()
-        return verdicts
+        return awaited(self, self._ended, self._verdict, self._check, timeout_s)
 
     @property
     def num_pending(self) -> int:
@@ -140,6 +127,10 @@ class EndpointPool:
         measured["reward/judge/unparsed"] = float(self._unparsed)
         self._unparsed = 0
         return measured
+
+    def _check(self) -> None:
+        if self._thread is not None and not self._thread.is_alive():
+            raise RunFailed("reward: the thread that asks the judge's endpoint ended")
 
     def close(self) -> None:
         self._pending.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import pickle
 import queue
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from jaxrl.rewards.lanes import Lanes
 from jaxrl.rewards.scorers import Scored, ScoreRequest
-from jaxrl.rewards.tasks import VerdictCounts, verdict_of
+from jaxrl.rewards.tasks import VerdictCounts, awaited, taken, verdict_of
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.rewards.workers import Workers
 from jaxrl.scheduling.rounds.events import Verdict
@@ -64,21 +63,10 @@ class ProcessRewardPool:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._counts.retried(self._workers.retries.get_nowait())
-        verdicts: list[Verdict] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                verdicts += self._verdict(*self._workers.ended.get_nowait())
-        return verdicts
+        return taken(self._workers.ended, self._verdict)
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        verdicts = self.completed()
-        while self._pending and not verdicts and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                verdicts = self._verdict(*self._workers.ended.get(timeout=min(left, 1.0)))
-            self._workers.check()
-            verdicts += self.completed()
-        return verdicts
+        return awaited(self, self._workers.ended, self._verdict, self._workers.check, timeout_s)
 
     @property
     def num_pending(self) -> int:

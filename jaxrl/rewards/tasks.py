@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import queue
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from jaxrl.rewards.scorers import Scored
@@ -127,3 +131,34 @@ class VerdictCounts:
         }
         self._since_last, self._seconds, self._restarts, self._retries = Counter(), 0.0, 0, 0
         return metrics
+
+
+Ended = queue.SimpleQueue[tuple[int, Scored, float]]
+"""(number, what scoring came to, time) of samples, in the order in which their scoring ended."""
+
+
+def taken(ended: Ended, verdict: Callable[[int, Scored, float], list[Verdict]]) -> list[Verdict]:
+    """The verdicts on all that has ended; never waits."""
+    verdicts: list[Verdict] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            verdicts += verdict(*ended.get_nowait())
+    return verdicts
+
+
+def awaited(
+    pool: RewardPool,
+    ended: Ended,
+    verdict: Callable[[int, Scored, float], list[Verdict]],
+    check: Callable[[], None],
+    timeout_s: float | None,
+) -> list[Verdict]:
+    """`RewardPool.wait` of a pool to which another thread says what has ended; `check` raises when that is gone."""
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    verdicts = pool.completed()
+    while pool.num_pending and not verdicts and (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(queue.Empty):
+            verdicts = verdict(*ended.get(timeout=min(left, 1.0)))
+        check()
+        verdicts += pool.completed()
+    return verdicts

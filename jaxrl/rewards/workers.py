@@ -37,7 +37,7 @@ from jaxrl.rewards.frames import (
 )
 from jaxrl.rewards.lanes import LaneQueue, Lanes
 from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.tasks import MAX_ATTEMPTS, crashed
+from jaxrl.rewards.tasks import MAX_ATTEMPTS, Ended, crashed
 from jaxrl.rewards.warden import PID, environment, start_warden
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.types import RunFailed
@@ -95,7 +95,7 @@ class Workers:
         lanes: Lanes,
         clock: Callable[[], float],
     ):
-        self.ended: queue.SimpleQueue[tuple[int, Scored, float]] = queue.SimpleQueue()
+        self.ended: Ended = queue.SimpleQueue()
         self.restarts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.retries: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._settings, self._num_workers, self._clock = settings, num_workers, clock
