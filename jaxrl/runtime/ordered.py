@@ -37,8 +37,8 @@ from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
-SCORING_POLL_S = 0.02
-"""How long another process is waited for before the own scoring is looked at."""
+SCORING_POLL_S = 0.005
+"""How long one of two things is waited for, other processes and the own scoring, before the other is looked at."""
 
 
 class Stream(Protocol):
@@ -281,7 +281,10 @@ class OrderedEvents:
         will."""
         if not self._leads:
             assert self._stream is not None
-            self._stream.wait(min(timeout_s, SCORING_POLL_S) if self._scoring.num_pending else timeout_s)
+            if self._scoring.num_pending:
+                self._take(self._scoring.wait(SCORING_POLL_S))
+            else:
+                self._stream.wait(timeout_s)
             return
         holder = self._holder()
         if holder == self._process:

@@ -28,8 +28,8 @@ from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
 
 LOOKAHEAD_PLANS = 4
-"""Plans of a worker until it hears of what ended in another one: that one reports once it has collected its plan, process
-0 merges once it has collected its own, and this one looks once it has collected its own; and one to spare."""
+"""Plans of a worker until it hears of what ended in another one: that one reports once it has collected its plan,
+process 0 merges once it has collected its own, and this one looks once it has collected its own; and one to spare."""
 
 
 def batch_rule(config: Config) -> BatchRule:
