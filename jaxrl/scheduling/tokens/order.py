@@ -183,7 +183,7 @@ class Order:
         """A round begins."""
         count = self._ledger.num_workers
         self._ticks = [0] * count
-        self._coming: list[dict[int, int]] = [{} for _ in range(count)]  # live and not reported: id -> effect, by it
+        self._coming: list[set[int]] = [set() for _ in range(count)]  # live requests that were not reported as ended
         self._held: list[tuple[Place, int]] = []  # a heap
         self._ends: dict[int, End] = {}  # reported and neither told nor aborted
         self._bound: int | None = None  # the least tick after which something may come; None: to be found
@@ -192,14 +192,16 @@ class Order:
         """A request has been launched."""
         home = self._ledger.home(request_id)
         assert home is not None, f"request {request_id} is not live"
-        self._coming[home.worker][request_id] = home.effect
+        self._coming[home.worker].add(request_id)
+        if self._ledger.num_live_in(home.worker) == 1:  # it begins again, at that tick
+            self._ticks[home.worker] = max(self._ticks[home.worker], home.effect)
         self._bound = None
 
     def gone(self, request_id: int, worker: int) -> None:
         """A live request of `worker` is aborted: its end is told no more."""
         self._ends.pop(request_id, None)
-        if self._coming[worker].pop(request_id, None) is not None:
-            self._bound = None
+        self._coming[worker].discard(request_id)
+        self._bound = None
 
     def cleared(self, worker: int) -> None:
         """A worker has nothing live left: it is idle from the present tick on."""
@@ -216,7 +218,8 @@ class Order:
         self._ticks[worker] = report.tick
         self._bound = None
         for end in report.ends:
-            if coming.pop(end.request_id, None) is not None:
+            if end.request_id in coming:
+                coming.remove(end.request_id)
                 self._ends[end.request_id] = end
                 heapq.heappush(self._held, (end.place, end.request_id))
 
@@ -235,17 +238,15 @@ class Order:
 
     def slowest(self) -> int | None:
         """The worker that holds the floor: the others wait for its report; None where nothing is to come."""
-        coming = [(self._tick(worker), worker) for worker, own in enumerate(self._coming) if own]
+        coming = [(self._ticks[worker], worker) for worker, own in enumerate(self._coming) if own]
         return min(coming)[1] if coming else None
 
     def _least(self) -> int:
+        """Nothing ends at this tick or before it that has not been reported."""
         if self._bound is None:
-            self._bound = min((self._tick(w) for w, own in enumerate(self._coming) if own), default=1 << 62)
+            coming = (tick for tick, own in zip(self._ticks, self._coming, strict=True) if own)
+            self._bound = min(coming, default=1 << 62)
         return self._bound
-
-    def _tick(self, worker: int) -> int:
-        """Nothing of a worker with requests to come ends at this tick or before it."""
-        return max(self._ticks[worker], next(iter(self._coming[worker].values())))
 
 
 def merged(order: Order, reports: Iterable[Report]) -> Sequence[End]:

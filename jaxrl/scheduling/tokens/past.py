@@ -91,6 +91,7 @@ class Past:
         done = Counters(*(now - then for now, then in zip(counts, self._base, strict=True)))
         self._counted += done
         self.num_plans = dispatch + 1
+        self._before = counts, dispatch
         self._plans.clear()
         self._made.clear()
 
