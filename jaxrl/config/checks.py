@@ -47,6 +47,7 @@ def check(c: Config) -> None:
     _check_speculation(c)
     _check_stream(c)
     _check_devices(c)
+    _check_hosts(c)
 
 
 def _check_data(c: Config) -> None:
@@ -265,6 +266,40 @@ def _check_devices(c: Config) -> None:
     problem = c.rollout.layout.problem(tp, own or devices, num_workers)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _check_hosts(c: Config) -> None:
+    hosts = c.hosts
+    if hosts.launcher != "none" and hosts.coordinator:
+        raise ConfigError(
+            f"hosts.coordinator ({hosts.coordinator}) is for hosts.launcher=none: the launcher {hosts.launcher} "
+            "chooses one itself"
+        )
+    if hosts.num == 1:
+        return
+    several = f"hosts.num ({hosts.num})"
+    workers = c.rollout.num_workers
+    if workers > 1 and workers % hosts.num:
+        raise ConfigError(
+            f"rollout.num_workers ({workers}) counts the workers of all hosts, and must be a multiple of {several}, or "
+            "1 for one per host"
+        )
+    if c.rollout.num_devices:
+        raise ConfigError(
+            f"rollout.num_devices ({c.rollout.num_devices}) and {several} exclude each other: a host's devices would "
+            "be only the rollout's or only the trainer's, and weights would have to cross between processes outside a "
+            "program; leave it 0"
+        )
+    if c.trainer.num_devices:
+        raise ConfigError(
+            f"trainer.num_devices ({c.trainer.num_devices}) and {several} exclude each other: all hosts have as many "
+            "devices; set hosts.devices_per_host"
+        )
+    if c.trainer.stream.enable:
+        raise ConfigError(
+            f"trainer.stream.enable and {several} exclude each other: what goes between the halves of the devices "
+            "cannot cross from one process to another"
+        )
 
 
 # ---------------------------------------------------------------- options that change nothing

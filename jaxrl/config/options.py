@@ -1,5 +1,5 @@
 """The whole configuration, typed. Every option is declared once, here or in `rollouts`, `rewards`,
-`layout` and `simulation`.
+`layout`, `hosts` and `simulation`.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
 the errors made from them in `mapping`; the texts are what `reference` lists. What must hold between options stands in
@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.declared import MAX_INT, SEED, Cap, Names, Or
 from jaxrl.config.devices import MAX_DEVICES
+from jaxrl.config.hosts import HostsSection
 from jaxrl.config.rewards import MAX_WAIT, RewardSection
 from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
 from jaxrl.config.simulation import SimulateSection
@@ -333,6 +334,7 @@ class Config:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    hosts: HostsSection = field(default_factory=HostsSection)
     simulate: SimulateSection = field(default_factory=SimulateSection)
 
     @property

@@ -59,17 +59,23 @@ class Journal:
 
     def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
         """Writes a decision to the disk; it may take effect once this returns."""
-        entry = {"step": step, "kind": kind, "key": list(key), **decision}
-        self._entries[_place(entry)] = entry
-        self._lines.append(entry)
+        self._lines.append(self._keep(step, kind, key, decision))
 
     def cut(self, step: int) -> None:
         """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
-        self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
+        self._forget(step)
         self._lines.keep(lambda at: at > step)
 
     def close(self) -> None:
         self._lines.close()
+
+    def _keep(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> dict[str, Any]:
+        entry = {"step": step, "kind": kind, "key": list(key), **decision}
+        self._entries[_place(entry)] = entry
+        return entry
+
+    def _forget(self, step: int) -> None:
+        self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:

@@ -14,6 +14,9 @@ verdicts that came in meanwhile.
 A clock, or something outside the run, decides only one thing here: verdicts, such as that a scorer timed out. Those are
 journalled before the round hears of them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
 same. A simulated clock needs no journal.
+
+Several workers that keep one logical order (`PacedWorkers`), here or in other processes, have their events from
+`jaxrl.runtime.ordered`; a round's commands then take effect a lookahead later.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from jaxrl.record.journal import Journal
 from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
+from jaxrl.runtime.ordered import OrderedEvents, Stream
 from jaxrl.runtime.ranking import RankingSession
+from jaxrl.runtime.round_end import Exchange, MissingTokens, RoundCounts, merged
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.layouts.control import Layouts
@@ -55,6 +60,7 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.rounds.judge_turns import Judge, busy_rows
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.scheduling.tokens.workers import By, Workers
@@ -88,7 +94,8 @@ class RolloutBackend:
     """Implements `jaxrl.loop.Backend`.
 
     Args:
-      engine, worker: the engine and the executor under it; or several workers' engines, and their executors together.
+      engine, worker: the engine and the executor under it; or several workers' engines, and their executors together;
+        of several processes, those of this one.
       rewards: scores finished samples beside the rollout.
       text_of: makes a response's text, for scorers and people.
       weights: gives the trainer's current weights, on the devices.
@@ -103,11 +110,14 @@ class RolloutBackend:
       history: what responses of earlier rounds are kept for; None: they are not kept.
       timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
       judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
+      hosts: to the other processes of the run, for `PacedWorkers`; None: there are none.
+      exchange: with `hosts`, called at a round's end with samples, the same everywhere and in the same order, and the
+        process that has drawn each: fills in, in place, the tokens and log-probabilities of those of others.
     """
 
     def __init__(
         self,
-        engine: Engine | Workers,
+        engine: Engine | Workers | PacedWorkers,
         worker: Worker,
         rewards: Scoring,
         text_of: Callable[[Sample], str],
@@ -124,15 +134,22 @@ class RolloutBackend:
         history: HistorySession | None = None,
         timeouts: AdaptiveTimeouts | None = None,
         judge: Judge | None = None,
+        hosts: Stream | None = None,
+        exchange: Exchange = lambda samples, owners: None,
     ) -> None:
-        self.engine = engine if isinstance(engine, Workers) else Workers([engine])
+        self.engine = Workers([engine]) if isinstance(engine, Engine) else engine
         self.worker = worker
         self._verdicts = Verdicts(rewards, clock, journal, timeouts)
+        self._ordered: OrderedEvents | None = None
+        if isinstance(self.engine, PacedWorkers):
+            assert stream is None, "gradients beside the rollout move requests between workers"
+            self._ordered = OrderedEvents(self.engine, self._verdicts.own, text_of, clock, journal, hosts)
+        self._hosts, self._exchange = hosts, exchange
         self._text_of = text_of
         self._weights = weights
         self._clock = clock
         self._timeline = timeline
-        self._lanes = PlanLanes(self.engine.engines, timeline)
+        self._lanes = PlanLanes(self.engine.engines, timeline, several=self._ordered is not None)
         self._on_progress = on_progress
         self._beat = beat
         self._interrupted = interrupted
@@ -143,6 +160,8 @@ class RolloutBackend:
         self._judge = judge
         self._request_ids = itertools.count()
         self._ready = False
+        self._is_stuck = False  # a worker of this process cannot go on, and all will stop
+        self._version = 0  # of the rollout's weights
         self._step, self._round = -1, 0
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
@@ -159,6 +178,7 @@ class RolloutBackend:
         Args:
           ranking: ranks them. buffer: the executors. by: how outliers move.
         """
+        assert isinstance(self.engine, Workers), "ranking groups let what is commanded take effect at once"
         ahead = HeadStarts(self.engine, buffer, self._weights, self._start, self._clock)
         self._ranking = RankingSession(ranking, self.engine, ahead, by, self._clock)
 
@@ -166,6 +186,7 @@ class RolloutBackend:
 
     def enter_rollout(self, policy_version: int) -> None:
         """Brings the trainer's weights into the rollout layout, on the devices; then allocates the KV pool."""
+        self._version = policy_version
         if self._ranking is not None and self._ranking.ahead.is_on:
             self._ranking.ahead.enter(policy_version)
             return
@@ -195,6 +216,8 @@ class RolloutBackend:
         self._round = int(kind == "eval")
         self._step, self._params = step, params
         self._verdicts.begin(step, self._round)
+        if self._ordered is not None:
+            self._ordered.begin(self._version)
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
         self._under_way.clear()
@@ -220,21 +243,38 @@ class RolloutBackend:
         return 0 if self._ranking is None else self._ranking.ahead.num_begun
 
     @property
+    def _direct(self) -> Workers:
+        assert isinstance(self.engine, Workers)
+        return self.engine
+
+    @property
+    def _in_order(self) -> OrderedEvents:
+        assert self._ordered is not None
+        return self._ordered
+
+    @property
     def generating(self) -> bool:
         """Whether samples are being drawn, or the round has not yet been told that they ended.
 
         Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
         has been told; a plan of rows that have all stopped may then still be in flight.
         """
+        if self._ordered is not None:
+            return (bool(self._ordered.num_live) and not self._ordered.is_awaiting) or self._ordered.has_answers_due
         drawing = bool(self._requests) and not self._awaited
         return drawing or any(not isinstance(event, Verdict) for event in self._events)
 
     def wait(self) -> Event:
         """The next event; blocks on the engine while it runs, then on the scoring.
 
-        Raises `Interrupted` where a stop was asked for and no event is due.
+        Raises:
+          Interrupted: a stop was asked for and no event is due.
+          RunFailed: another process has failed.
         """
         while not self._events:
+            if self._ordered is not None:
+                self._go_on(self._ordered)
+                continue
             if self._interrupted():
                 raise Interrupted
             self._events += self._verdicts.completed()
@@ -265,18 +305,23 @@ class RolloutBackend:
             case Launch():
                 self._launch(command)
             case Score(prompt=prompt, sample=sample):
-                self._verdicts.send(prompt, sample)
+                (self._verdicts.send if self._ordered is None else self._ordered.score)(prompt, sample)
+            case Abort(keys=keys, keep=keep) if self._ordered is not None:
+                self._ordered.abort([self._requests[key] for key in keys], keep=keep)
             case Abort(keys=keys, keep=keep):
                 self._abort(keys, keep)
             case CancelScore(keys=keys):
-                self._cancel_score(keys)
+                self._cancel_score(keys) if self._ordered is None else self._ordered.cancel_scores(keys)
             case AwaitVerdict(key=key):
-                self._awaited.add(key)
+                self._awaited.add(key) if self._ordered is None else self._ordered.await_verdict(key)
 
     def cancel(self) -> None:
         """Drops the round: no event of it will follow."""
-        self.engine.abort(self.engine.unfinished())
-        self.engine.drain()
+        if self._ordered is not None:
+            self._ordered.cancel()
+        else:
+            self._direct.abort(self._direct.unfinished())
+            self._direct.drain()
         self._lanes.follow()
         if self._layouts is not None:
             self._layouts.cancel()
@@ -299,24 +344,52 @@ class RolloutBackend:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._lanes.follow()
         self._requests.clear()
-        of_workers = [
-            engine.counters.since(before) for engine, before in zip(self.engine.engines, self._before, strict=True)
-        ]
-        done = sum(of_workers, Counters())
+        assert self._verdicts.due is None, "a round ends while something of it is being scored"
+        own = self._own_counts()
+        if self._ordered is None:
+            counts = [own]
+        else:
+            counts = [RoundCounts.read(each) for each in self._ordered.end(own.written())]
+            self._bring_tokens(self._ordered, result)
+        done = sum((each.total for each in counts), Counters())
         learned = () if result is None else (*result.groups, *result.judged)
         return {
             "rollout/preemptions": done.preemptions,
             "rollout/bubble_ratio": done.bubble_ratio,
-            "rollout/recompiles": self.worker.recompiles - self._recompiles,
             "rollout/decode_steps": done.steps,
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
-            **self._verdicts.end(),
-            **(self._layouts.end([each.preemptions for each in of_workers]) if self._layouts is not None else {}),
+            **merged(counts),
+            **self._verdicts.own.limit_metrics(),
             **(self._stream.end() if self._stream is not None else {}),
             **(self._ranking.end() if self._ranking is not None and not self._round else {}),
             **(self._history.end(learned, done) if self._history is not None else {}),
         }
+
+    def _own_counts(self) -> RoundCounts:
+        """What this process has counted in the round."""
+        if isinstance(self.engine, PacedWorkers):
+            workers = self.engine.counted()
+        else:
+            engines = zip(self.engine.engines, self._before, strict=True)
+            workers = [engine.counters.since(before) for engine, before in engines]
+        preemptions = [each.preemptions for each in workers]
+        return RoundCounts(
+            workers,
+            self.worker.recompiles - self._recompiles,
+            self._verdicts.own.end(),
+            {} if self._layouts is None else self._layouts.end(preemptions),
+        )
+
+    def _bring_tokens(self, ordered: OrderedEvents, result: RoundResult | None) -> None:
+        """Brings what other processes have drawn of the samples that leave the round, or are carried on."""
+        if result is None or self._hosts is None:
+            return
+        groups = (*result.groups, *(result.judged if self._history is not None else ()))
+        samples = [sample for group in groups for sample in group.samples] + result.carried
+        missing = MissingTokens([(sample, ordered.owner_of(sample.key)) for sample in samples])
+        self._exchange(missing.samples, missing.owners)
+        missing.fill(self._hosts.process, self._text_of)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -343,13 +416,62 @@ class RolloutBackend:
         request = Request(
             next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key, history=history
         )
-        self.engine.add(request if begun is None else resume(request, begun), worker)
+        start = self.engine.add if isinstance(self.engine, Workers) else self._in_order.launch
+        start(request if begun is None else resume(request, begun), worker)
         return request.request_id
+
+    def _go_on(self, ordered: OrderedEvents) -> None:
+        """Of workers in one order: takes the next event; or else does what can be done, or waits."""
+        assert isinstance(self.engine, PacedWorkers)
+        event = ordered.next()
+        if event is not None:
+            self._events.append(event)
+            self._heard(event)
+            return
+        if self._interrupted():
+            ordered.ask_stop()
+        worker = None if self._is_stuck else self.engine.turn
+        rows = self.engine.num_rows
+        if worker is not None:
+            if self._judge is not None:
+                self._judge.turn(busy_rows(self.engine.num_unfinished, rows), rows)
+            self._run_paced(self.engine, worker)
+        elif self._judge is None or not self._judge.turn(0, rows):
+            ordered.wait(POLL_S)
+            self._beat()
+
+    def _heard(self, event: Event) -> None:
+        """A response of workers in one order has ended, or was aborted."""
+        if isinstance(event, Verdict | RoundStarted):
+            return
+        sample = event.sample
+        self._requests.pop(sample.key)
+        self._under_way[sample.key.epoch, sample.key.prompt_index] -= 1
+        if isinstance(event, SampleFinished):
+            self._num_finished += 1
+            if self._layouts is not None:
+                self._layouts.finished(len(sample))
+            if self._history is not None:
+                self._history.ended([sample])
+
+    def _run_paced(self, workers: PacedWorkers, worker: int) -> None:
+        """Makes a plan of a worker, or waits for one."""
+        makes_plan, place = workers.makes_plan(worker), workers.numbers.index(worker)
+        if makes_plan:
+            workers.prepare(worker)
+            self._change_layout(place)
+            if self._is_stuck:
+                return
+            self._draft_from_group()
+        with self._lanes.step(place):
+            workers.step(worker)
+        if not makes_plan:
+            self._show(place)
 
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
         if keep:
-            self._tell_finished(self.engine.drain(), is_stopping=True)
+            self._tell_finished(self._direct.drain(), is_stopping=True)
         else:
             gone = set(keys)
             untold = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
@@ -358,7 +480,7 @@ class RolloutBackend:
                 self._tell_aborted(replace(event.sample, finish_reason="abort"), event.dispatch)
         live = [key for key in keys if key in self._requests]
         last = self.engine.counters.plans - 1
-        for sample in self.engine.abort([self._requests.pop(key) for key in live]):
+        for sample in self._direct.abort([self._requests.pop(key) for key in live]):
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
@@ -395,20 +517,24 @@ class RolloutBackend:
             self._layouts.before_plan(worker)
         except SwitchFailed as failure:
             _log.error("the run stops: %s", failure)
-            raise Interrupted(str(failure)) from failure
+            if self._ordered is None:
+                raise Interrupted(str(failure)) from failure
+            self._is_stuck = True
+            self._ordered.ask_stop(str(failure))  # raises Interrupted where this process leads
 
     def _run_plan(self) -> None:
         """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone."""
-        worker = self.engine.turn
+        engine = self._direct
+        worker = engine.turn
         if worker is None:  # what ended in one is told, now that another's requests have been aborted
-            self._tell_finished(self.engine.step())
+            self._tell_finished(engine.step())
             return
-        if self.engine.makes_plan(worker):
+        if engine.makes_plan(worker):
             self._change_layout(worker)
             self._draft_from_group()
-        waits = self.engine.waits(worker)
+        waits = engine.waits(worker)
         with self._lanes.step(worker):
-            finished = self.engine.step(worker)
+            finished = engine.step(worker)
         self._tell_finished(finished)
         if self._stream is not None:
             self._stream.after_plan()

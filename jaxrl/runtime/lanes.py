@@ -30,10 +30,12 @@ class PlanLanes:
     Args:
       engines: of the workers, by their numbers.
       timeline: where plans are drawn; None: nowhere.
+      several: whether each is one of several workers, here or in other processes.
     """
 
-    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline | None) -> None:
+    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline | None, *, several: bool = False) -> None:
         self._engines, self._timeline = tuple(engines), timeline
+        self._is_alone = len(self._engines) == 1 and not several
         self._open: dict[int, tuple[int, AbstractContextManager[None]]] = {}  # by worker: the plan that is drawn
 
     @contextmanager
@@ -41,7 +43,7 @@ class PlanLanes:
         """Around a step of a worker."""
         if self._timeline is None:
             yield
-        elif len(self._engines) == 1:
+        elif self._is_alone:
             with self._timeline.span("engine", "plan", index=self._engines[worker].counters.plans):
                 yield
         else:
@@ -51,7 +53,7 @@ class PlanLanes:
 
     def follow(self) -> None:
         """Plans may have been collected, or submitted: ends what is drawn of the former, and begins with the next."""
-        if self._timeline is None or len(self._engines) == 1:
+        if self._timeline is None or self._is_alone:
             return
         for worker, engine in enumerate(self._engines):
             index, span = self._open.get(worker, (None, None))

@@ -181,13 +181,7 @@ class LayoutSessions:
     def end(self, preemptions: Sequence[int]) -> dict[str, float]:
         """The round is over; its metrics: sums over the workers of what is counted and of seconds spent, means of the
         others. `preemptions`: of each worker."""
-        found = [session.end(count) for session, count in zip(self.sessions, preemptions, strict=True)]
-        if len(found) == 1:
-            return found[0]
-        return {
-            name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
-            for name in dict.fromkeys(chain(*found))
-        }
+        return together([session.end(count) for session, count in zip(self.sessions, preemptions, strict=True)])
 
     def cancel(self) -> None:
         """The round is dropped."""
@@ -205,6 +199,16 @@ class LayoutSessions:
         saved = state.get("workers", {"0": state})
         for worker, session in enumerate(self.sessions):
             session.load_state_dict(saved[str(worker % len(saved))])
+
+
+def together(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several workers, or of equally many workers in several processes each, as those of all."""
+    if len(found) == 1:
+        return dict(found[0])
+    return {
+        name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
+        for name in dict.fromkeys(chain(*found))
+    }
 
 
 def layout_sessions(

@@ -6,8 +6,11 @@ simulated runs alike. That page says what each does and which of them combine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.functions import read_user_file, user_function
+from jaxrl.config.hosts import with_workers_of_hosts
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import PartialRolloutSection, SpeculationSection
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
@@ -19,6 +22,14 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, StepCosts, Window, default_verify_tokens
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.scheduling.tokens.workers import Ticks, Workers, step_ticks
+
+LOOKAHEAD_PLANS = 4
+"""Plans of a worker until it hears of what ended in another one: that one reports once it has collected its plan,
+process 0 merges once it has collected its own, and this one looks once it has collected its own; and one to spare."""
 
 
 def batch_rule(config: Config) -> BatchRule:
@@ -92,6 +103,30 @@ def batcher_config(config: Config, drafts: DraftConfig | None = None) -> Batcher
         spread_samples=config.rollout.sample_placement == "spread",
         drafts=drafts,
     )
+
+
+def lookahead(config: Config, ticks: Ticks = step_ticks) -> int | None:
+    """Ticks after which what a round commands takes effect (`jaxrl.scheduling.tokens.order`): those of
+    `LOOKAHEAD_PLANS` plans of the most steps and prefill tokens. None where it takes effect at once: with one worker,
+    and where requests move between workers, which ranking groups and the stream trainer do."""
+    rollout = config.rollout
+    num_workers = with_workers_of_hosts(rollout.num_workers, config.hosts.num)
+    if num_workers == 1 or rollout.ranking_groups.enable or config.trainer.stream.enable:
+        return None
+    rows, steps, prefill = rollout.max_num_seqs, rollout.decode_steps, rollout.max_num_batched_tokens
+    fullest = PlanTimes(0, steps, 0.0, prefill, rows, rows * config.max_model_length / 2, was_queued=True)
+    return LOOKAHEAD_PLANS * ticks(0, fullest)
+
+
+def workers_of(
+    config: Config, engines: Sequence[Engine], ticks: Ticks = step_ticks, process: int = 0
+) -> Workers | PacedWorkers:
+    """The workers of a process; `engines`: its own, in the order of their numbers. Every process has equally many."""
+    rollout, ahead = config.rollout, lookahead(config, ticks)
+    if ahead is None:
+        return Workers(engines, rollout.deal, ticks)
+    count, first = with_workers_of_hosts(rollout.num_workers, config.hosts.num), process * len(engines)
+    return PacedWorkers(dict(enumerate(engines, first)), ahead, count, rollout.deal, ticks)
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:

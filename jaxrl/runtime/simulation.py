@@ -25,8 +25,10 @@ from jaxrl.record.layouts import LayoutLog
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
+from jaxrl.runtime.ordered import Stream
 from jaxrl.runtime.ranking import build_ranking
-from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config
+from jaxrl.runtime.round_end import Exchange
+from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config, workers_of
 from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -36,6 +38,7 @@ from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import Workers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
 from jaxrl.sim.configured import (
@@ -65,7 +68,7 @@ class Simulation:
     """A simulated run, ready to go: `loop.run()`."""
 
     loop: Loop
-    workers: Workers
+    workers: Workers | PacedWorkers
     executors: SimulatedWorkers
     clock: SimulatedClock
     phases: SimulatedPhases
@@ -85,6 +88,7 @@ def build(
     layout_log: LayoutLog | None = None,
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
     feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
+    hosts: tuple[Stream, Exchange] | None = None,
 ) -> Simulation:
     """Puts a simulated run together.
 
@@ -94,6 +98,8 @@ def build(
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
       feeding: stands between the stream session and each stream, to compare other ways to feed it.
+      hosts: as `RolloutBackend` has them: the run is one of several, each with its part of the workers and a clock of
+        its own; None: it has all workers.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     adapts = config.rollout.layout.adapts
@@ -101,17 +107,21 @@ def build(
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
     drafts = draft_config(config, PLATFORM, step_costs(config, cost))
-    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts)
+    num_processes, process = (1, 0) if hosts is None else (hosts[0].num_processes, hosts[0].process)
+    num_workers = config.rollout.num_workers // num_processes
+    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts, num_workers)
     engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
     degrees = tuple(layouts)
     sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
     own = config.rollout.num_devices
-    total = num_devices_of(config) if own else sizes.num_devices * len(engines)
+    total = num_devices_of(config) if own else sizes.num_devices * config.rollout.num_workers
     trainer = SimulatedTrainer(cost, total - own, clock)
     pace = layout_predictor(config, cost, degrees)
-    workers = Workers(engines, config.rollout.deal, step_ticks if pace is None else PredictedTicks(pace, engines))
-    streams = config.trainer.stream.enable
-    stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding) if streams else None
+    workers = workers_of(config, engines, step_ticks if pace is None else PredictedTicks(pace, engines), process)
+    stream = None
+    if config.trainer.stream.enable:
+        assert isinstance(workers, Workers)
+        stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)
     history, timeouts = history_session(config, clock), AdaptiveTimeouts.configured(config)
     backend = RolloutBackend(
         workers,
@@ -127,6 +137,7 @@ def build(
         stream=stream,
         history=history,
         timeouts=timeouts,
+        **({} if hosts is None else {"hosts": hosts[0], "exchange": hosts[1]}),
     )
     ranking = _ranking(config, cost, history, sizes, backend, executors)
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
@@ -161,6 +172,7 @@ def _ranking(
     if not config.rollout.ranking_groups.enable:
         return None
     assert history is not None, "ranks by lengths that nothing keeps"
+    assert isinstance(backend.engine, Workers)
     predictor = worker_predictor(config, cost, [sizes.tp])
     ranking, by = build_ranking(config, history.store, backend.engine, predictor)
     backend.rank(ranking, executors, by)
@@ -176,15 +188,15 @@ def _executors(
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
     drafts: DraftConfig | None,
+    num_workers: int,
 ) -> SimulatedWorkers:
-    """One for each worker; their plans are drawn in tracks of their own."""
-    num_workers = config.rollout.num_workers
+    """One for each worker of this process; their plans are drawn in tracks of their own."""
 
     def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
         drawn = {"rows": len(plan.decode), "steps": result.num_steps}
         phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
 
-    sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
+    sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * config.rollout.num_workers)
     wake_s, host_s = cost.rollout_fixed_s(), config.simulate.host_s
     drafting = None if drafts is None else drafting_of(config, workload, drafts)
     tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]

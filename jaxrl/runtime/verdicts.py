@@ -1,9 +1,10 @@
 """The scoring of a round, as the round hears of it: verdicts in logical order, those of a clock from the journal.
 
 Purpose: `Verdicts` stands between the backend and the scoring. It hands verdicts over in the order in which their
-samples completed, however late one arrives. What a clock or something outside the run has decided (`Verdict.outside`,
-a time-out, a crash) is written to the journal, whole, before the round hears of it; a step that runs again after a
-crash takes it from there and does not ask again. A simulated clock needs no journal.
+samples completed, however late one arrives. `OwnScoring` is the part of it that every one of several processes has
+(`jaxrl.runtime.ordered` hands over their verdicts). What a clock or something outside the run has decided
+(`Verdict.outside`, a time-out, a crash) is written to the journal, whole, before the round hears of it; a step that
+runs again after a crash takes it from there and does not ask again. A simulated clock needs no journal.
 
 Source: docs/architecture.md.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxrl.record.files import to_json
@@ -47,13 +49,23 @@ class Scoring(Protocol):
     def take_metrics(self) -> dict[str, float]: ...
 
 
-class Verdicts:
-    """What of a round is being scored.
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A verdict as it comes in. `limits_s`: what its sample was sent with. `is_decided`: a clock, or something outside
+    the run, has decided it, so it has to be in the journal before the round hears of it."""
+
+    verdict: Verdict
+    limits_s: tuple[float, ...] = ()
+    is_decided: bool = False
+
+
+class OwnScoring:
+    """The samples that this process has scored.
 
     Args:
       scoring: scores finished samples.
       clock: stamps verdicts that the journal gives.
-      journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
+      journal: read for verdicts that were decided before; None: there are none.
       timeouts: gives the test cases of training prompts their time limits, and learns from verdicts; None: the scorer
         has limits of its own.
     """
@@ -66,12 +78,121 @@ class Verdicts:
         timeouts: AdaptiveTimeouts | None = None,
     ) -> None:
         self._scoring, self._clock, self._journal, self._timeouts = scoring, clock, journal, timeouts
-        self._step, self._round = -1, 0
-        self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
-        self._arrived: dict[SampleKey, Verdict] = {}
+        self.step, self.round = -1, 0
         self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
+        self._found: list[Arrival] = []  # in the journal
         self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._busy = BusyTime()
+
+    def begin(self, step: int, round_index: int) -> None:
+        """A round of training step `step` starts; `round_index`: 0 of a training round, 1 of an evaluation."""
+        self.step, self.round = step, round_index
+
+    def send(self, prompt: Prompt, sample: Sample) -> None:
+        """Has a finished sample scored, unless the journal has its verdict."""
+        key = sample.key
+        entry = None if self._journal is None else self._journal.find(self.step, "verdict", self.place(key))
+        limits_s = ()
+        if self._timeouts is not None and not self.round:
+            limits_s = self._timeouts.limits(prompt)
+        self._sent[key] = prompt, limits_s
+        if entry is None:
+            self._busy.begin(key, self._clock())
+            self._scoring.submit(prompt, sample, limits_s)
+        else:
+            verdict = replayed(entry, self._clock(), key)
+            self._replayed[verdict.status] += 1
+            self._sent.pop(key)
+            self._found.append(Arrival(verdict, limits_s))
+
+    @property
+    def num_pending(self) -> int:
+        """Samples with a verdict still to come."""
+        return len(self._found) + self._scoring.num_pending
+
+    def completed(self) -> list[Arrival]:
+        """The verdicts that have come; never waits."""
+        return self._taken(self._scoring.completed())
+
+    def wait(self, timeout_s: float) -> list[Arrival]:
+        """The same; waits for one."""
+        return self._taken([] if self._found else self._scoring.wait(timeout_s))
+
+    def cancel(self, keys: Collection[SampleKey]) -> None:
+        """No verdict on these samples is wanted."""
+        self._scoring.cancel(keys)
+        now_s = self._clock()
+        for key in keys:
+            self._busy.end(key, now_s)
+            self._sent.pop(key, None)
+        self._found = [arrival for arrival in self._found if arrival.verdict.key not in keys]
+
+    def clear(self, keys: Collection[SampleKey]) -> None:
+        """The round is dropped; `keys`: of what may be scored still."""
+        self._scoring.cancel({*keys, *self._sent})
+        for kept in (self._sent, self._found, self._replayed):
+            kept.clear()
+        self._busy = BusyTime()
+
+    def learn(self, prompt: Prompt, arrival: Arrival) -> None:
+        """Time limits take in what the scorer has said."""
+        if self._timeouts is not None and not self.round:
+            self._timeouts.learn(prompt, arrival.limits_s, arrival.verdict.info)
+
+    def end(self) -> dict[str, float]:
+        """The round is over; its counts, and those of the verdicts that the journal gave in the scoring's place: a
+        step that runs again counts the same. `reward/busy_s`: the seconds in which anything was being scored."""
+        measured = self._scoring.take_metrics()
+        for status, count in self._replayed.items():
+            for name in ("reward/num_scored", *([_COUNT_OF[status]] if status in _COUNT_OF else [])):
+                measured[name] = measured.get(name, 0.0) + count
+        self._replayed.clear()
+        self._sent.clear()
+        measured["reward/busy_s"] = self._busy.take()
+        return measured
+
+    def limit_metrics(self) -> dict[str, float]:
+        """What the time limits have done in a training round; once, after `end`."""
+        return {} if self._timeouts is None or self.round else self._timeouts.take_metrics()
+
+    def place(self, key: SampleKey) -> tuple[int, ...]:
+        """The key of a verdict in the journal."""
+        return (self.round, key.epoch, key.prompt_index, key.sample_index, key.attempt)
+
+    def _taken(self, verdicts: Sequence[Verdict]) -> list[Arrival]:
+        found, self._found = self._found, []
+        for verdict in verdicts:
+            prompt, limits_s = self._sent.pop(verdict.key, (None, ()))
+            is_close = prompt is not None and self._is_close(prompt, verdict)
+            found.append(Arrival(verdict, limits_s, verdict.outside or verdict.status in _CLOCKS or is_close))
+            self._busy.end(verdict.key, verdict.time_s)
+        return found
+
+    def _is_close(self, prompt: Prompt, verdict: Verdict) -> bool:
+        """Whether other time limits might have changed it."""
+        return self._timeouts is not None and not self.round and self._timeouts.is_close(prompt, verdict.info)
+
+
+class Verdicts:
+    """What of a round is being scored, where one process has all of it and what is commanded takes effect at once.
+
+    Args:
+      scoring, clock, timeouts: as in `OwnScoring`.
+      journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
+    """
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        clock: Callable[[], float],
+        journal: Journal | None = None,
+        timeouts: AdaptiveTimeouts | None = None,
+    ) -> None:
+        self.own = OwnScoring(scoring, clock, journal, timeouts)
+        self._journal = journal
+        self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
+        self._prompts: dict[SampleKey, Prompt] = {}  # of these
+        self._arrived: dict[SampleKey, Verdict] = {}
 
     @property
     def due(self) -> SampleKey | None:
@@ -79,92 +200,58 @@ class Verdicts:
         return self._due[0] if self._due else None
 
     def begin(self, step: int, round_index: int) -> None:
-        """A round of training step `step` starts; `round_index`: 0 of a training round, 1 of an evaluation."""
-        self._step, self._round = step, round_index
+        """As in `OwnScoring`."""
+        self.own.begin(step, round_index)
 
     def send(self, prompt: Prompt, sample: Sample) -> None:
         """Has a finished sample scored, unless the journal has its verdict."""
-        key = sample.key
-        self._due.append(key)
-        entry = None if self._journal is None else self._journal.find(self._step, "verdict", self._place(key))
-        limits_s = ()
-        if self._timeouts is not None and not self._round:
-            limits_s = self._timeouts.limits(prompt)
-            self._sent[key] = prompt, limits_s
-        if entry is None:
-            self._busy.begin(key, self._clock())
-            self._scoring.submit(prompt, sample, limits_s)
-        else:
-            verdict = self._arrived[key] = replayed(entry, self._clock(), key)
-            self._replayed[verdict.status] += 1
-            self._learn(verdict)
+        self._due.append(sample.key)
+        self._prompts[sample.key] = prompt
+        self.own.send(prompt, sample)
 
     def completed(self) -> list[Verdict]:
         """The verdicts that are due and have come; never waits."""
-        return self._take(self._scoring.completed())
+        return self._take(self.own.completed())
 
     def wait(self, timeout_s: float) -> list[Verdict]:
         """The same; waits for what is due. Raises RuntimeError where nothing is being scored."""
-        if not self._scoring.num_pending:
-            raise RuntimeError(f"step {self._step}: the reward pool has lost {self._due[0]}")
-        return self._take(self._scoring.wait(timeout_s))
+        if not self.own.num_pending:
+            raise RuntimeError(f"step {self.own.step}: the reward pool has lost {self._due[0]}")
+        return self._take(self.own.wait(timeout_s))
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
         """No verdict on these samples is handed over."""
-        self._scoring.cancel(keys)
-        now_s = self._clock()
-        for key in keys:
-            self._busy.end(key, now_s)
+        self.own.cancel(keys)
         self._due = deque(key for key in self._due if key not in keys)
         for key in keys:
             self._arrived.pop(key, None)
-            self._sent.pop(key, None)
+            self._prompts.pop(key, None)
 
     def clear(self) -> None:
         """The round is dropped."""
-        self._scoring.cancel(set(self._due))
-        for kept in (self._due, self._arrived, self._sent, self._replayed):
+        self.own.clear(set(self._due))
+        for kept in (self._due, self._arrived, self._prompts):
             kept.clear()
-        self._busy = BusyTime()
 
     def end(self) -> dict[str, float]:
-        """The round is over; its counts, and those of the verdicts that the journal gave in the scoring's place: a
-        step that runs again counts the same. `reward/busy_s`: the seconds in which anything was being scored."""
+        """The round is over; its metrics."""
         assert not self._due, "a round ends while something of it is being scored"
-        measured = self._scoring.take_metrics()
-        for status, count in self._replayed.items():
-            for name in ("reward/num_scored", *([_COUNT_OF[status]] if status in _COUNT_OF else [])):
-                measured[name] = measured.get(name, 0.0) + count
-        self._replayed.clear()
-        measured["reward/busy_s"] = self._busy.take()
-        return measured | ({} if self._timeouts is None or self._round else self._timeouts.take_metrics())
+        return self.own.end() | self.own.limit_metrics()
 
-    def _take(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    def _take(self, arrivals: Sequence[Arrival]) -> list[Verdict]:
         """Notes verdicts as they arrive; returns those that are due and have arrived."""
-        for verdict in verdicts:
-            if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS or self._is_close(verdict)):
-                self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
-            self._learn(verdict)
+        for arrival in arrivals:
+            verdict = arrival.verdict
+            if arrival.is_decided and self._journal is not None:
+                self._journal.append(self.own.step, "verdict", self.own.place(verdict.key), recorded(verdict))
+            prompt = self._prompts.pop(verdict.key, None)
+            if prompt is not None:
+                self.own.learn(prompt, arrival)
             self._arrived[verdict.key] = verdict
-            self._busy.end(verdict.key, verdict.time_s)
         ready: list[Verdict] = []
         while self._due and self._due[0] in self._arrived:
             ready.append(self._arrived.pop(self._due.popleft()))
         return ready
-
-    def _is_close(self, verdict: Verdict) -> bool:
-        """Whether other time limits might have changed it."""
-        sent = self._sent.get(verdict.key)
-        return sent is not None and self._timeouts is not None and self._timeouts.is_close(sent[0], verdict.info)
-
-    def _learn(self, verdict: Verdict) -> None:
-        sent = self._sent.pop(verdict.key, None)
-        if sent is not None and self._timeouts is not None:
-            self._timeouts.learn(*sent, verdict.info)
-
-    def _place(self, key: SampleKey) -> tuple[int, ...]:
-        """The key of a verdict in the journal."""
-        return (self._round, key.epoch, key.prompt_index, key.sample_index, key.attempt)
 
 
 def recorded(verdict: Verdict) -> dict[str, Any]:

@@ -290,7 +290,7 @@ def run_round(backend: RolloutBackend, prompts: list[Prompt], kind: str = "plain
             assert event.sample.reward is None
         for command in current.handle(event):
             backend.apply(command)
-    return backend.end(None if kind == "eval" else RoundResult("plain", current.groups(), {}, {}, []))
+    return backend.end(None if kind == "eval" else RoundResult("plain", current.groups(), {}, {}, [], []))
 
 
 def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):

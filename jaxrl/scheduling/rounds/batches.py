@@ -71,6 +71,8 @@ class RoundResult:
       left: prompts that leave the system now without being trained on, and why.
       metrics: of the round; counts are of prompts or samples as their names say.
       judged: scored groups of those that dynamic sampling has left out, in the order in which they were judged.
+      carried: samples with tokens that the rule keeps for a later round, those of earlier rounds among them. With
+        several hosts their tokens come to all hosts, in place.
     """
 
     kind: RoundKind
@@ -78,6 +80,7 @@ class RoundResult:
     left: dict[PromptKey, Outcome]
     metrics: dict[str, float]
     judged: list[Group]
+    carried: list[Sample]
 
 
 class BatchRule(Protocol):
@@ -214,7 +217,7 @@ class FreshBatches:
         metrics["rollout/discarded_prompts"] = float(len(discarded))
         if self.limits.batch.filter_groups.enable:
             metrics |= queue_metrics(self.queue, opened.time.step, self.num_rounds)
-        return RoundResult(current.kind, groups, left, metrics, opened.judged())
+        return RoundResult(current.kind, groups, left, metrics, opened.judged(), [])
 
     def state_dict(self) -> dict[str, Any]:
         """Queue as int64 [N, 5] (epoch, index, attempt, first step, first round), in its order; what was drawn ahead as

@@ -292,7 +292,8 @@ class PartialRollout:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
         left: dict[PromptKey, Outcome] = dict(race.filtered)
         left |= {entry.key: "filtered" for entry in discarded}
-        return RoundResult(current.kind, groups, left, metrics, opened.judged())
+        begun = [sample for entry in self.buffer for sample in entry.samples if len(sample)]
+        return RoundResult(current.kind, groups, left, metrics, opened.judged(), begun)
 
     def _partial_metrics(self, opened: OpenRound) -> dict[str, float]:
         spans = [num_spans(sample.versions) for group in opened.round.groups() for sample in group.samples]

@@ -163,6 +163,11 @@ class Batcher:
         """What was seen of drafts decides nothing from here on."""
         self.draft_rule = None if self.config.drafts is None else DraftRule(self.config.drafts)
 
+    def rewind(self, index: int) -> None:
+        """The next plan gets this number, because plans after it have been dropped; none may be in flight."""
+        assert not self._flights, "plans are numbered anew while some are in flight"
+        self.next_index = index
+
     def set_history(self, request_id: int, history: DraftIndex | None) -> None:
         """What a request's drafts are taken from, from the next plan on; nothing for one that has ended."""
         progress = self._requests.get(request_id)
@@ -386,10 +391,11 @@ class Batcher:
             if progress.ended:
                 self.counters.dropped_tokens += len(row.token_ids)
                 continue
+            num_before = progress.num_tokens
             progress.append(row, result.policy_version)
             reason = finish_reason(progress, row, stop_check)
             if reason is not None:
-                ended.append(Ended(progress, reason, index, named.dp_group, named.slot))
+                ended.append(Ended(progress, reason, index, named.dp_group, named.slot, num_before))
                 self._end(progress)
                 if self.trace is not None:
                     key, length = progress.request.key, progress.num_tokens

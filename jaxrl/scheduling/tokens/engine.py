@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.layouts.switching import Switched, switch
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, Request, Ticket
+from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
 from jaxrl.scheduling.tokens.progress import Counters, Ended, PlanTimes, StopCheck, TraceEvent
 from jaxrl.types import Sample
 
@@ -38,13 +38,15 @@ MAX_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A response that ended by itself: its sample, and where and when (in logical time) it ended."""
+    """A response that ended by itself: its sample, where and when (in logical time) it ended, and its tokens before the
+    plan that it ended in."""
 
     request_id: int
     sample: Sample
     dispatch: int
     dp_group: int
     slot: int
+    num_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Engine:
         self.stop_check = stop_check
         self.batcher = batcher(config, _capacity(executor), trace)
         self.watchers: list[Callable[[PlanTimes], None]] = []  # called for every plan that was collected
+        self.keepers: list[Callable[[PlanResult], None]] = []  # the same, once the batcher has taken in its result
         self._tickets: deque[Ticket] = deque()
         self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
         self._untold: list[Finished] = []  # ended while plans in flight were collected without a step
@@ -125,13 +128,18 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Takes a request; it waits behind those added before. Raises ValueError if it can never run."""
+        self.check(request)
+        self.batcher.add(request)
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that can never run."""
         if request.params.stop_strings and self.stop_check is None:
             raise ValueError(
                 f"request {request.request_id} ({request.key}): stop_strings {request.params.stop_strings} need an "
                 "engine with a stop_check, which takes a tokenizer"
             )
         self.executor.check(request)
-        self.batcher.add(request)
+        self.batcher.check(request)
 
     def abort(self, request_ids: Iterable[int]) -> list[Sample]:
         """Ends requests at once and returns their samples so far, in the order of the ids.
@@ -233,7 +241,10 @@ class Engine:
             times = self._loads.popleft().times(result.num_steps, result.duration_s)
             for watcher in self.watchers:
                 watcher(times)
-        return [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
+        finished = [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
+        for keeper in self.keepers:
+            keeper(result)
+        return finished
 
     def _load(self, plan: Plan) -> _Load:
         prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
@@ -264,4 +275,5 @@ def _finished(ended: Ended) -> Finished:
         dispatch=ended.dispatch,
         dp_group=ended.dp_group,
         slot=ended.slot,
+        num_before=ended.num_before,
     )

@@ -1,0 +1,474 @@
+"""The events of a round over several workers: one sequence, the same in every process.
+
+Purpose: `OrderedEvents` stands between the backend and workers that run ahead of the round
+(`jaxrl.scheduling.tokens.paced`). Process 0 leads: it merges what all workers report, takes in verdicts and answers,
+and hands the next event to its own round; what it has handed over is the stream that all others handle. With all
+workers in one process there is no stream, and the same code hands over the same events.
+
+What is handed over when:
+
+- Responses that were aborted are answered for before anything else, in the order of the command.
+- A verdict is handed over when it has come, in the order in which samples were sent for scoring. Where that is decides
+  nothing, unless the round awaits it, and then nothing but verdicts is handed over. A rule that launches or aborts at
+  another verdict would depend on a clock: an assertion.
+- All else that ended, in logical order (`jaxrl.scheduling.tokens.order`).
+
+A sample of another process has the right length, versions and finish reason, and no content (arrays of one zero each)
+until its tokens are exchanged, at the round's end.
+
+Source: docs/architecture.md. RollPacker §4.3 for rewards beside the rollout: a response is scored where it was drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.record.journal import Journal
+from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Floor, Item, Notice, Scored, Stop, shortened
+from jaxrl.runtime.verdicts import Arrival, OwnScoring, recorded
+from jaxrl.scheduling.rounds.events import Event, Interrupted, SampleAborted, SampleFinished
+from jaxrl.scheduling.tokens.order import Answer, End, Order, Report
+from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
+
+SCORING_POLL_S = 0.005
+"""How long one of two things is waited for, other processes and the own scoring, before the other is looked at."""
+
+
+class Stream(Protocol):
+    """What processes tell each other (`jaxrl.runtime.hosts.stream.HostStream`).
+
+    Attributes:
+      process, num_processes: this one, and of how many; process 0 leads.
+    """
+
+    process: int
+    num_processes: int
+
+    def begin(self) -> None:
+        """A round begins: what is told from here on belongs to it."""
+        ...
+
+    def tell(self, notice: Notice) -> None:
+        """Tells process 0; a process other than it."""
+        ...
+
+    def publish(self, item: Item) -> None:
+        """Tells all others; process 0."""
+        ...
+
+    def pump(self) -> None:
+        """Sends what was told or published, and takes in what has come; never waits."""
+        ...
+
+    def wait(self, timeout_s: float, process: int | None = None) -> None:
+        """The same; waits for something to come: in process 0, from that process."""
+        ...
+
+    def notices(self) -> list[tuple[int, Notice]]:
+        """Of this round, what has come to process 0, with the process that told it; they are forgotten here."""
+        ...
+
+    def next_item(self) -> Item | None:
+        """The next item of the stream that has come; of a process other than 0."""
+        ...
+
+
+class OrderedEvents:
+    """What happens in a round, in one order.
+
+    Args:
+      workers: of this process. scoring: of this process.
+      text_of: makes a response's text.
+      clock: stamps events.
+      journal: where decisions of a clock go, in process 0; None: nowhere.
+      stream: to the other processes; None: there are none.
+
+    Attributes:
+      launched: of this round, by request id.
+    """
+
+    def __init__(
+        self,
+        workers: PacedWorkers,
+        scoring: OwnScoring,
+        text_of: Callable[[Sample], str],
+        clock: Callable[[], float],
+        journal: Journal | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        self._workers, self._scoring, self._text_of, self._clock = workers, scoring, text_of, clock
+        self._journal, self._stream = journal, stream
+        self._leads = stream is None or stream.process == 0
+        self._process, self._num_processes = (0, 1) if stream is None else (stream.process, stream.num_processes)
+        self._of_process = workers.ledger.num_workers // self._num_processes  # workers of each
+        first = self._process * self._of_process
+        assert workers.numbers == tuple(range(first, first + self._of_process)), "workers of another process"
+        self._order = Order(workers.ledger) if self._leads else None
+        self.stop_agreed = False
+        self._stop_asked = False
+        self._why: str | None = None  # a stop to be published, and why
+        self.launched: dict[int, Request] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.launched.clear()
+        self._version = 0
+        self._owners: dict[SampleKey, int] = {}  # the process that draws a response
+        self._due_answers: deque[int] = deque()  # request ids, in the order of the commands
+        self._answers: dict[int, Answer] = {}  # those that came; in process 0
+        self._cut: dict[int, Sample] = {}  # samples of this process that were aborted, until they are told
+        self._num_scores = 0
+        self._scores: dict[int, tuple[SampleKey, Prompt]] = {}  # by number: sent and no verdict told
+        self._numbers: dict[SampleKey, int] = {}
+        self._arrived: dict[int, Arrival] = {}  # in process 0
+        self._awaited: set[int] = set()
+        self._decides = True  # commands may follow the last event
+        self._counts: dict[int, Mapping[str, Any]] = {}
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def begin(self, policy_version: int) -> None:
+        """A round begins, with weights of a version."""
+        self._forget()
+        self._version = policy_version
+        self._workers.begin()
+        if self._order is not None:
+            self._order.begin()
+        if self._stream is not None:
+            self._stream.begin()
+
+    @property
+    def num_live(self) -> int:
+        """Responses that were launched and neither told as ended nor aborted, in all processes."""
+        return self._workers.ledger.num_live
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a verdict is awaited."""
+        return bool(self._awaited)
+
+    @property
+    def has_answers_due(self) -> bool:
+        """Whether what became of aborted responses is still to be told."""
+        return bool(self._due_answers)
+
+    def owner_of(self, key: SampleKey) -> int | None:
+        """The process that drew a response of this round; None for one that was not launched in it."""
+        return self._owners.get(key)
+
+    def launch(self, request: Request, worker: int | None = None) -> None:
+        """Starts a response."""
+        assert self._decides, "a rule launches at a verdict that it does not await"
+        home = self._workers.launch(request, worker)
+        self.launched[request.request_id] = request
+        self._owners[request.key] = home.worker // self._of_process
+        if self._order is not None:
+            self._order.launched(request.request_id)
+
+    def abort(self, request_ids: Sequence[int], *, keep: bool) -> None:
+        """Ends responses; what became of each is the next that is told."""
+        assert self._decides, "a rule aborts at a verdict that it does not await"
+        ledger = self._workers.ledger
+        homes = [(request_id, ledger.home(request_id)) for request_id in request_ids]
+        for answer, sample in self._workers.abort(request_ids, keep=keep):
+            self._cut[answer.request_id] = sample
+            self._answered(answer)
+        self._due_answers.extend(request_ids)
+        if self._order is not None:
+            for request_id, home in homes:
+                assert home is not None
+                self._order.gone(request_id, home.worker)
+            self._clear({home.worker for _, home in homes if home is not None})
+
+    def score(self, prompt: Prompt, sample: Sample) -> None:
+        """Has a response scored where it was drawn; one of an earlier round in one process after the other."""
+        number, self._num_scores = self._num_scores, self._num_scores + 1
+        self._scores[number], self._numbers[sample.key] = (sample.key, prompt), number
+        if self._owners.get(sample.key, number % self._num_processes) == self._process:
+            self._scoring.send(prompt, sample)
+
+    def cancel_scores(self, keys: Collection[SampleKey]) -> None:
+        """No verdict on these is told."""
+        numbers = [self._numbers.pop(key) for key in keys if key in self._numbers]
+        for number in numbers:
+            self._scores.pop(number)
+            self._arrived.pop(number, None)
+            self._awaited.discard(number)
+        self._scoring.cancel(set(keys))
+
+    def await_verdict(self, key: SampleKey) -> None:
+        """Nothing but verdicts is told before this one."""
+        self._awaited.add(self._numbers[key])
+
+    def cancel(self) -> None:
+        """Drops the round."""
+        self._scoring.clear({key for key, _ in self._scores.values()})
+        self._workers.cancel()
+        self._forget()
+        if self._stream is not None:
+            self._stream.pump()
+
+    def end(self, counts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The round is over; what every process has counted in it, by their numbers. Waits for all."""
+        is_over = not (self.num_live or self._due_answers or self._scores)
+        assert is_over, "a round ends while something of it is running"
+        if self._stream is None:
+            return [counts]
+        if not self._leads:
+            self._stream.tell(Counted([counts]))
+            while not isinstance(item := self._next_item(), Counted):
+                self._stream.wait(1.0)
+            self.stop_agreed |= item.stops
+            return list(item.counts)
+        self._counts[0] = counts
+        while len(self._counts) < self._num_processes:
+            self._stream.wait(1.0, next(p for p in range(self._num_processes) if p not in self._counts))
+            self._take_notices()
+        found = [self._counts[process] for process in range(self._num_processes)]
+        self.stop_agreed |= self._why is not None
+        self._stream.publish(Counted(found, self.stop_agreed))
+        self._stream.pump()
+        return found
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def ask_stop(self, why: str = "") -> None:
+        """Has all processes stop at the same place of the stream. Raises Interrupted where this one leads."""
+        if self._leads:
+            self._why = why
+            self._stop_if_asked()
+        elif not self._stop_asked:
+            assert self._stream is not None
+            self._stream.tell(Stop(why))
+            self._stop_asked = True
+
+    def next(self) -> Event | None:
+        """The next event, or None where something has to happen first; never waits.
+
+        Raises:
+          Interrupted: all processes stop here.
+          RunFailed: another process has failed.
+        """
+        self._pump()
+        if not self._leads:
+            item = self._next_item()
+            return None if item is None else self._event(item)
+        self._stop_if_asked()
+        item = self._lead()
+        if item is not None:
+            if self._stream is not None:
+                self._stream.publish(item)
+            return self._event(item)
+        assert self._order is not None
+        if not (self._due_answers or self._awaited):
+            floor = self._order.floor()
+            if floor > self._workers.floor and self._stream is not None:
+                self._stream.publish(Floor(floor))
+            self._workers.raise_floor(floor)
+        if self._stream is not None:
+            self._stream.pump()
+        return None
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for something that may bring the next event, or lets a worker go on. Raises RuntimeError where nothing
+        will."""
+        if not self._leads:
+            assert self._stream is not None
+            if self._scoring.num_pending:
+                self._take(self._scoring.wait(SCORING_POLL_S))
+            else:
+                self._stream.wait(timeout_s)
+            return
+        holder = self._holder()
+        if holder == self._process:
+            if not self._scoring.num_pending:
+                key = next(iter(self._scores.values()))[0]
+                raise RuntimeError(f"step {self._scoring.step}: the reward pool has lost {key}")
+            is_alone = self._stream is None
+            self._take(self._scoring.wait(timeout_s if is_alone else min(timeout_s, SCORING_POLL_S)))
+        else:
+            assert self._stream is not None
+            self._stream.wait(min(timeout_s, SCORING_POLL_S) if self._scoring.num_pending else timeout_s, holder)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _holder(self) -> int:
+        """The process that what comes next has to come from."""
+        assert self._order is not None
+        if self._due_answers:
+            return self._owners[self.launched[self._due_answers[0]].key]
+        slowest = self._order.slowest()
+        if self._scores and (self._awaited or slowest is None):
+            number, (key, _) = next(iter(self._scores.items()))
+            return self._owners.get(key, number % self._num_processes)
+        if slowest is None:
+            raise RuntimeError(f"step {self._scoring.step}: the round waits, and nothing is running or being scored")
+        holder = slowest // self._of_process
+        assert holder != self._process, f"worker {slowest} holds the floor and does not go on"
+        return holder
+
+    def _pump(self) -> None:
+        """Takes in what happened here and elsewhere."""
+        for report in self._workers.take_reports():
+            if self._order is not None:
+                self._order.report(report)
+            else:
+                self._tell(report)
+        self._take(self._scoring.completed())
+        if self._stream is not None and not self._leads:
+            self._stream.pump()
+        elif self._stream is not None:
+            self._take_notices()
+
+    def _take(self, arrivals: Sequence[Arrival]) -> None:
+        """Takes in verdicts of this process."""
+        for arrival in arrivals:
+            number = self._numbers.get(arrival.verdict.key)
+            if number is None:
+                continue
+            if self._leads:
+                self._scored(number, arrival if self._stream is None else shortened(arrival))
+            else:
+                self._tell(Scored(number, arrival))
+
+    def _take_notices(self) -> None:
+        """In process 0: takes in what others have told."""
+        assert self._stream is not None
+        self._stream.pump()
+        for process, notice in self._stream.notices():
+            match notice:
+                case Report():
+                    assert self._order is not None
+                    self._order.report(notice)
+                case Answer():
+                    self._answered(notice)
+                case Scored():
+                    self._scored(notice.number, notice.arrival)
+                case Decided():
+                    if self._journal is not None:
+                        self._journal.append(notice.step, notice.kind, notice.key, notice.decision)
+                case Stop(why=why):
+                    self._why = self._why or why
+                case Counted(counts=counts):
+                    self._counts[process] = counts[0]
+                case Failed():
+                    self._stream.publish(notice)
+                    self._stream.pump()
+                    self._fail(notice)
+
+    def _tell(self, notice: Notice) -> None:
+        assert self._stream is not None
+        self._stream.tell(notice)
+
+    def _answered(self, answer: Answer) -> None:
+        if self._leads:
+            self._answers[answer.request_id] = answer
+        else:
+            self._tell(answer)
+
+    def _scored(self, number: int, arrival: Arrival) -> None:
+        """In process 0: a verdict has come. What a clock decided is in the journal before any round hears of it."""
+        if number not in self._scores:
+            return  # not wanted any more
+        if arrival.is_decided and self._journal is not None:
+            place, verdict = self._scoring.place(arrival.verdict.key), arrival.verdict
+            self._journal.append(self._scoring.step, "verdict", place, recorded(verdict))
+        self._arrived[number] = arrival
+
+    def _stop_if_asked(self) -> None:
+        why, self._why = self._why, None
+        if why is None:
+            return
+        self.stop_agreed = True
+        if self._stream is not None:
+            self._stream.publish(Stop(why))
+            self._stream.pump()
+        raise Interrupted(why) if why else Interrupted
+
+    def _next_item(self) -> Item | None:
+        """Of a process that follows: the next item that is no floor."""
+        assert self._stream is not None
+        self._stream.pump()
+        while (item := self._stream.next_item()) is not None:
+            match item:
+                case Floor(tick=tick):
+                    self._workers.raise_floor(tick)
+                case Stop(why=why):
+                    self.stop_agreed = True
+                    raise Interrupted(why) if why else Interrupted
+                case Failed():
+                    self._fail(item)
+                case _:
+                    return item
+        return None
+
+    def _fail(self, failed: Failed) -> None:
+        raise RunFailed(f"host {failed.process}: {failed.why}")
+
+    def _lead(self) -> Item | None:
+        """In process 0: what is handed over next."""
+        assert self._order is not None
+        if self._due_answers:
+            return self._answers.pop(self._due_answers[0], None)
+        number = next(iter(self._scores), None)
+        if number is not None and number in self._arrived:
+            return Scored(number, self._arrived.pop(number))
+        return None if self._awaited else self._order.next()
+
+    def _event(self, item: Item) -> Event:
+        """An item of the stream as this round hears of it."""
+        self._decides = True
+        now_s = self._clock()
+        match item:
+            case End(request_id=request_id, place=place):
+                assert not self._awaited, f"{item}: a verdict is due"
+                assert not self._due_answers, f"{item}: an answer is due"
+                finished = self._workers.told(item)
+                self._clear({place.worker})
+                if finished is None:
+                    return SampleFinished(now_s, self._hollow(request_id, item.length, item.reason), place.dispatch)
+                sample = replace(finished.sample, text=self._text_of(finished.sample))
+                return SampleFinished(now_s, sample, place.dispatch)
+            case Answer(request_id=request_id):
+                due = self._due_answers.popleft()
+                assert due == request_id, f"{item}: the answer for request {due} is due"
+                own = self._cut.pop(request_id, None)
+                sample = self._hollow(request_id, item.length, item.reason) if own is None else own
+                if item.reason == "abort":
+                    return SampleAborted(now_s, sample, item.dispatch)
+                if own is not None:
+                    sample = replace(sample, text=self._text_of(sample))
+                return SampleFinished(now_s, sample, item.dispatch)
+            case Scored(number=number, arrival=arrival):
+                key, prompt = self._scores.pop(number)
+                assert arrival.verdict.key == key, f"{item}: the verdict of {key} is due"
+                self._numbers.pop(key)
+                self._decides = number in self._awaited
+                self._awaited.discard(number)
+                self._scoring.learn(prompt, arrival)
+                return arrival.verdict if self._num_processes == 1 else replace(arrival.verdict, time_s=now_s)
+        raise AssertionError(f"{item}: it is no event")
+
+    def _clear(self, workers: Collection[int]) -> None:
+        if self._order is not None:
+            for worker in workers:
+                if not self._workers.ledger.num_live_in(worker):
+                    self._order.cleared(worker)
+
+    def _hollow(self, request_id: int, length: int, reason: Any) -> Sample:
+        """A response of another process, without its content."""
+        request = self.launched[request_id]
+        kept = len(request.generated)
+        versions = np.broadcast_to(np.int32(self._version), length)
+        if kept:
+            before = np.asarray(request.generated_versions, np.int32)
+            versions = np.concatenate([before, np.full(length - kept, self._version, np.int32)])
+        ids, logprobs = np.broadcast_to(np.int32(0), length), np.broadcast_to(np.float32(0), length)
+        return Sample(request.key, ids, logprobs, logprobs, versions, reason)

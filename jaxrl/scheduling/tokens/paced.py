@@ -1,0 +1,438 @@
+"""The workers of a process, which run ahead of the round by a lookahead, in one logical order with those of others.
+
+Purpose: `PacedWorkers` drives the engines of one process, where a run has several workers, in one process or in many.
+Requests are dealt over the workers of all processes; this one submits plans for its own, reports what ended there, and
+hears what was told. `jaxrl.scheduling.tokens.order` has the rules; this file has their physical side:
+
+- A worker has up to two plans in flight, as in `jaxrl.scheduling.tokens.engine`. Plan k is made when plan k - 2 has
+  been collected and plan k - 1 has not, at the tick after plan k - 2; where the floor does not allow it yet, the worker
+  waits. It does not collect plan k - 1 meanwhile: what a plan is made from must not depend on a clock.
+- `Schedule` keeps the commands that a worker has not carried out. They are carried out, in the order in which they
+  came, when a plan is made at their tick or later. A worker without requests goes to the tick of its next one.
+- An aborted response has the tokens of the plans that ended by the present tick (`jaxrl.scheduling.tokens.past`).
+- Where nothing of a worker is live any more, everything on its rows is dropped at once. Its plans in flight are waited
+  for when it begins again, or at the round's end.
+
+So what a worker plans, and at which tick, follows from the commands and their ticks alone, whoever waits for whom.
+
+Source: none published. Departures: `jaxrl.scheduling.tokens.workers` is for one worker, which needs no logical time,
+and for ranking groups and the stream trainer, which move requests between the workers of one process and let what is
+commanded take effect at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from jaxrl.scheduling.tokens.draft_index import DraftIndex
+from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
+from jaxrl.scheduling.tokens.order import Answer, Deal, End, Home, Ledger, Place, Report
+from jaxrl.scheduling.tokens.past import Past
+from jaxrl.scheduling.tokens.plan import PlanResult, Request
+from jaxrl.scheduling.tokens.progress import Counters, PlanTimes, Progress
+from jaxrl.scheduling.tokens.workers import Ticks, step_ticks
+from jaxrl.types import Sample
+
+
+class Schedule:
+    """Commands that take effect later, in the order in which they came; their ticks never fall.
+
+    A command is a request that starts, or the id of one that ends.
+    """
+
+    def __init__(self) -> None:
+        self._commands: deque[tuple[int, Request | int]] = deque()
+
+    def add(self, effect: int, command: Request | int) -> None:
+        assert not self._commands or effect >= self._commands[-1][0], "a command takes effect before an earlier one"
+        self._commands.append((effect, command))
+
+    def take(self, tick: int) -> list[Request | int]:
+        """Those that take effect by a tick; they are forgotten here."""
+        found: list[Request | int] = []
+        while self._commands and self._commands[0][0] <= tick:
+            found.append(self._commands.popleft()[1])
+        return found
+
+    def next_start(self) -> int | None:
+        """When the next request starts; None where none will."""
+        return next((effect for effect, command in self._commands if isinstance(command, Request)), None)
+
+    def request(self, request_id: int) -> Request | None:
+        """A request that has not started."""
+        waiting = (command for _, command in self._commands if isinstance(command, Request))
+        return next((each for each in waiting if each.request_id == request_id), None)
+
+    def clear(self) -> None:
+        self._commands.clear()
+
+
+class _Worker:
+    """One of them: its engine, its tick, what it has to do, and what it has done."""
+
+    def __init__(self, engine: Engine, cost: Callable[[PlanTimes], int]) -> None:
+        self.engine, self._cost = engine, cost
+        self.schedule = Schedule()
+        self.past = Past(engine.counters)
+        self.ended: dict[int, tuple[Place, Finished]] = {}  # live ones, until they are told or aborted
+        engine.watchers.append(self._pass)
+        engine.keepers.append(self._keep)
+        self.begin()
+
+    def begin(self) -> None:
+        """A round begins, with nothing in flight."""
+        self.tick = 0
+        self.first = self.engine.batcher.next_index
+        self.asked_in_vain = False  # there is no plan to make before one is collected
+        self.is_dropped = False  # plans in flight are of a stretch that has ended
+        self.expected = 0  # what the oldest plan in flight should cost
+        self.reported = -1  # the tick that was reported last
+        self._passed: dict[int, int] = {}  # by dispatch, the tick after the plan
+        self.schedule.clear()
+        self.ended.clear()
+        self.past.begin()
+        self.engine.batcher.forget_drafts()
+
+    @property
+    def may_collect(self) -> bool:
+        """Whether its next act is to wait for a plan."""
+        ahead = self.engine.num_in_flight
+        return not self.is_dropped and (ahead == MAX_IN_FLIGHT or (self.asked_in_vain and ahead > 0))
+
+    def next_tick(self) -> int | None:
+        """The tick at which it asks for its next plan; None where it has nothing to do."""
+        if not self.is_dropped and not self.engine.batcher.is_idle:
+            return self.tick
+        start = self.schedule.next_start()
+        return None if start is None else max(self.tick, start)
+
+    def drain(self) -> None:
+        """Waits for plans in flight whose outcome counts no more."""
+        self.engine.drain()
+        self._passed.clear()
+
+    def drop(self, now: int) -> None:
+        """Nothing of it is live any more at the present tick."""
+        if not self.is_dropped:
+            self.past.close(now)
+            self.is_dropped = True
+        self.engine.abort(self.engine.unfinished())
+        self.schedule.clear()
+        self.ended.clear()
+        self.tick, self.asked_in_vain, self.expected = now, False, 0
+
+    def restart(self) -> None:
+        """Begins again after a stretch that has ended: from the same state, whatever was done beyond its end."""
+        self.drain()
+        self.engine.batcher.rewind(self.first + self.past.num_plans)
+        self.engine.batcher.forget_drafts()
+        self.past.restart()
+        self.is_dropped = False
+
+    def count_at(self, request_id: int, tick: int) -> tuple[Sample, int]:
+        """A request that has not ended by a tick: its sample as it is now, and the tokens that it had then."""
+        if request_id in self.ended:
+            place, finished = self.ended[request_id]
+            since = self.past.gained_since(request_id, tick, place.dispatch)
+            return finished.sample, finished.num_before - since
+        waiting = self.schedule.request(request_id)
+        if waiting is not None:
+            return Progress(waiting, 0).sample("abort"), len(waiting.generated)
+        sample = self.engine.batcher.progress(request_id).sample("abort")
+        return sample, len(sample) - self.past.gained_since(request_id, tick)
+
+    def _pass(self, times: PlanTimes) -> None:
+        """A plan was collected; at least one tick, so that what ends in it ends after what ended before."""
+        if not self.is_dropped:
+            self.tick += max(self._cost(times), 1)
+            self._passed[times.index] = self.tick
+
+    def _keep(self, result: PlanResult) -> None:
+        """The batcher has taken in its result."""
+        if not self.is_dropped:
+            self.past.collected(self.tick, result.index - self.first, result)
+
+    def look_ahead(self) -> None:
+        """Works out what the oldest plan in flight should cost."""
+        times = self.engine.next_times()
+        self.expected = 0 if times is None else max(self._cost(times), 1)
+
+    def places(self, worker: int, ended: Iterable[Finished]) -> list[tuple[Place, Finished]]:
+        """Where in the order responses ended, of the plans collected since this was last asked."""
+        passed, self._passed = self._passed, {}
+        return [
+            (Place(passed[one.dispatch], worker, one.dispatch - self.first, one.dp_group, one.slot), one)
+            for one in ended
+        ]
+
+
+class PacedWorkers:
+    """Several engines, here and in other processes, as one.
+
+    Args:
+      engines: of this process, by the workers' numbers, each over an executor on devices of its own; all of one block
+        size and with the same weights.
+      lookahead: ticks after which a command takes effect; the same everywhere.
+      num_workers: of all processes; by default there are no others.
+      deal: see `jaxrl.scheduling.tokens.order.Deal`.
+      ticks: what a plan costs; a pure function.
+
+    Attributes:
+      engines: those of this process. numbers: their workers' numbers.
+      ledger: who has which request.
+      floor: up to this tick everything has been told and handled, as this process knows.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[int, Engine] | Sequence[Engine],
+        lookahead: int,
+        num_workers: int | None = None,
+        deal: Deal = "tokens",
+        ticks: Ticks = step_ticks,
+    ) -> None:
+        by_number = dict(engines) if isinstance(engines, Mapping) else dict(enumerate(engines))
+        count = len(by_number) if num_workers is None else num_workers
+        if not by_number or not all(engine.is_idle for engine in by_number.values()):
+            raise ValueError("workers: there must be at least one engine, and all must be idle")
+        if not all(0 <= worker < count for worker in by_number):
+            raise ValueError(f"workers: numbers {sorted(by_number)} must be of the {count} workers of all processes")
+        self.ledger = Ledger(count, lookahead, deal)
+        self.numbers, self.engines = tuple(by_number), tuple(by_number.values())
+        self._workers = {number: _Worker(engine, partial(ticks, number)) for number, engine in by_number.items()}
+        self._reports: dict[int, list[End]] = {}  # of the workers that have something to report
+        self.floor = 0
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A round begins: nothing is live, at tick 0."""
+        assert all(engine.is_idle for engine in self.engines), "a round begins while requests of another are running"
+        self.ledger.begin()
+        for worker in self._workers.values():
+            worker.begin()
+        self._reports.clear()
+        self.floor = 0
+
+    def launch(self, request: Request, worker: int | None = None) -> Home:
+        """Starts a request after the lookahead, where it is dealt to or in `worker`. Raises ValueError if it can never
+        run; all workers are alike."""
+        self.engines[0].check(request)
+        key, limit = request.key, len(request.prompt_ids) + request.params.max_tokens
+        home = self.ledger.launch(request.request_id, (key.epoch, key.prompt_index), limit, worker)
+        if home.worker in self._workers:
+            self._workers[home.worker].schedule.add(home.effect, request)
+        return home
+
+    def abort(self, request_ids: Sequence[int], *, keep: bool) -> list[tuple[Answer, Sample]]:
+        """Ends live requests, wherever they are. Returns what became of those of this process, with their samples.
+
+        Args:
+          keep: a response that had ended by the present tick, and was not told, counts as ended.
+        """
+        ids, now = list(request_ids), self.ledger.now
+        unknown = [i for i in ids if self.ledger.home(i) is None]
+        if unknown or len(set(ids)) < len(ids):
+            raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
+        homes = {i: self._home(i) for i in ids}
+        answers = [self._answer(self._workers[homes[i]], i, keep) for i in ids if homes[i] in self._workers]
+        for request_id in ids:
+            home = homes[request_id]
+            cleared = self.ledger.leave(request_id)
+            if home in self._workers:
+                worker = self._workers[home]
+                worker.ended.pop(request_id, None)
+                if cleared is None:
+                    worker.schedule.add(now + self.ledger.lookahead, request_id)
+                else:
+                    self._drop(cleared)
+        return answers
+
+    def told(self, end: End) -> Finished | None:
+        """A live response has been told as ended; what it is, where it ended in this process."""
+        self.ledger.now = max(self.ledger.now, end.place.tick)
+        self.raise_floor(end.place.tick - 1)
+        home = self._home(end.request_id)
+        mine = self._workers.get(home)
+        found = None if mine is None else mine.ended.pop(end.request_id)[1]
+        if self.ledger.leave(end.request_id) is not None and mine is not None:
+            self._drop(home)
+        return None if found is None else replace(found, dispatch=end.place.dispatch)
+
+    def raise_floor(self, tick: int) -> None:
+        """Everything up to a tick has been told and handled."""
+        if tick > self.floor:
+            self.floor = tick
+            for worker in self._workers.values():
+                if not worker.is_dropped:
+                    worker.past.forget(tick)
+
+    def take_reports(self) -> list[Report]:
+        """What the workers of this process have to report since this was last asked."""
+        found, self._reports = self._reports, {}
+        return [
+            Report(number, self.ledger.stretch(number), self._workers[number].tick, tuple(ends))
+            for number, ends in found.items()
+        ]
+
+    def drain(self) -> None:
+        """Waits for the plans in flight; nothing is live."""
+        assert not self.ledger.num_live, "plans are dropped while requests are live"
+        for worker in self._workers.values():
+            worker.drain()
+
+    def cancel(self) -> None:
+        """Drops the round."""
+        for request_id in self.ledger.live():
+            self.ledger.leave(request_id)
+        for number in self.numbers:
+            self._drop(number)
+        self.drain()
+
+    def counted(self) -> list[Counters]:
+        """What the workers of this process have done in this round, by the ticks at which they had nothing live."""
+        return [worker.past.counted for worker in self._workers.values()]
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    @property
+    def turn(self) -> int | None:
+        """The worker of this process that acts next; None where all wait for the floor, or have nothing to do. Those
+        without a plan in flight come first, then those with one; a worker is waited for only when none may plan."""
+        able = [number for number, worker in self._workers.items() if self._is_able(worker)]
+        return min(able, key=self._due, default=None)
+
+    def makes_plan(self, worker: int) -> bool:
+        """Whether the next act of a worker is to ask for a plan."""
+        return not self._workers[worker].may_collect
+
+    def prepare(self, worker: int) -> None:
+        """Carries out what takes effect by now, before a plan is asked for."""
+        own = self._workers[worker]
+        if own.is_dropped:
+            own.restart()
+        tick = own.next_tick()
+        assert tick is not None, f"worker {worker} has nothing to do"
+        own.tick = tick
+        for command in own.schedule.take(tick):
+            if isinstance(command, Request):
+                own.engine.add(command)
+            elif command in own.engine.batcher.live():
+                own.engine.abort([command])
+
+    def step(self, worker: int) -> None:
+        """Asks for a plan of a worker that was prepared and submits it; or waits for its oldest plan."""
+        own = self._workers[worker]
+        if self.makes_plan(worker):
+            own.asked_in_vain = not own.engine.submit()
+            ended = own.engine.take_ended()
+            if not own.asked_in_vain:
+                own.past.made()
+        else:
+            own.asked_in_vain = False
+            ended = own.engine.collect()
+        self._hold(worker, own, ended)
+        own.look_ahead()
+
+    # -- what an engine has ------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """Sums over the workers of this process, with what counts no more."""
+        return sum((engine.counters for engine in self.engines[1:]), self.engines[0].counters)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is live, here or elsewhere, and no plan is in flight here."""
+        return not self.ledger.num_live and all(engine.is_idle for engine in self.engines)
+
+    def unfinished(self) -> tuple[int, ...]:
+        """Ids of the live requests of all processes, in the order in which they were launched."""
+        return self.ledger.live()
+
+    def set_history(self, request_id: int, history: DraftIndex | None) -> None:
+        """What a request's drafts are taken from, from its worker's next plan on."""
+        for engine in self.engines:
+            engine.batcher.set_history(request_id, history)
+
+    def tick(self, worker: int) -> int:
+        """The logical time of a worker of this process."""
+        return self._workers[worker].tick
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row in this process."""
+        return sum(engine.batcher.num_running for engine in self.engines)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests of this process that wait or run."""
+        return sum(len(engine.unfinished()) for engine in self.engines)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this process."""
+        capacities = [engine.batcher.capacity for engine in self.engines]
+        return sum(capacity.num_groups * capacity.num_slots for capacity in capacities)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _home(self, request_id: int) -> int:
+        home = self.ledger.home(request_id)
+        assert home is not None, f"request {request_id} is not live"
+        return home.worker
+
+    def _is_able(self, worker: _Worker) -> bool:
+        if worker.may_collect:
+            return True
+        tick = worker.next_tick()
+        return tick is not None and tick - self.ledger.lookahead <= self.floor
+
+    def _due(self, number: int) -> tuple[int, int, int]:
+        worker = self._workers[number]
+        ahead = 0 if worker.is_dropped else worker.engine.num_in_flight
+        return (MAX_IN_FLIGHT if worker.may_collect else ahead), worker.tick + worker.expected, number
+
+    def _answer(self, worker: _Worker, request_id: int, keep: bool) -> tuple[Answer, Sample]:
+        """What becomes of a live request that is aborted at the present tick."""
+        now = self.ledger.now
+        dispatch = worker.past.last_by(now)
+        place, finished = worker.ended.get(request_id, (None, None))
+        if place is not None and finished is not None and place.tick <= now:
+            sample = finished.sample if keep else replace(finished.sample, finish_reason="abort")
+            assert sample.finish_reason is not None
+            return Answer(request_id, len(sample), sample.finish_reason, place.dispatch), sample
+        sample, count = worker.count_at(request_id, now)
+        return Answer(request_id, count, "abort", dispatch), cut(sample, count)
+
+    def _drop(self, number: int) -> None:
+        self._reports.pop(number, None)
+        self._workers[number].drop(self.ledger.now)
+
+    def _hold(self, number: int, worker: _Worker, ended: Sequence[Finished]) -> None:
+        """Takes in what ended in the plans collected since; what was aborted meanwhile is no news."""
+        if not ended and worker.tick == worker.reported:
+            return
+        worker.reported = worker.tick
+        ends = self._reports.setdefault(number, [])
+        for place, one in worker.places(number, ended):
+            if self.ledger.home(one.request_id) is not None:
+                worker.ended[one.request_id] = place, one
+                assert one.sample.finish_reason is not None
+                ends.append(End(one.request_id, place, len(one.sample), one.sample.finish_reason))
+
+
+def cut(sample: Sample, length: int) -> Sample:
+    """The first tokens of a response, with arrays of their own, as one that was aborted."""
+    assert 0 <= length <= len(sample), f"{sample.key}: {length} of {len(sample)} tokens"
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:length].copy(),
+        rollout_logprobs=sample.rollout_logprobs[:length].copy(),
+        sampled_logprobs=sample.sampled_logprobs[:length].copy(),
+        versions=sample.versions[:length].copy(),
+        finish_reason="abort",
+    )
