@@ -26,6 +26,7 @@ _KEY, _GONE = "failed", "gone"
 _LISTEN_S = 5.0  # one wait for a failure; the next one follows
 _ANSWER_S = 1.0  # for one call to the board by a process that is about to end
 _LINGER_S = 3.0  # of process 0, for the others to have heard
+_LEAVE_S = 0.3  # and for them to leave, who have said that they heard
 
 
 class Ending:
@@ -109,6 +110,7 @@ class Ending:
                 until_s = time.monotonic() + _LINGER_S
                 while time.monotonic() < until_s and not others <= self._gone():
                     time.sleep(0.02)
+                time.sleep(_LEAVE_S if others else 0)
         self._end(told["sentence"], told["status"])
         raise AssertionError("the process goes on after its end")
 

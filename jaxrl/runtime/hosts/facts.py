@@ -177,7 +177,8 @@ def _hash(file: Path) -> str:
 
 
 def _sampled_hash(file: Path) -> str:
-    size, digest = file.stat().st_size, hashlib.sha256()
+    size = file.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8))
     step = (size - _HEAD_BYTES - _TAIL_BYTES) // NUM_SAMPLES
     ranges = [(0, _HEAD_BYTES), *((_HEAD_BYTES + i * step, _SAMPLE_BYTES) for i in range(NUM_SAMPLES))]
     with open(file, "rb") as opened:

@@ -125,7 +125,7 @@ def listed(processes: Sequence[int], places: Mapping[int, Place]) -> str:
 
 
 def grouped(places: Mapping[int, Place]) -> str:
-    """Who is where, the rarest place first: `process 1 (host-b) in rollout; process 0 (host-a) and 2 more in update`."""
+    """Who is where, the rarest place first: `process 1 (host-b) in rollout; process 0 (host-a) and 2 more in sync`."""
     groups: dict[str, list[int]] = {}
     for process, place in sorted(places.items()):
         groups.setdefault(place.name, []).append(process)
