@@ -116,8 +116,8 @@ def test_a_run_directory_that_is_not_shared(tmp_path: Path):
     assert (
         said
         == [
-            f"all hosts must share the folder trainer.run_dir ({tmp_path} on process 0 (host-a)): on process 1 (host-b) "
-            f"{tmp_path / 'mine'} does not show what process 0 has written there (and 1 more processes)"
+            f"all hosts must share the folder trainer.run_dir ({tmp_path} on process 0 (host-a)): on process 1 "
+            f"(host-b) {tmp_path / 'mine'} does not show what process 0 has written there (and 1 more processes)"
         ]
         * 3
     )
