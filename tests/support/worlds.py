@@ -76,6 +76,7 @@ def started(
     *,
     devices: Sequence[int] | int = 1,
     own: Mapping[int, Mapping[str, str]] | None = None,
+    cwd: Path = ROOT,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """`num` processes of python that find each other; what is left of them is killed when the block ends.
 
@@ -83,6 +84,7 @@ def started(
       arguments: of python, the same for all or one list for each.
       devices: of each process, or of all the same.
       own: environment variables of single processes.
+      cwd: where they run; a package that lies there comes before others.
     """
     address = f"127.0.0.1:{free_port()}"
     each = [arguments] * num if isinstance(arguments[0], str) else arguments
@@ -102,6 +104,7 @@ def started(
                 subprocess.Popen(
                     [sys.executable, *each[i]],
                     env=environment | (own or {}).get(i, {}),
+                    cwd=cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
