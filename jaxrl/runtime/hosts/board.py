@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 PIECE_BYTES = 2**18  # written in 6 to 12 ms; a heartbeat waits that long at the most
 _WHOLE, _SPLIT = b"\0", b"\1"  # before a value: all of it; how many pieces it has
-_PIECES = "pieces/"
+_OURS, _PIECES = "jaxrl/", "jaxrl pieces/"  # jax and Orbax write in the same store
 _TRANSIENT = ("UNAVAILABLE", "ABORTED", "RESOURCE_EXHAUSTED")
 _RETRY_AFTER_S = (0.05, 0.2, 0.8)
 _MISSING = re.compile(r"task names:\n(.*?)(?:\n\n|\Z)", re.DOTALL)
@@ -106,34 +106,36 @@ class CoordinationBoard:
 
     def put(self, key: str, value: bytes) -> None:
         if len(value) < PIECE_BYTES:
-            self._write(key, _WHOLE + value)
+            self._write(f"{_OURS}{key}", _WHOLE + value)
             return
         pieces = [value[i : i + PIECE_BYTES] for i in range(0, len(value), PIECE_BYTES)]
         for i, piece in enumerate(pieces):
             self._write(f"{_PIECES}{key}/{i}", piece)
-        self._write(key, _SPLIT + len(pieces).to_bytes(4))
+        self._write(f"{_OURS}{key}", _SPLIT + len(pieces).to_bytes(4))
 
     def replace(self, key: str, value: bytes) -> None:
         assert len(value) <= PIECE_BYTES, f"{key}: {len(value)} bytes"
-        self._call(f"writing {key}", lambda: self._client.key_value_set_bytes(key, _WHOLE + value, True))
+        name = f"{_OURS}{key}"
+        self._call(f"writing {key}", lambda: self._client.key_value_set_bytes(name, _WHOLE + value, True))
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        found = self._read(key, timeout_s)
+        found = self._read(f"{_OURS}{key}", timeout_s)
         return None if found is None else self._joined(key, found)
 
     def folder(self, prefix: str) -> list[tuple[str, bytes]]:
-        name = f"{prefix.rstrip('/')}/"
+        name = f"{_OURS}{prefix.rstrip('/')}/"
         found = self._call(f"reading {name}", lambda: self._client.key_value_dir_get_bytes(name)) or []
-        return sorted((key, self._joined(key, value)) for key, value in found)
+        ours = [(key.removeprefix(_OURS), value) for key, value in found]
+        return sorted((key, self._joined(key, value)) for key, value in ours)
 
     def delete(self, key_or_prefix: str) -> None:
         name = key_or_prefix.rstrip("/")
-        for each in (name, f"{_PIECES}{name}"):
+        for each in (f"{_OURS}{name}", f"{_PIECES}{name}"):
             self._call(f"removing {each}", lambda each=each: self._client.key_value_delete(each))
 
     def barrier(self, name: str, timeout_s: float) -> None:
         try:
-            self._client.wait_at_barrier(name, _ms(timeout_s))
+            self._client.wait_at_barrier(f"{_OURS}{name}", _ms(timeout_s))
         except Exception as error:
             code, text = _said(error)
             if code != "DEADLINE_EXCEEDED":

@@ -1,6 +1,7 @@
 """The board in memory. `test_world.py` runs the same checks on the one of jax.distributed."""
 
 import threading
+from pathlib import Path
 
 import pytest
 from boards import check_board
@@ -101,12 +102,14 @@ def test_a_write_is_tried_again(lost: str):
     """Whether the first try was heard or not, the key has the value and no error is left."""
     client = Failing(f"{lost}UNAVAILABLE: Connection reset by peer")
     board_with(client).put("key", b"value")
-    assert (client.values, client.calls) == ({"key": b"\0value"}, 2)
+    assert (client.values, client.calls) == ({"jaxrl/key": b"\0value"}, 2)
 
 
 def test_it_is_not_tried_for_ever():
     client = Failing(*["UNAVAILABLE: Socket closed\nmore"] * 9)
-    with pytest.raises(RunFailed, match=r"process 0 does not answer \(writing key: UNAVAILABLE: Socket closed\)$"):
+    with pytest.raises(
+        RunFailed, match=r"process 0 does not answer \(writing jaxrl/key: UNAVAILABLE: Socket closed\)$"
+    ):
         board_with(client).put("key", b"value")
     assert client.calls == 4
 
@@ -114,7 +117,7 @@ def test_it_is_not_tried_for_ever():
 def test_a_wait_is_not_begun_again():
     """jax aborts in a moment where the store has gone, and a sentence must come before that."""
     client = Failing("UNAVAILABLE: Socket closed", "UNAVAILABLE: Socket closed")
-    with pytest.raises(RunFailed, match="reading key"):
+    with pytest.raises(RunFailed, match="reading jaxrl/key"):
         board_with(client).get("key", 5)
     assert client.calls == 1
 
@@ -123,3 +126,11 @@ def test_a_bug_is_no_answer_of_the_store():
     client = Failing("list index out of range")
     with pytest.raises(RuntimeError, match="list index"):
         board_with(client).put("key", b"value")
+
+
+def test_one_file_alone_knows_the_client():
+    """It is a private part of jax."""
+    root = Path(__file__).resolve().parents[3] / "jaxrl"
+    private = "from jax._src import distributed"
+    users = [file.name for file in root.rglob("*.py") if private in file.read_text(encoding="utf-8")]
+    assert users == ["board.py"]
