@@ -1,5 +1,5 @@
 """`jaxrl train | simulate | tune | generate | eval | export | score | explain-config | explain-layout | profile |
-report`.
+hosts | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -19,7 +19,6 @@ import argparse
 import json
 import logging
 import os
-import re
 import select
 import sys
 from collections.abc import Callable, Sequence
@@ -48,13 +47,12 @@ from jaxrl.commands.arguments import (
     whole,
     written,
 )
+from jaxrl.runtime.answer import answer, one_line
 from jaxrl.runtime.stop import Stop
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.record.files import Removing
-
-_MAX_SENTENCE = 2000  # characters; a longer one quotes what it should not
 
 
 def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
@@ -79,40 +77,11 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
             error.filename = "standard output"
         if not is_read:
             return 0
-        answer = _answer(error)
-        if answer is None:
+        said = answer(error)
+        if said is None:
             raise  # a bug
-        print(f"jaxrl: {one_line(answer[0])}", file=sys.stderr)
-        return answer[1]
-
-
-def _answer(error: Exception) -> tuple[str, int] | None:
-    """The sentence and the exit status for an error; None for a bug."""
-    from jaxrl.record.disk import is_full
-    from jaxrl.types import RunFailed
-
-    match error:
-        case OSError() if is_full(error):
-            return f"{_named(error.filename)}no space left on the device", 1
-        case OSError() if error.strerror:
-            return _named(error.filename) + error.strerror.lower(), 2
-        case ValueError() | OSError():
-            return str(error), 2
-        case RunFailed():
-            return str(error), 1
-        case MemoryError():
-            return f"out of memory ({error})" if str(error) else "out of memory", 1
-    return None
-
-
-def one_line(text: str) -> str:
-    """A sentence without line ends and control characters, and not longer than a screen."""
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", "?", " ".join(text.split()))
-    return text if len(text) <= _MAX_SENTENCE else text[:_MAX_SENTENCE] + "…"
-
-
-def _named(filename: object) -> str:
-    return f"{os.fsdecode(filename)}: " if isinstance(filename, str | bytes) else ""
+        print(f"jaxrl: {one_line(said[0])}", file=sys.stderr)
+        return said[1]
 
 
 def _reader_is_gone() -> bool:
@@ -163,6 +132,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         _add_score,
         _add_explanations,
         _add_profile,
+        _add_hosts,
         _add_report,
     ):
         add(command)
@@ -273,6 +243,11 @@ def _add_profile(command: _Command) -> None:
     measure.add_argument("--token-budget", type=count, default=0, help="most live tokens, all dp groups together")
     measure.add_argument("--max-context", type=whole(0, MAX_TOKENS), default=0, help="most tokens of a row")
     measure.add_argument("--repeats", type=whole(1, MAX_REPEATS), default=3, help="measurements of a fast point (3)")
+
+
+def _add_hosts(command: _Command) -> None:
+    hosts = command("hosts", _hosts, "Compare the hosts of a run, and time what they say to each other.", config=True)
+    hosts.add_argument("--json", type=written, metavar="FILE", help="also write it as JSON (process 0)")
 
 
 def _add_report(command: _Command) -> None:
@@ -471,6 +446,13 @@ def _profile(options: argparse.Namespace) -> int:
     drafts = f", {len(table.verify)} with drafts" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
     print(f"{out}: {len(table.decode)} decode points{drafts}, {counts}")
+    return 0
+
+
+def _hosts(options: argparse.Namespace) -> int:
+    from jaxrl.commands.hosts import hosts
+
+    hosts(_config(options), options.json or "", removing=_removing(options))
     return 0
 
 

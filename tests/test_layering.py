@@ -52,6 +52,7 @@ WITHOUT_JAX = {
     "jaxrl.report.page",
     "jaxrl.rewards.pool",
     "jaxrl.runtime.backend",
+    "jaxrl.runtime.hosts.gate",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
     "jaxrl.runtime.streaming",

@@ -20,7 +20,9 @@ from jaxrl.cli import main, one_line
 from jaxrl.types import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = "train, simulate, tune, generate, eval, export, score, explain-config, explain-layout, profile, report"
+COMMANDS = (
+    "train, simulate, tune, generate, eval, export, score, explain-config, explain-layout, profile, hosts, report"
+)
 
 
 def a_file(folder: Path) -> None:

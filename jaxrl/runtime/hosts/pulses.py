@@ -1,0 +1,141 @@
+"""Where each process is, as it tells once in a while (a pulse), and who has stopped telling.
+
+Process 0 hears of all; the others hear of process 0, which also shows them that the board, which it keeps, answers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrl.runtime.hosts.board import Board, BoardFailed
+
+Kind = Literal["local", "waiting", "gate", "global"]
+PROGRAM = "program"
+"""The kind of digest (`Gate.note`) whose entries are programs of all hosts."""
+_FOLDER = "pulse"
+_MOST_NAMED = 4  # processes of a sentence, and places
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process is.
+
+    Attributes:
+      name: of the phase, or of what is waited for.
+      kind: `local`: at work by itself; `waiting`: for other hosts; `gate`: before a phase; `global`: in one.
+      gate: how many gates it has passed.
+      host: its machine's name.
+      counts: entries of each digest so far.
+    """
+
+    name: str
+    kind: Kind
+    gate: int = 0
+    host: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_programs(self) -> int:
+        return self.counts.get(PROGRAM, 0)
+
+
+class Pulses:
+    """Posts where this process is, and keeps what the others post.
+
+    Args:
+      heartbeat_s: a process whose pulse has not changed for so long is silent.
+    """
+
+    def __init__(self, board: Board, heartbeat_s: float) -> None:
+        self._board, self._heartbeat_s, self._number = board, heartbeat_s, 0
+        self._heard: dict[int, tuple[int, float, Place]] = {}  # number of the pulse, when it was new, what it said
+
+    def exchange(self, here: Place) -> None:
+        """Posts this process's pulse and reads those that concern it. Raises BoardFailed."""
+        board = self._board
+        self._number += 1
+        fields = [self._number, here.name, here.kind, here.gate, here.host, dict(here.counts)]
+        board.replace(f"{_FOLDER}/{board.process}", json.dumps(fields, separators=(",", ":")).encode())
+        if board.process == 0:
+            found = [(int(key.rpartition("/")[2]), value) for key, value in board.folder(_FOLDER)]
+        else:
+            value = board.get(f"{_FOLDER}/0", 0)
+            found = [] if value is None else [(0, value)]
+        now_s = time.monotonic()
+        for process, value in found:
+            number, place = _decoded(value)
+            before = self._heard.get(process)
+            if process != board.process and (before is None or before[0] != number):
+                self._heard[process] = number, now_s, place
+
+    def silent(self) -> list[int]:
+        """Processes that were heard once, and not for the time of a heartbeat."""
+        latest_s = time.monotonic() - self._heartbeat_s
+        return sorted(process for process, (_, heard_s, _) in tuple(self._heard.items()) if heard_s < latest_s)
+
+    def forgive(self, seconds: float) -> None:
+        """This process was suspended for so long, and could hear nobody."""
+        for process, (number, heard_s, place) in tuple(self._heard.items()):
+            self._heard[process] = number, heard_s + seconds, place
+
+    def skipped(self, here: Place) -> str | None:
+        """A sentence about a process that waits at a gate with fewer programs of all hosts than process 0 has
+        dispatched since the gate before, or the other way round: the collective of the others would never end."""
+        for process, (_, _, there) in sorted(self._heard.items()):
+            pair = ((self._board.process, here), (process, there))
+            for (early, waits), (late, works) in (pair, pair[::-1]):
+                if waits.kind == "gate" and waits.gate == works.gate and waits.num_programs < works.num_programs:
+                    return (
+                        f"process {early} ({waits.host}) has skipped a program of all hosts: it is at {waits.name} and "
+                        f"has dispatched {waits.num_programs}, while process {late} ({works.host}) is in {works.name} "
+                        f"and has dispatched {works.num_programs}"
+                    )
+        return None
+
+    def fresh(self) -> dict[int, Place]:
+        """Where all processes are; what was heard last where the board does not answer."""
+        with suppress(BoardFailed):
+            return {int(key.rpartition("/")[2]): _decoded(value)[1] for key, value in self._board.folder(_FOLDER)}
+        return {process: place for process, (_, _, place) in tuple(self._heard.items())}
+
+    def last_heard(self, process: int) -> Place | None:
+        found = self._heard.get(process)
+        return None if found is None else found[2]
+
+
+def named(process: int, place: Place | None) -> str:
+    """`process 1 (host-b)`."""
+    return f"process {process}" + (f" ({place.host})" if place is not None and place.host else "")
+
+
+def listed(processes: Sequence[int], places: Mapping[int, Place]) -> str:
+    """`process 1 (host-b), last heard in rollout; process 3 (host-d), ...`, and how many more there are."""
+    said = [
+        named(each, place) + (f", last heard in {place.name}" if place else ", never heard")
+        for each in processes[:_MOST_NAMED]
+        for place in (places.get(each),)
+    ]
+    more = len(processes) - len(said)
+    return "; ".join(said) + (f"; and {more} more" if more else "")
+
+
+def grouped(places: Mapping[int, Place]) -> str:
+    """Who is where, the rarest place first: `process 1 (host-b) in rollout; process 0 (host-a) and 2 more in sync`."""
+    groups: dict[str, list[int]] = {}
+    for process, place in sorted(places.items()):
+        groups.setdefault(place.name, []).append(process)
+    said = []
+    for name, processes in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))[:_MOST_NAMED]:
+        more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
+        said.append(f"{named(processes[0], places[processes[0]])}{more} in {name}")
+    return "; ".join(said)
+
+
+def _decoded(value: bytes) -> tuple[int, Place]:
+    number, name, kind, gate, host, counts = json.loads(value)
+    return number, Place(name, kind, gate, host, counts)

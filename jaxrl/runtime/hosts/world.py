@@ -1,0 +1,264 @@
+"""The world: the processes of a run as jax knows them, brought up and taken down.
+
+`open_world` starts `jax.distributed` before anything else touches a device. Where process 0 is and which number this
+process has come from the environment variables that a launcher sets (`JAXRL_COORDINATOR`, `JAXRL_PROCESS_ID`), from
+`hosts.coordinator`, or from what jax detects (Slurm, Kubernetes, Open MPI). One process without a coordinator is a
+world too, with a board in memory and nothing to wait for; with one, it is `jax.distributed` with a single process,
+whose sums on a CPU have the order of those of several (its collectives are gloo's as well).
+
+jax's own ways to end a process have no sentence: it aborts with stacks, after waiting for hosts that are not there
+(300 s by default). So whatever can fail is timed here as well, a little shorter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.config.devices import possible_workers, prime_factors
+from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
+from jaxrl.runtime.hosts.board import Board, CoordinationBoard, Disagreement, MemoryBoard, MissingHosts
+from jaxrl.runtime.hosts.gate import GRACE_S, Gate
+from jaxrl.runtime.stop import end
+
+COORDINATOR, PROCESS_ID = "JAXRL_COORDINATOR", "JAXRL_PROCESS_ID"
+"""The environment variables of a launcher: host:port of process 0, and the number of this process."""
+_SHUTDOWN_S = 10  # jax's; all come to it at the same moment
+_LATER_S = 30  # jax's time for the start, beyond ours
+_VERDICT = "world"
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run and their devices.
+
+    Attributes:
+      board: what they write for each other. gate: what keeps them together.
+      host: the name of this machine.
+      devices: of all processes, in the order of the processes, as many of each.
+      local_devices: those of this process, in the same order.
+    """
+
+    board: Board
+    gate: Gate
+    host: str
+    devices: list[Any]
+    local_devices: list[Any]
+
+    @property
+    def process(self) -> int:
+        return self.board.process
+
+    @property
+    def num_processes(self) -> int:
+        return self.board.num_processes
+
+
+@contextmanager
+def open_world(hosts: HostsSection, wish: Callable[[], bool] = lambda: False) -> Iterator[World]:
+    """Brings the world up, and takes it down when the block ends. An error inside ends all processes.
+
+    Args:
+      wish: whether this process was asked to stop.
+
+    Raises:
+      ConfigError: `hosts` does not fit what is there; on one process without others.
+    """
+    found = _coordinates(hosts)
+    _prepare_devices(hosts)
+    host = socket.gethostname()
+    if found is None:
+        gate = Gate(MemoryBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, wish)
+        yield World(gate.board, gate, host, *_devices(hosts))
+        return
+    _connect(hosts, *found)
+    gate = Gate(CoordinationBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, wish)
+    with gate.failing():
+        if jax.process_count() != hosts.num:
+            raise Disagreement(
+                f"hosts.num ({hosts.num}) must be the number of processes that were started ({jax.process_count()})"
+            )
+        gate.at("looking for devices")
+        everyone, local = _devices(hosts)
+        _refuse_unequal(gate, local)
+        yield World(gate.board, gate, host, everyone, local)
+        gate.close()
+    _disconnect()
+
+
+def refuse_crossing(config: Config, num_local: int) -> None:
+    """Raises ConfigError where a tensor-parallel group or a worker would reach over several hosts.
+
+    Args:
+      num_local: devices of each host.
+    """
+    num, tp = config.hosts.num, 1 if config.is_tp_open else config.rollout.tp
+    total = num * num_local
+    if prime_factors(total)[: len(prime_factors(num_local))] != prime_factors(num_local):
+        raise ConfigError(
+            f"hosts.num ({num}) with {num_local} devices each: the minor axes of the mesh of all {total} devices must "
+            f"lie inside a host, so the prime factors of {num_local} must be the smallest of {total}; set "
+            "hosts.devices_per_host"
+        )
+    workers = with_workers_of_hosts(config.rollout.num_workers, num) // num
+    if workers not in possible_workers(num_local):
+        raise ConfigError(
+            f"rollout.num_workers ({config.rollout.num_workers}) is {workers} on each of {num} hosts, and must cut "
+            f"the {num_local} devices of a host along the major axes of their mesh, into one of "
+            f"{', '.join(map(str, possible_workers(num_local)))} workers"
+        )
+    own = num_local // workers
+    if tp > own or own % tp:
+        of = f" / {workers} workers" if workers > 1 else ""
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size ({tp}) must divide the devices of a host ({num_local}{of}): tensor "
+            "parallelism across hosts is refused, since each host rolls out by itself"
+        )
+
+
+def _coordinates(hosts: HostsSection) -> tuple[str | None, int | None] | None:
+    """Where process 0 is, and which process this is; None of them: as jax detects it. None: one process alone.
+
+    Raises:
+      ConfigError: a number that no process can have.
+    """
+    address = os.environ.get(COORDINATOR) or hosts.coordinator or None
+    if hosts.num == 1 and address is None:
+        return None
+    if address is not None and not (address.rpartition(":")[0] and address.rpartition(":")[2].isdecimal()):
+        where = COORDINATOR if os.environ.get(COORDINATOR) else "hosts.coordinator"
+        raise ConfigError(f"{where} must be host:port of process 0, found {address!r}")
+    text = os.environ.get(PROCESS_ID)
+    if text is None:
+        return address, 0 if hosts.num == 1 else None
+    if not text.isdecimal() or int(text) >= hosts.num:
+        raise ConfigError(f"{PROCESS_ID} must be a whole number below hosts.num ({hosts.num}), found {text!r}")
+    return address, int(text)
+
+
+def _prepare_devices(hosts: HostsSection) -> None:
+    """What must be set before jax looks for devices."""
+    if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and hosts.devices_per_host:
+        jax.config.update("jax_num_cpu_devices", hosts.devices_per_host)
+    if hosts.devices_per_host and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        visible = ",".join(map(str, range(hosts.devices_per_host)))
+        jax.config.update("jax_cuda_visible_devices", visible)
+        jax.config.update("jax_rocm_visible_devices", visible)
+
+
+def _connect(hosts: HostsSection, address: str | None, process: int | None) -> None:
+    """Starts `jax.distributed`. Ends the process where the others do not come: jax would abort it without a sentence.
+
+    Raises:
+      ConfigError: jax detects no cluster.
+    """
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which is a wish to stop here
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    options: dict[str, Any] = {}
+    if address is not None and process is not None:
+        options |= {"coordinator_address": address, "process_id": process, "num_processes": hosts.num}
+        options |= {"cluster_detection_method": "deactivate"}
+    elif address is not None:
+        options |= {"coordinator_address": address}
+    if address is not None and _is_loopback(address):
+        options |= {"coordinator_bind_address": address}  # jax's default is every address of the machine
+    visible = jax.config.read("jax_cuda_visible_devices"), jax.config.read("jax_rocm_visible_devices")
+    connected = threading.Event()
+    threading.Thread(target=_end_late, args=(connected, hosts, address), daemon=True).start()
+    try:
+        jax.distributed.initialize(
+            **options,
+            initialization_timeout=math.ceil(hosts.stall_timeout_s) + _LATER_S,
+            heartbeat_timeout_seconds=math.ceil(hosts.heartbeat_s + GRACE_S),
+            shutdown_timeout_seconds=_SHUTDOWN_S,
+        )
+    except ValueError as error:  # of what it could not detect
+        raise ConfigError(
+            f"hosts.num is {hosts.num} and nothing says which process this is: set hosts.coordinator and the "
+            f"environment variable {PROCESS_ID}, start the processes with Slurm, Kubernetes or Open MPI, or set "
+            f"hosts.launcher (jax: {error})"
+        ) from None
+    finally:
+        connected.set()
+    if "JAX_LOCAL_DEVICE_IDS" not in os.environ:  # under Slurm jax would see one device for each process
+        jax.config.update("jax_cuda_visible_devices", visible[0])
+        jax.config.update("jax_rocm_visible_devices", visible[1])
+
+
+def _end_late(connected: threading.Event, hosts: HostsSection, address: str | None) -> None:
+    if not connected.wait(hosts.stall_timeout_s):
+        where = "" if address is None else f" at {address}"
+        end(
+            f"waited {hosts.stall_timeout_s:g} s (hosts.stall_timeout_s) for {hosts.num} processes (hosts.num) to meet"
+            f"{where}: process 0 or another one was not started, or does not reach that address",
+            1,
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    name = address.rpartition(":")[0]
+    return name == "localhost" or name.startswith("127.")
+
+
+def _devices(hosts: HostsSection) -> tuple[list[Any], list[Any]]:
+    """All devices in the order of processes, and this process's own; `hosts.devices_per_host` of each."""
+    of: dict[int, list[Any]] = {}
+    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+        of.setdefault(device.process_index, []).append(device)
+    most = hosts.devices_per_host or None
+    local = of[jax.process_index()][:most]
+    if most is not None and len(local) < most:
+        raise ConfigError(
+            f"hosts.devices_per_host ({most}) must be at most the devices that there are on {socket.gethostname()} "
+            f"({len(local)})"
+        )
+    return [device for process in sorted(of) for device in of[process][:most]], local
+
+
+def _refuse_unequal(gate: Gate, local: list[Any]) -> None:
+    """Raises Disagreement, on all, where a process has another number of devices than process 0."""
+    board, timeout_s = gate.board, gate.stall_timeout_s
+    board.put(f"{_VERDICT}/{board.process}", json.dumps([gate.host, len(local)]).encode())
+    with gate.waiting("the devices of all hosts"):
+        board.barrier(_VERDICT, timeout_s)
+        if board.process == 0:
+            board.put("world verdict", _unequal(dict(board.folder(_VERDICT))).encode())
+        said = board.get("world verdict", timeout_s)
+    if said is None:
+        raise MissingHosts("the comparison of devices", (0,), timeout_s)
+    if said:
+        raise Disagreement(said.decode())
+
+
+def _unequal(posted: dict[str, bytes]) -> str:
+    """A sentence about hosts with different numbers of devices; empty: all have as many."""
+    counts = {int(key.rpartition("/")[2]): json.loads(value) for key, value in posted.items()}
+    host, most = counts[0]
+    others = [(process, *each) for process, each in sorted(counts.items()) if each[1] != most]
+    if not others:
+        return ""
+    process, name, count = others[0]
+    more = f" (and {len(others) - 1} more differ)" if len(others) > 1 else ""
+    return (
+        f"all hosts must have as many devices: process 0 ({host}) has {most}, process {process} ({name}) has {count}"
+        f"{more}; set hosts.devices_per_host"
+    )
+
+
+def _disconnect() -> None:
+    """Ends `jax.distributed`. All processes have come to the end already; one that died since cannot hold this one."""
+    timer = threading.Timer(_SHUTDOWN_S - 2, end, ("a host did not leave the world in time", 1))
+    timer.daemon = True
+    timer.start()
+    jax.distributed.shutdown()
+    timer.cancel()

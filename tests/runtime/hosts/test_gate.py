@@ -1,0 +1,389 @@
+"""The gate, the pulses and the common end, with threads for processes. `test_world.py` has real ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from boards import Hosts
+
+from jaxrl.config import ConfigError
+from jaxrl.runtime.hosts.board import Disagreement, MemoryBoard
+from jaxrl.runtime.hosts.gate import PROGRAM, STREAM, Gate
+from jaxrl.runtime.hosts.pulses import Place, grouped, listed
+from jaxrl.types import RunFailed
+
+
+@pytest.fixture
+def made() -> Iterator[list[Hosts]]:
+    hosts: list[Hosts] = []
+    yield hosts
+    for each in hosts:
+        each.close()
+
+
+@pytest.fixture
+def host_world(made: list[Hosts]):
+    def make(**options: Any) -> Hosts:
+        made.append(Hosts(**options))
+        return made[-1]
+
+    return make
+
+
+def test_all_enter_together(host_world):
+    hosts, late_s, entered = host_world(num=3), 0.3, {}
+
+    def does(gate: Gate) -> float:
+        if gate.board.process == 1:
+            time.sleep(late_s)
+        with gate.phase("update") as waited_s:
+            entered[gate.board.process] = time.monotonic()
+        return waited_s
+
+    waited = hosts.run(does)
+    assert max(entered.values()) - min(entered.values()) < late_s / 2
+    assert waited[0] > late_s / 2
+    assert waited[1] < late_s / 2
+
+
+def test_what_is_written_is_removed(host_world):
+    """A long run leaves no more on the board than a short one."""
+    hosts = host_world()
+
+    def does(gate: Gate) -> None:
+        for i in range(20):
+            assert not gate.stop_at(f"step {i}")
+            gate.enter("update")
+
+    hosts.run(does)
+    keys = [key for key in hosts.boards[0]._shared.values if key.startswith(("gate", "stop"))]
+    assert keys == ["gate/20"]
+
+
+def both(gate: Gate, *notes: tuple[str, str], phase: str = "update") -> None:
+    for kind, entry in notes:
+        gate.note(kind, entry)
+    gate.enter(phase)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            {"notes": [(STREAM, "a"), (STREAM, "b")]},
+            {"notes": [(STREAM, "a")]},
+            "process 1 (host-b) and process 0 (host-a) are not in step before update: 1 and 2 entries of the stream",
+        ),
+        (
+            {"notes": [(STREAM, "ab"), (STREAM, "c")]},
+            {"notes": [(STREAM, "a"), (STREAM, "bc")]},
+            "2 entries of the stream each, with different contents",
+        ),
+        (
+            {"notes": [(PROGRAM, "sync"), (STREAM, "a")]},
+            {"notes": [(STREAM, "b")]},
+            "before update: 0 and 1 entries of the program, 1 entries of the stream each, with different contents",
+        ),
+        (
+            {"notes": [], "phase": "update"},
+            {"notes": [], "phase": "checkpoint"},
+            "process 1 (host-b) and process 0 (host-a) are not in step: at gate 1 one is about to enter checkpoint, "
+            "the other update",
+        ),
+    ],
+    ids=["shorter", "other-cuts", "two-kinds", "other-phase"],
+)
+def test_who_is_not_in_step_does_not_pass(host_world, first, second, words):
+    hosts = host_world(num=2)
+    passed: list[int] = []
+
+    def does(gate: Gate) -> None:
+        mine = dict((first, second)[gate.board.process])
+        both(gate, *mine.pop("notes"), **mine)
+        passed.append(gate.board.process)
+
+    hosts.run(does)
+    end = hosts.all_ended()
+    assert words in end.sentence
+    assert end.status == 1
+    assert passed == []
+
+
+def test_equal_notes_pass(host_world):
+    hosts = host_world(num=3)
+    for notes in ([(STREAM, "a"), (PROGRAM, "sync")], [(STREAM, "b")]):
+        hosts.run(partial(lambda gate, notes: both(gate, *notes), notes=notes))
+    assert hosts.ends == {}
+
+
+def test_who_does_not_come_is_named(host_world):
+    hosts = host_world(num=4, stall_timeout_s=1.0)
+
+    def does(gate: Gate) -> None:
+        gate.enter("weight sync")
+        gate.leave()
+        gate.at("rollout")
+        if gate.board.process in (1, 2):
+            time.sleep(30)
+        gate.enter("update")
+
+    began_s = time.monotonic()
+    hosts.run(does)
+    end = hosts.all_ended()
+    assert end.sentence == (
+        "waited 1 s at the gate before update (hosts.stall_timeout_s) for process 1 (host-b), last heard in rollout; "
+        "process 2 (host-c), last heard in rollout"
+    )
+    assert end.status == 1
+    assert 1.0 < max(each.at_s for each in hosts.ends.values()) - began_s < 4.0
+
+
+def test_process_0_does_not_come(host_world):
+    hosts = host_world(num=3, stall_timeout_s=0.5)
+    hosts.run([lambda gate: time.sleep(20), lambda gate: gate.enter("update"), lambda gate: gate.enter("update")])
+    assert "for process 0 (host-a), last heard in the start" in hosts.all_ended().sentence
+
+
+@pytest.mark.parametrize("skips", [0, 1])
+def test_a_skipped_program_is_found_at_once(host_world, skips: int):
+    """The others' collective would not end before the time of a stall."""
+    hosts = host_world(num=2, stall_timeout_s=2.0)
+    hosts.gates[0].stall_timeout_s = hosts.gates[1].stall_timeout_s = 30.0  # pulses come as often as with 2 s
+
+    def does(gate: Gate) -> None:
+        gate.enter("update")
+        gate.note(PROGRAM, "forward")
+        if gate.board.process != skips:
+            gate.note(PROGRAM, "backward")
+            time.sleep(20)  # in the collective
+        gate.leave()
+        gate.enter("checkpoint")
+
+    began_s = time.monotonic()
+    hosts.run(does)
+    skipped, other = ("a", "b") if skips == 0 else ("b", "a")
+    assert hosts.all_ended().sentence == (
+        f"process {skips} (host-{skipped}) has skipped a program of all hosts: it is at the gate before checkpoint and "
+        f"has dispatched 1, while process {1 - skips} (host-{other}) is in update and has dispatched 2"
+    )
+    assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "said", "status"),
+    [
+        (ConfigError("rollout.n must be 1"), "process {} ({}) failed in update: rollout.n must be 1", 2),
+        (RunFailed("no space\nleft"), "process {} ({}) failed in update: no space left", 1),
+        (Disagreement("they differ"), "they differ", 2),
+        (KeyboardInterrupt(), "process {} ({}) failed in update: interrupted", 130),
+        (SystemExit(3), "process {} ({}) failed in update: ended with status 3", 3),
+        (KeyError("x"), "process {} ({}) failed in update: KeyError: 'x' (a bug; its traceback is in", 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_an_error_ends_all_alike(host_world, capsys, process: int, error: BaseException, said: str, status: int):
+    hosts = host_world(num=3)
+
+    def does(gate: Gate) -> None:
+        with gate.failing():
+            gate.enter("update")
+            if gate.board.process == process:
+                raise error
+            gate.enter("checkpoint")
+
+    began_s = time.monotonic()
+    hosts.run(does)
+    end = hosts.all_ended()
+    assert end.sentence.startswith(said.format(process, f"host-{'ab'[process]}"))
+    assert end.status == status
+    assert max(each.at_s for each in hosts.ends.values()) - began_s < 1.5
+    assert hosts.ends[0].at_s > max(hosts.ends[1].at_s, hosts.ends[2].at_s) + 0.1, "the board went before the others"
+    assert ("Traceback" in capsys.readouterr().err) == isinstance(error, KeyError)
+
+
+def test_the_first_failure_counts(host_world):
+    hosts = host_world(num=4)
+
+    def does(gate: Gate) -> None:
+        gate.at("rollout")
+        gate.fail(f"cause {gate.board.process}")
+
+    hosts.run(does)
+    assert "failed in rollout: cause " in hosts.all_ended().sentence
+
+
+def test_a_stop_is_for_all(host_world):
+    """The wish of one host at any moment: the same boundary for all, and none before it."""
+    hosts = host_world(num=3)
+    answers: dict[int, list[bool]] = {0: [], 1: [], 2: []}
+
+    def does(gate: Gate) -> None:
+        me = gate.board.process
+        for step in range(40):
+            if (me, step) == (2, 15):
+                hosts.wishes.add(2)
+            answers[me].append(gate.stop_at(f"step {step}"))
+            if answers[me][-1]:
+                assert gate.stop_at("once more")
+                assert gate.stop_asked
+                return
+            gate.enter("update")
+            time.sleep(0.001 * me)
+
+    hosts.run(does)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][-1]
+    assert 15 < len(answers[0]) < 40
+
+
+def test_process_0_hears_of_a_wish_by_itself(host_world):
+    hosts = host_world(num=2, stall_timeout_s=1.0)
+    hosts.wishes.add(1)
+    until_s = time.monotonic() + 20
+    while not hosts.gates[0].stop_asked:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_phase_that_hangs_ends(host_world):
+    hosts = host_world(num=3, stall_timeout_s=0.6)
+
+    def does(gate: Gate) -> None:
+        gate.enter("update")
+        if gate.board.process == 1:
+            gate.at("nowhere")
+        time.sleep(20)
+
+    hosts.run(does)
+    said = hosts.all_ended().sentence
+    assert said.startswith("no progress for 0.")
+    assert (
+        "in update (hosts.stall_timeout_s): process 1 (host-b) in nowhere; process 0 (host-a) and 1 more in up" in said
+    )
+
+
+def test_a_wait_that_is_too_long_ends(host_world):
+    hosts = host_world(num=2, stall_timeout_s=0.3)
+
+    def does(gate: Gate) -> None:
+        gate.at("rollout")
+        if gate.board.process == 1:
+            with gate.waiting("events"):
+                time.sleep(20)
+        time.sleep(20)
+
+    hosts.run(does)
+    assert "in events (hosts.stall_timeout_s): process 0 (host-a) in rollout" in hosts.all_ended().sentence
+
+
+def test_progress_is_no_stall(host_world):
+    hosts = host_world(num=2, stall_timeout_s=0.5)
+
+    def does(gate: Gate) -> None:
+        gate.enter("update")
+        for _ in range(10):
+            time.sleep(0.1)
+            gate.beat()
+        gate.leave()
+        time.sleep(1.0)  # at work by itself
+        gate.enter("checkpoint")
+
+    assert hosts.run(does) == {0: None, 1: None}
+
+
+class Freezing:
+    """A board of a process that is suspended on demand: its calls do not return."""
+
+    def __init__(self, board: MemoryBoard) -> None:
+        self._board, self.frozen = board, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._board, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            if self.frozen.is_set():
+                time.sleep(60)
+            return found(*arguments)
+
+        return call
+
+
+def test_a_silent_process_is_named(host_world):
+    hosts = host_world(num=3, heartbeat_s=1.0, wrap=Freezing)
+
+    def does(gate: Gate) -> None:
+        gate.at("rollout")
+        time.sleep(0.6)  # until it was heard there
+        if gate.board.process == 1:
+            hosts.gates[1]._closed.set()  # its threads stand still as well
+            hosts.boards[1].frozen.set()
+            time.sleep(2.5)
+            hosts.ends[1] = hosts.ends[0]
+        time.sleep(20)
+
+    hosts.run(does)
+    assert hosts.all_ended().sentence == (
+        "silent for 1 s (hosts.heartbeat_s): process 1 (host-b), last heard in rollout"
+    )
+
+
+def test_process_0_is_silent(host_world):
+    """Its board goes with it: nobody can be told, and each says the same by itself."""
+    hosts = host_world(num=3, heartbeat_s=1.0, wrap=Freezing)
+
+    def does(gate: Gate) -> None:
+        gate.at("rollout")
+        time.sleep(0.6)
+        for board in hosts.boards:  # nobody gets an answer
+            board.frozen.set()
+        if gate.board.process == 0:
+            gate._closed.set()
+            time.sleep(2.5)
+            hosts.ends[0] = hosts.ends[1]
+        time.sleep(20)
+
+    hosts.run(does)
+    assert hosts.all_ended().sentence == (
+        "silent for 1 s (hosts.heartbeat_s): process 0 (host-a), last heard in rollout"
+    )
+
+
+def test_nothing_is_left_after_a_close(made):
+    hosts = Hosts(num=2)
+    mine = [thread for gate in hosts.gates for thread in (*gate._threads, gate._ending._listener)]
+    assert all(thread.is_alive() and thread.daemon for thread in mine)
+    hosts.run(Gate.close)
+    assert not any(thread.is_alive() for thread in mine)
+
+
+def test_one_process_waits_for_nothing():
+    wishes: list[bool] = []
+    before = threading.active_count()
+    gate = Gate(MemoryBoard(), "here", 1.0, 1.0, lambda: bool(wishes))
+    assert threading.active_count() == before
+    gate.note(STREAM, b"a")
+    with gate.phase("update") as waited_s:
+        assert waited_s < 0.1
+    assert not gate.stop_at("step 1")
+    wishes.append(True)
+    assert gate.stop_at("step 2")
+    with pytest.raises(ConfigError, match="mine"), gate.failing():
+        raise ConfigError("mine")
+    gate.close()
+
+
+def test_sentences_stay_short():
+    places = {i: Place("update", "global", 1, f"host-{i}") for i in range(100)}
+    assert listed(list(range(100)), places).endswith("process 3 (host-3), last heard in update; and 96 more")
+    assert listed([7], {}) == "process 7, never heard"
+    assert grouped(places | {50: Place("rollout", "local", 0, "slow")}) == (
+        "process 50 (slow) in rollout; process 0 (host-0) and 98 more in update"
+    )

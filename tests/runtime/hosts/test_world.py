@@ -1,0 +1,342 @@
+"""Worlds of real processes: what jax.distributed does, and that no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import jax
+import pytest
+from worlds import Done, ended, free_port, script, started, wait_for
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config.hosts import HostsSection
+from jaxrl.runtime.hosts.world import COORDINATOR, PROCESS_ID, open_world, refuse_crossing
+
+WHOLE = """
+sys.path.insert(0, "tests/support")
+from boards import check_board
+from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+check_board(board)
+assert [device.process_index for device in world.devices] == [0, 0, 1, 1], world.devices
+assert world.local_devices == jax.local_devices()
+mesh = Mesh(np.array(world.devices), "d", axis_types=(jax.sharding.AxisType.Auto,))
+cut = NamedSharding(mesh, PartitionSpec("d"))
+for step in range(5):
+    assert not gate.stop_at(f"step {step}")
+    gate.note(STREAM, str(step))
+    with gate.phase("update"):
+        gate.note(PROGRAM, "sum")
+        x = jax.jit(lambda: jax.numpy.arange(8.0), out_shardings=cut)()
+        total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
+        assert total.addressable_data(0) == 28
+if me == 1:
+    os.kill(os.getpid(), signal.SIGTERM)
+step = 5
+while not gate.stop_at(f"step {step}"):
+    gate.enter("update")
+    step += 1
+print("stopped", flush=True)
+"""
+STOP = """
+from jaxrl.runtime.stop import Stop
+stop = Stop()
+stop.watch()
+stop.save_first(print)
+"""
+
+
+def test_a_world_of_two():
+    """The board, programs over both processes, and SIGTERM to one of them as a stop of both at one boundary."""
+    program = script(WHOLE, before=STOP, wish=", stop")
+    heard = []
+    with started(program, devices=2) as processes:
+        for each in ended(processes):
+            assert (each.status, each.err) == (0, ""), each
+            assert each.out.splitlines()[-2:] == ["stopped", "left"]
+            heard.append("terminated: the run saves" in each.out)
+    assert heard == [False, True]
+
+
+ROLLOUT = 'gate.at("rollout")\n'
+ENTER = f'{ROLLOUT}gate.enter("update")'
+
+
+def both_ended(processes, *, within_s: float, since_s: float) -> tuple[Done, Done]:
+    """They have ended in time, alike."""
+    first, second = ended(processes)
+    for each in (first, second):
+        assert each.ended_s - since_s < within_s, each
+    assert (first.status, first.sentence) == (second.status, second.sentence), (first, second)
+    return first, second
+
+
+@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["process-0", "process-1"])
+def test_an_exception_ends_both(process: int):
+    fails = f'{ROLLOUT}if me == {process}:\n  time.sleep(0.5); raise ValueError("as it was told")\n'
+    with started(script(fails + ENTER)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        began_s = time.monotonic()
+        first, _ = both_ended(processes, within_s=5, since_s=began_s)
+    assert first.status == 2
+    assert first.sentence.startswith(f"process {process} (")
+    assert first.sentence.endswith("failed in rollout: as it was told")
+
+
+def test_a_killed_process_is_missed():
+    with started(script(f"{ROLLOUT}time.sleep(60)", heartbeat_s=2)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        time.sleep(1)  # it is heard in rollout
+        processes[1].kill()
+        began_s = time.monotonic()
+        first, _ = ended(processes)
+    assert 1 < first.ended_s - began_s < 6
+    assert first.status == 1
+    assert first.sentence.startswith("silent for 2 s (hosts.heartbeat_s): process 1 (")
+    assert first.sentence.endswith("last heard in rollout")
+
+
+@pytest.mark.slow
+def test_process_0_is_killed():
+    """The store goes with it, and jax aborts the other one at once, in its own words."""
+    with started(script(f"{ROLLOUT}time.sleep(60)", heartbeat_s=2)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        time.sleep(1)
+        processes[0].kill()
+        began_s = time.monotonic()
+        _, second = ended(processes)
+    assert second.ended_s - began_s < 2
+    assert second.status in (1, -signal.SIGABRT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_stopped_process_is_missed(process: int):
+    """SIGSTOP: the other one ends and names it; what is left of the stopped one is the launcher's business."""
+    with started(script(f"{ROLLOUT}time.sleep(60)", heartbeat_s=2)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        time.sleep(1.5)
+        processes[process].send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        (other,) = ended([processes[1 - process]])
+    assert other.ended_s - began_s < 6
+    assert other.status == 1
+    assert other.sentence.startswith(f"silent for 2 s (hosts.heartbeat_s): process {process} (")
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_for_a_moment_goes_on():
+    """Below the time of a heartbeat, process 0 included: nobody ends, and nobody is missed on waking."""
+    body = f"{ROLLOUT}time.sleep(6)\ngate.enter('update')"
+    with started(script(body, heartbeat_s=5)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        for each in processes:
+            each.send_signal(signal.SIGSTOP)
+            time.sleep(2.5)
+            each.send_signal(signal.SIGCONT)
+        for done in ended(processes):
+            assert (done.status, done.err) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_late_process_is_named(process: int):
+    body = f"{ROLLOUT}if me == {process}:\n  time.sleep(60)\n{ENTER}"
+    with started(script(body, stall_timeout_s=3)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        began_s = time.monotonic()
+        first, _ = both_ended(processes, within_s=8, since_s=began_s)
+    assert first.status == 1
+    assert first.sentence.startswith("waited 3 s at the gate before update (hosts.stall_timeout_s) for process ")
+    assert f"for process {process} (" in first.sentence
+    assert first.sentence.endswith("last heard in rollout")
+
+
+COLLECTIVE = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(np.array(world.devices), "d", axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.jit(lambda: jax.numpy.ones(2), out_shardings=NamedSharding(mesh, PartitionSpec("d")))()
+gather = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, PartitionSpec()))
+def dispatch():
+    gate.note("program", "gather")
+    jax.block_until_ready(gather(x))
+gate.enter("update")
+dispatch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_skipped_program_ends_both(process: int):
+    """One waits in a collective, which no signal of Python's ends, the other one at the next gate."""
+    body = f'{COLLECTIVE}if me != {process}:\n  dispatch()\ngate.enter("checkpoint")'
+    with started(script(body, stall_timeout_s=60)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        began_s = time.monotonic()
+        first, _ = both_ended(processes, within_s=10, since_s=began_s)
+    assert f"process {process} (" in first.sentence
+    assert "has skipped a program of all hosts: it is at the gate before checkpoint" in first.sentence
+
+
+@pytest.mark.slow
+def test_a_collective_that_hangs_ends_both():
+    body = f"{COLLECTIVE}if me == 0:\n  dispatch()\nelse:\n  time.sleep(60)"
+    with started(script(body, stall_timeout_s=3)) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        began_s = time.monotonic()
+        first, _ = both_ended(processes, within_s=10, since_s=began_s)
+    assert first.sentence.startswith("no progress for 3")
+    assert "in update (hosts.stall_timeout_s)" in first.sentence
+
+
+@pytest.mark.slow
+def test_an_exit_in_the_world_is_a_failure_of_both():
+    with started(script(f"{ROLLOUT}if me == 1:\n  sys.exit(3)\n{ENTER}")) as processes:
+        first, _ = both_ended(processes, within_s=60, since_s=time.monotonic())
+    assert first.status == 3
+
+
+# ---------------------------------------------------------------- starting
+
+
+@pytest.mark.slow
+def test_unequal_numbers_of_devices():
+    with started(script("assert False"), devices=[2, 1]) as processes:
+        first, _ = both_ended(processes, within_s=60, since_s=time.monotonic())
+    host = os.uname().nodename
+    assert (first.status, first.sentence) == (
+        2,
+        f"all hosts must have as many devices: process 0 ({host}) has 2, process 1 ({host}) has 1; set "
+        "hosts.devices_per_host",
+    )
+
+
+@pytest.mark.slow
+def test_fewer_devices_of_each():
+    body = "assert (len(world.devices), len(world.local_devices)) == (2, 1), world\ngate.enter('update')"
+    before = "import dataclasses; hosts = dataclasses.replace(hosts, devices_per_host=1)"
+    with started(script(body, before=before), devices=[2, 3]) as processes:
+        for done in ended(processes):
+            assert (done.status, done.err) == (0, "")
+
+
+@pytest.mark.slow
+def test_not_all_come():
+    with started(script("assert False", stall_timeout_s=3), 1) as processes:
+        began_s = time.monotonic()
+        (done,) = ended(processes)
+    assert done.ended_s - began_s < 15
+    assert done.status == 1
+    assert done.sentence.startswith(
+        "waited 3 s (hosts.stall_timeout_s) for 2 processes (hosts.num) to meet at 127.0.0.1:"
+    )
+
+
+@pytest.mark.slow
+def test_one_process_with_a_coordinator():
+    """As several: its collectives are gloo's, so that sums have the same order."""
+    body = """
+import jax
+assert jax.distributed.is_initialized()
+assert (world.num_processes, len(world.devices)) == (1, 2)
+gate.enter("update")
+"""
+    with started(script(body, num=1), 1, devices=2) as processes:
+        (done,) = ended(processes)
+    assert (done.status, done.err) == (0, "")
+
+
+def test_one_process_alone():
+    with open_world(HostsSection()) as world:
+        assert not jax.distributed.is_initialized()
+        assert (world.process, world.num_processes) == (0, 1)
+        assert world.devices == world.local_devices == jax.devices()
+    with open_world(HostsSection(devices_per_host=2)) as world:
+        assert world.devices == jax.devices()[:2]
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "words"),
+    [
+        ({"num": 2, "coordinator": "here"}, {}, "hosts.coordinator must be host:port of process 0, found 'here'"),
+        ({"num": 2, "coordinator": "here:x"}, {}, "hosts.coordinator must be host:port"),
+        ({"num": 2}, {COORDINATOR: ":1"}, f"{COORDINATOR} must be host:port of process 0, found ':1'"),
+        ({"num": 2}, {PROCESS_ID: "2"}, f"{PROCESS_ID} must be a whole number below hosts.num (2), found '2'"),
+        ({"num": 2}, {PROCESS_ID: "-1"}, f"{PROCESS_ID} must be a whole number below hosts.num (2), found '-1'"),
+        ({"devices_per_host": 99}, {}, "hosts.devices_per_host (99) must be at most the devices that there are on"),
+    ],
+)
+def test_what_is_refused_at_once(monkeypatch, options, variables, words: str):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught, open_world(HostsSection(**options)):
+        raise AssertionError
+    assert words in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("coordinator", ["", "127.0.0.1:{port}"])
+def test_nothing_says_which_process_this_is(coordinator: str):
+    before = (
+        f"import dataclasses; hosts = dataclasses.replace(hosts, coordinator={coordinator.format(port=free_port())!r})"
+    )
+    own = {0: {COORDINATOR: ""}}
+    program = script("assert False", before=f"del os.environ[{PROCESS_ID!r}]; {before}")
+    with started(program, 1, own=own) as processes:
+        (done,) = ended(processes)
+    assert done.status == 1  # no command line here: the error passes
+    assert "ConfigError: hosts.num is 2 and nothing says which process this is: set hosts.coordinator" in done.err
+
+
+# ---------------------------------------------------------------- what would cross hosts
+
+
+def config(num: int, **rollout: int) -> Config:
+    return from_mapping({"hosts": {"num": num}, "model": {"path": "m"}, "data": {"task": "t"}, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("num", "local", "rollout", "words"),
+    [
+        (2, 4, {"tensor_model_parallel_size": 8}, "(8) must divide the devices of a host (4): tensor parallelism"),
+        (
+            2,
+            4,
+            {"tensor_model_parallel_size": 4, "num_workers": 4},
+            "must divide the devices of a host (4 / 2 workers)",
+        ),
+        (2, 4, {"num_workers": 6}, "rollout.num_workers (6) is 3 on each of 2 hosts, and must cut the 4 devices"),
+        (2, 3, {}, "hosts.num (2) with 3 devices each: the minor axes of the mesh of all 6 devices must lie inside"),
+    ],
+)
+def test_what_would_cross_hosts(num: int, local: int, rollout: dict[str, int], words: str):
+    with pytest.raises(ConfigError) as caught:
+        refuse_crossing(config(num, **rollout), local)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num", "local", "rollout"),
+    [
+        (1, 8, {}),
+        (2, 4, {"tensor_model_parallel_size": 4}),
+        (2, 4, {"num_workers": 4, "tensor_model_parallel_size": 2}),
+        (3, 2, {}),
+        (5, 6, {"num_workers": 15}),
+        (4096, 8, {"tensor_model_parallel_size": 8}),
+    ],
+)
+def test_what_fits(num: int, local: int, rollout: dict[str, int]):
+    refuse_crossing(config(num, **rollout), local)
