@@ -1,0 +1,1 @@
+"""Several hosts: one process on each, what they say to each other, and what becomes of all when one fails."""
