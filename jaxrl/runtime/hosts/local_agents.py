@@ -21,7 +21,7 @@ from jaxrl.runtime.hosts.restarts import End, Ended, Lost, Refused
 
 LOOPBACK = "127.0.0.1"
 END_S = 10.0
-"""For an agent to have ended everything below it, or its guard to have done so (`jaxrl.runtime.hosts.agent.GUARD_S`)."""
+"""For an agent, or the guard of one that does not (`agent.GUARD_S`), to have ended everything below it."""
 _GONE_S = 5.0
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.runtime.hosts.agent import main; main()"
 
