@@ -1,4 +1,4 @@
-"""The launcher over stand-ins: `python launching.py FOLDER section.option=value ...`; and `Launched`, which runs it."""
+"""The launcher over stand-ins: `python launching.py FOLDER WRITES hosts.option=value ...`; and `Launched`, to run it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,35 @@ BITS = "".join(f"{step} " for step in range(6))
 class Launched:
     """A launcher in a process of its own, in an empty folder."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any] | None = None, num: int = 2, **hosts: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: dict[str, Any] | None = None,
+        *,
+        stdout: int = subprocess.PIPE,
+        writes: bool = True,
+        num: int = 2,
+        **hosts: Any,
+    ) -> None:
         self.folder = folder
         (folder / "plan.json").write_text(json.dumps(plan or {}))
         options = {"launcher": "local", "stall_timeout_s": 20, "num": num} | hosts
-        self._arguments = [f"hosts.{name}={value}" for name, value in options.items()]
-        self.process = self._start()
+        self._arguments = [str(int(writes)), *(f"hosts.{name}={value}" for name, value in options.items())]
+        self.process = self._start(stdout)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__)), str(self.folder), *self._arguments],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"STAND_IN": str(self.folder), "PYTHONPATH": str(ROOT)},
+            env=os.environ | {"JAXRL_STAND_IN": str(self.folder), "PYTHONPATH": str(ROOT)},
             start_new_session=True,
         )
 
     def again(self) -> None:
-        """The same command once more."""
+        """The same command once more, when the one before is gone."""
+        self.process.communicate()
         self.process = self._start()
 
     def end(self, patience_s: float = PATIENCE_S) -> tuple[int, str, str]:
@@ -62,13 +72,15 @@ class Launched:
 
     def living(self) -> dict[int, str]:
         """Every process that the launcher or anything below it has started, with its command."""
-        mark, found = f"STAND_IN={self.folder}\0".encode(), {}
+        mark, found = f"JAXRL_STAND_IN={self.folder}\0".encode(), {}
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
-                if mark in (entry / "environ").read_bytes() + b"\0":
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+                command = (entry / "cmdline").read_text().replace("\0", " ")
+                # an agent on a ray node has the environment of that node
+                if mark in (entry / "environ").read_bytes() + b"\0" or f"{self.folder}/run" in command:
+                    found[int(entry.name)] = command
             except OSError:  # gone, or another user's
                 continue
         return found
@@ -96,13 +108,13 @@ def main() -> int:
     from jaxrl.runtime.hosts.launch import launch
     from jaxrl.runtime.stop import Stop
 
-    folder, overrides = sys.argv[1], sys.argv[2:]
+    folder, writes, *overrides = sys.argv[1:]
     stop = Stop()
     stop.watch()
     own = ["model.path=none", "reward.kind=math", f"trainer.run_dir={folder}/run"]
     config = load(None, [*own, *overrides])
     try:
-        return launch(config, ["train", *overrides], stop, program=[str(STAND_IN)])
+        return launch(config, ["train", *overrides], stop, writes=writes == "1", program=[str(STAND_IN)])
     except Exception as error:
         print(f"jaxrl: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

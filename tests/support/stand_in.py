@@ -1,7 +1,7 @@
 """A program that behaves like a process of a run, to be launched in its place: steps, checkpoints, a lock, a stop.
 
-`STAND_IN` in its environment names a folder. `plan.json` there says what goes wrong: by `world.process`, the step and
-what happens then. Every process waits in each step for all others, as a collective does; process 0 writes `run.json` in
+`JAXRL_STAND_IN` in its environment names a folder. `plan.json` there says what goes wrong: by `world.process`, the step
+and what happens then; and how long steps take. Every process waits in each step for all others, as a collective does; process 0 writes `run.json` in
 the run directory every two steps, and the bits of a run that none disturbed.
 """
 
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-FOLDER = Path(os.environ["STAND_IN"])
+FOLDER = Path(os.environ["JAXRL_STAND_IN"])
 PROCESS, NUM = int(os.environ["JAXRL_PROCESS_ID"]), int(os.environ["JAXRL_NUM_PROCESSES"])
 RUN = FOLDER / "run"
 STEPS, STEP_S, SAVE_FREQ = 6, 0.03, 2
@@ -73,17 +73,19 @@ def main() -> None:
     # what a process leaves behind: a child, and one that has left for a session of its own
     subprocess.Popen(["sleep", "1000"])
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    plan = json.loads(read(FOLDER / "plan.json", "{}")).get(f"{world}.{PROCESS}", {})
+    plans = json.loads(read(FOLDER / "plan.json", "{}"))
+    plan, step_s = plans.get(f"{world}.{PROCESS}", {}), plans.get("step_s", STEP_S)
     step = json.loads(read(RUN / "run.json", "{}")).get("checkpoint") or 0
     bits = read(RUN / f"bits.{step}", "")
-    print(f"process {PROCESS} begins with step {step}", flush=True)
+    place = " on a terminal" if sys.stdout.isatty() else ""
+    print(f"process {PROCESS} begins with step {step}{place}", flush=True)
     while step < STEPS:
         if str(step) in plan:
             go_wrong(plan[str(step)])
         write(FOLDER / f"at.{world}.{PROCESS}", str(step))
         while any(int(read(FOLDER / f"at.{world}.{other}", "-1")) < step for other in range(NUM)):
             time.sleep(0.005)
-        time.sleep(STEP_S)
+        time.sleep(step_s)
         stopped = (FOLDER / f"stop.{world}.{step}").exists()
         if PROCESS == 0 and (FOLDER / "stop").exists() and not stopped:
             write(FOLDER / f"stop.{world}.{step + 1}", "")  # all hear of it before that step

@@ -81,7 +81,7 @@ class _Process:
     log: str
     offset: int  # of what it writes there
     outputs: dict[int, int]  # pipe -> 1 or 2, where its output is relayed
-    last: bytes = b""  # of what was relayed
+    last: dict[int, bytes] = field(default_factory=dict)  # of what was relayed, by stream
 
 
 class _Agent:
@@ -204,9 +204,10 @@ class _Agent:
                 os.close(source)
                 del process.outputs[source]
                 return
-            process.last = (process.last + data)[-_TAIL_BYTES:]
+            stream = process.outputs[source]
+            process.last[stream] = (process.last.get(stream, b"") + data)[-_TAIL_BYTES:]
             # one character for each byte: a letter of several bytes may be cut here
-            self._say({"output": data.decode("latin-1"), "stream": process.outputs[source]})
+            self._say({"output": data.decode("latin-1"), "stream": stream})
 
     def _reap(self) -> None:
         """Buries what has ended below, and tells of the process of the run."""
@@ -278,8 +279,8 @@ def free_port(host: str) -> int:
 
 
 def _tail(process: _Process) -> list[str]:
-    """The last lines that the process printed, where they went through here or to a log."""
-    last = process.last
+    """The last lines that the process printed, where they went to a log or through here; then of stderr, if any."""
+    last = process.last.get(2) or process.last.get(1, b"")
     if process.log:
         try:
             with open(process.log, "rb") as file:

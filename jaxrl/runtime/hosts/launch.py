@@ -31,7 +31,7 @@ from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import refuse_folder
 from jaxrl.record.run_dir import RUN_FILE
-from jaxrl.runtime.hosts.agent import Start
+from jaxrl.runtime.hosts.agent import Start, newest_checkpoint
 from jaxrl.runtime.hosts.local_agents import Agents, Event, LocalAgents, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.local_devices import environments
 from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, signal_of, told
@@ -250,6 +250,10 @@ class _World:
             case Note(text):
                 say(text)
             case Ended() | Lost() | Refused():
+                run_dir = self._what.run_dir
+                step = None if run_dir is None else newest_checkpoint(str(run_dir))
+                if step is not None:  # an agent that is lost has not told of one that has just come
+                    self._restarts.saved(step)
                 self._restarts.take(event, self._clock())
 
     def _start(self) -> None:
