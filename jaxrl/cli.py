@@ -256,11 +256,17 @@ def _add_report(command: _Command) -> None:
     report.add_argument("--out", type=written, metavar="FILE")
 
 
-def _config(options: argparse.Namespace) -> Config:
-    """The configuration of a command; options that have no effect are said once."""
+def _config(options: argparse.Namespace, launches: bool = False) -> Config:
+    """The configuration of a command; options that have no effect are said once: where the command `launches` itself on
+    several hosts, by the process that is launched."""
     from jaxrl.config.files import load
 
-    return load(options.config, options.overrides, say=lambda text: print(f"note: {text}", file=sys.stderr))
+    notes: list[str] = []
+    config = load(options.config, options.overrides, say=notes.append)
+    if not (launches and config.hosts.launcher != "none"):
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    return config
 
 
 def _removing(options: argparse.Namespace) -> Removing:
@@ -269,9 +275,12 @@ def _removing(options: argparse.Namespace) -> Removing:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from jaxrl.commands.start import start
+    from jaxrl.commands.start import launched, start
 
-    start(_config(options), stop=options.signals)
+    config = _config(options, launches=True)
+    if config.hosts.launcher != "none":
+        return launched(config, "train", options.config, options.overrides, options.signals)
+    start(config, stop=options.signals)
     return 0
 
 

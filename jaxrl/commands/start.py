@@ -15,7 +15,7 @@ The order of a start, here and in `jaxrl.commands.train`:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 
@@ -32,6 +32,32 @@ from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
 
 
+def launched(
+    config: Config, command: str, file: str | None, overrides: Sequence[str], stop: Stop | None, *, writes: bool = True
+) -> int:
+    """Runs a command on several hosts, each process of which does what this one would do without a launcher.
+
+    Args:
+      command: `train`, or another one that takes a configuration's `file` and `overrides`.
+      writes: whether it writes to the run directory.
+
+    Returns:
+      The exit status.
+    """
+    from jaxrl.runtime.hosts.launch import launch
+
+    if writes:
+        _refuse_no_folder(config)
+        batch_rule(config)  # refused once, and not on every host
+    named = [] if file is None else ["--config", file]
+    return launch(config, [command, *named, *overrides], stop or Stop(), writes=writes)
+
+
+def _refuse_no_folder(config: Config) -> None:
+    if not config.trainer.run_dir:
+        raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
+
+
 def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
@@ -39,8 +65,7 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
       stop: the signals of the program; without one they are the caller's.
     """
     began_s = time.monotonic()
-    if not config.trainer.run_dir:
-        raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
+    _refuse_no_folder(config)
     rule = batch_rule(config)
     with ExitStack() as stack:
         run_dir = stack.enter_context(closing(RunDir(config.trainer.run_dir)))

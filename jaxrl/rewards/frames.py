@@ -13,9 +13,10 @@ import socket
 import struct
 from collections.abc import Iterator
 from math import isfinite
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from jaxrl.rewards.scorers import Scored
+if TYPE_CHECKING:  # numpy comes with it, and what only carries frames has no use for that
+    from jaxrl.rewards.scorers import Scored
 
 MAX_VERDICT_BYTES = 1 << 20
 """The longest verdict, as JSON text: its info may hold a long judgement, and no data."""

@@ -274,18 +274,32 @@ class RayActors:
         return self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
 
 
-def main() -> NoReturn:
-    """The process: `argv` holds the path, and the numbers of its socket and of a pipe that closes with the trainer."""
+def begin() -> tuple[socket.socket, Any]:
+    """What a process that uses ray does first: the socket to the process that started it, and the setup that came.
+
+    `argv` holds the path, and the numbers of the socket and of a pipe that closes with the other process.
+    """
     sock, lifeline = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
     sock.set_inheritable(False)
     os.set_inheritable(lifeline, False)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    setup: RaySetup = pickle.loads(read_frame(sock) or b"")
+    return sock, pickle.loads(read_frame(sock) or b"")
+
+
+def connect(address: str | None) -> Any:
+    """The module ray, which uses the cluster at `address` from here on; None: one that it finds or makes."""
     import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
 
-    ray.init(address=setup.address, include_dashboard=False, log_to_driver=False)
+    ray.init(address=address, include_dashboard=False, log_to_driver=False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the trainer decides when its pool ends
+        signal.signal(number, signal.SIG_IGN)  # the other process decides when this one ends
+    return ray
+
+
+def main() -> NoReturn:
+    sock, setup = begin()
+    assert isinstance(setup, RaySetup)
+    ray = connect(setup.address)
     channel = Channel(sock, MAX_FRAME)
 
     def say(message: dict[str, Any]) -> None:

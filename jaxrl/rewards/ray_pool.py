@@ -38,7 +38,7 @@ SILENT_S = 150.0
 PAUSES_S = (0.0, 15.0, 45.0)
 """Before it is started again, by how often it ended in a row."""
 _CLOSE_S = 15.0
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jaxrl.rewards.ray_actors import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class RayRewardPool:
         self._is_ready = False
         self._losses = 0  # in a row
         self._again_s = 0.0  # when the process is started again, where there is none
-        self._driver: _Driver | None = _Driver(self._setup)
+        self._driver: RayProcess | None = RayProcess(self._setup)
 
     def warm(self) -> None:
         while not self._is_ready:
@@ -131,7 +131,7 @@ class RayRewardPool:
             if pause_s > 0:
                 time.sleep(min(pause_s, timeout_s))
                 return []
-            self._driver = _Driver(self._setup)
+            self._driver = RayProcess(self._setup)
             for number, task in self._pending.items():
                 self._driver.tell("score", number, task.source, task.request)
         driver, verdicts = self._driver, list[Verdict]()
@@ -180,16 +180,21 @@ def _address_in_use() -> str | None:
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
 
 
-class _Driver:
-    """The process that uses ray, and the way to it."""
+class RayProcess:
+    """A process that uses ray, and the way to it.
 
-    def __init__(self, setup: bytes) -> None:
+    Args:
+      setup: what it is sent first.
+      module: whose `main` it runs.
+    """
+
+    def __init__(self, setup: bytes, module: str = "jaxrl.rewards.ray_actors") -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         path = [os.getcwd() if entry == "" else entry for entry in sys.path]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(path), str(theirs.fileno()), str(lifeline)],
+            [sys.executable, "-P", "-c", _BOOT.format(module), json.dumps(path), str(theirs.fileno()), str(lifeline)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,

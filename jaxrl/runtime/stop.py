@@ -30,10 +30,16 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 
 class Stop:
-    """What the two signals do once `watch` has taken them over; without that it is simply never asked."""
+    """What the two signals do once `watch` has taken them over; without that it is simply never asked.
+
+    Attributes:
+      asked: whether a signal has asked for a stop.
+      number: which one did.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self.number: signal.Signals | None = None
         self._say: Callable[[str], None] | None = None
         self._held = 0
         self._drafts: list[os.PathLike[str]] = []
@@ -95,7 +101,7 @@ class Stop:
     def _take(self, number: signal.Signals) -> None:
         with self._lock:
             if self._say is not None and not self.asked:
-                self.asked = True
+                self.asked, self.number = True, number
                 text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
                 # in a thread of its own: the view may be busy, and the second signal must be heard
                 if not _start(threading.Thread(target=self._say, args=(text,), daemon=True)):
