@@ -37,9 +37,8 @@ from jaxrl.runtime.build import (
     build_engines,
     build_stream,
     build_workers,
-    device_bytes,
     load_weights,
-    prepare_jax,
+    prepare_hosts,
     read_tokenizer_and_model,
     refuse_too_large,
     retuning_note,
@@ -106,7 +105,7 @@ class Run:
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
-        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
+        refuse_too_large(config, self.model, len(self.devices), self.place.memory)
         self._data(start.problems)
         mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
@@ -115,8 +114,8 @@ class Run:
         self.said += [note] if (note := unmeasured_note(config)) else []
         ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
         self.pace = checked_profile(config, self.model, mesh) if ranks else None
-        layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
-        trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
+        layout_sizes(config, self.model, mesh.size, self.place.memory.reported)
+        trained = with_planned_update(config, self.model, self.mesh.size, self.place.memory)
         self._checkpoints()
         if judge_kind(config.reward) is not None:
             read_judge(config)
@@ -150,14 +149,15 @@ class Run:
     def _devices(self, start: Start) -> Config:
         """The meshes; returns the configuration with the degree that they allow."""
         config = start.config
-        self.devices = prepare_jax(config)
-        own = config.rollout.num_devices
-        self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
-        rollout_mesh = make_mesh(self.devices[-own:]) if own else self.mesh
-        config = with_degree(config, rollout_mesh, self.said.append, start.earlier)
+        self.place = place = prepare_hosts(config)
+        self.devices = place.devices
+        self.mesh, rollout_mesh = place.mesh, place.local_mesh  # of the trainer over all hosts; of the rollout on this
+        if own := config.rollout.num_devices:
+            self.mesh, rollout_mesh = make_mesh(self.devices[:-own]), make_mesh(self.devices[-own:])
+        config = with_degree(config, rollout_mesh, self.said.append, start.earlier, place.memory)
         self.said += share_notes(config, rollout_mesh.devices.ravel().tolist())
         self.rollout_mesh = rollout_mesh
-        Layout(submeshes(rollout_mesh, config.rollout.num_workers)[0], config.rollout.tp)  # refused before all else
+        Layout(submeshes(rollout_mesh, config.workers_per_host)[0], config.rollout.tp)  # refused before all else
         if config.trainer.stream.enable:
             refuse_devices(len(self.devices), len({device.process_index for device in self.devices}))
         return config
@@ -348,7 +348,7 @@ class Run:
         config = self.config
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        self.workers = build_workers(config, self.model, self.rollout_mesh, weights)
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place)
         if judge_kind(config.reward) is None:
             return
         self.watchdog.beat("loading the judge")

@@ -60,7 +60,7 @@ def load_profile(path: str | Path) -> Profile:
 
 def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
     """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up; `mesh` is the
-    rollout's, and the profile is of one worker."""
+    rollout's on this host, and the profile is of one worker."""
     path = config.rollout.layout.profile
     profile = load_profile(path)
     if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:
@@ -69,7 +69,7 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
             "this machine; rollout.layout.allow_synthetic=true takes it all the same"
         )
     try:
-        profile.check(identity_of(config, model, submeshes(mesh, config.rollout.num_workers)[0]))
+        profile.check(identity_of(config, model, submeshes(mesh, config.workers_per_host)[0]))
     except ValueError as error:
         raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
     return profile
@@ -89,7 +89,7 @@ def build_layouts(
 
     Args:
       profile: the checked one, where layouts switch.
-      mesh: of the rollout.
+      mesh: of the rollout, on this host.
       row_sizes: row counts of a worker's programs, by degree.
     """
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
