@@ -22,28 +22,41 @@ from functools import partial
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import load_train, refuse_sources
 from jaxrl.record.files import refuse_folder
+from jaxrl.record.followed import FollowedRun
 from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
+from jaxrl.runtime.hosts.first import First, alone
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
 
 
-def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+def start(
+    config: Config,
+    say: Callable[[str], None] = print,
+    stop: Stop | None = None,
+    *,
+    process: int = 0,
+    first: First = alone,
+) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
     Args:
+      say: shows a line; of several processes, the first one says what there is to say.
       stop: the signals of the program; without one they are the caller's.
+      process: the number of this one among several. Process 0 writes the run's files.
+      first: how the others hear what process 0 has found out.
     """
     began_s = time.monotonic()
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
     rule = batch_rule(config)
     with ExitStack() as stack:
-        run_dir = stack.enter_context(closing(RunDir(config.trainer.run_dir)))
+        folder = config.trainer.run_dir
+        run_dir = stack.enter_context(closing(FollowedRun(folder, process) if process else RunDir(folder)))
         watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1))
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)
@@ -63,5 +76,10 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
         watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it
 
-        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, say, began_s)
+        told = say if run_dir.leads else _silent
+        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, told, began_s, first)
         return Run(begun).go()
+
+
+def _silent(line: str) -> None:
+    """Another process says it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.disk import is_full, reason
+from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
 from jaxrl.record.run_dir import RunDir, recorded_start
@@ -50,6 +52,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.drafting import asks_profile, unmeasured_note
 from jaxrl.runtime.history import HistorySession, history_session
+from jaxrl.runtime.hosts.first import First, alone
 from jaxrl.runtime.judge import JudgePool
 from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.runtime.layout_session import LayoutSessions
@@ -69,17 +72,18 @@ from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.train.steps import find_step, whole_step
+from jaxrl.train.steps import Choice, choose, find_step, whole_step
 from jaxrl.types import Group, RunFailed
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What `jaxrl.commands.start` has found to be right; `say` shows a line, `began_s` is of `time.monotonic`."""
+    """What `jaxrl.commands.start` has found to be right; `say` shows a line, `began_s` is of `time.monotonic`, and by
+    `first` all processes hear what the first one has found out."""
 
     config: Config
     rule: BatchRule
-    run_dir: RunDir
+    run_dir: RunDir | FollowedRun
     earlier: Config | None
     problems: list[Problem]
     pool: RewardPool
@@ -87,6 +91,7 @@ class Start:
     watchdog: Watchdog
     say: Callable[[str], None]
     began_s: float
+    first: First = alone
 
 
 class Run:
@@ -94,7 +99,7 @@ class Run:
 
     def __init__(self, start: Start) -> None:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
-        self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
+        self.began_s, self.say, self.watchdog, self.first = start.began_s, start.say, start.watchdog, start.first
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
         self.judge: JudgePool | None = None
@@ -141,7 +146,8 @@ class Run:
         self.init_from = None
         # a run that goes on has its weights; only the reference is always that of the beginning
         if config.trainer.init_from and (config.needs_ref or not self.resuming):
-            self.init_from = whole_step(config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
+            look = partial(whole_step, config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
+            self.init_from = Path(self.first("the checkpoint to begin from", lambda: str(look())))
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
                 refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
@@ -191,12 +197,23 @@ class Run:
             max_to_keep=self.config.trainer.max_ckpt_to_keep,
             on_commit=self._committed,
             progress=self.watchdog.beat,
+            find=self._choose,
         )
         chosen = store.chosen
         newest = None if chosen is None else max([chosen.step, *chosen.faults])
         missing = missing_checkpoint(self.run_dir, newest)
         self.said += [*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())]
         return store
+
+    def _choose(self, folder: Path, progress: Callable[[], None]) -> Choice | None:
+        """`choose`, with the same result in every process: one of them reads all of the checkpoint."""
+
+        def look() -> str:
+            found = choose(folder, progress)
+            return "" if found is None else found.to_json()
+
+        told = self.first("the checkpoint to go on from", look)
+        return Choice.from_json(told) if told else None
 
     def go(self) -> RunOutcome:
         """Runs to the end.
@@ -208,7 +225,7 @@ class Run:
             return self._go()
         except RunFailed:
             with suppress(OSError, ValueError):  # the cause is more than that its page cannot be written
-                write_report(self.run_dir.path)
+                self.run_dir.report(write_report)
             raise
         except OSError as error:
             place = error.filename or self.run_dir.path
@@ -244,7 +261,7 @@ class Run:
             self.store.wait()
             self.watchdog.beat("closing the run's files")
         self.watchdog.beat("writing the report")
-        report = write_report(self.run_dir.path)
+        report = self.run_dir.report(write_report)
         summary = {
             "run": str(self.run_dir.path),
             "steps": f"{loop.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
@@ -263,7 +280,7 @@ class Run:
             "count": len(self.devices),
         }
         self.watchdog.beat("opening what trainer.logger names")
-        record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
+        record.open_sinks()  # the last that can fail; a signal does not wait for the network
         cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
         with self.stop.held():
             newest = self.step if self.resuming else None
