@@ -6,20 +6,27 @@ Everything is float64, on a tiny random model. Run as: host_process.py CASE PROC
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl.commands.start import start
 from jaxrl.config import Config, from_mapping
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.record.files import write_whole
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.runtime.build import build_workers, prepare_hosts
+from jaxrl.runtime.hosts.first import first_of
 from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.tokens import TokenExchange
+from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -123,10 +130,20 @@ def train(world: World, trainer: Trainer, first: int, last: int) -> None:
 
 
 def training(world: World) -> None:
-    """Four steps; the weights at the workers of this host; what they draw; the tokens of all hosts."""
+    """Four steps, with a checkpoint in the middle; the weights at the workers of this host; what they draw; the tokens
+    of all hosts; and the state in the checkpoints of `restores`."""
     trainer = world.trainer()
-    train(world, trainer, 1, STEPS)
+    with Checkpointer(world.options["saves"]) as checkpoints:
+        train(world, trainer, 1, 2)
+        world.keep_tree("middle", trainer.state())
+        checkpoints.save(2, trainer.state(), HostState({"by": world.place.process}))
+        train(world, trainer, 3, STEPS)
     world.keep_tree("state", trainer.state())
+    for number, folder in enumerate(world.options["restores"]):
+        with Checkpointer(folder) as checkpoints:
+            state, host = checkpoints.restore(trainer.abstract_state())
+        assert host.values == {"by": 0}
+        world.keep_tree(f"restored {number}", state)
     workers = build_workers(world.config, MODEL, world.place.local_mesh, place=world.place)
     workers.sync_weights(trainer.params, STEPS)
     workers.allocate()
@@ -227,7 +244,7 @@ def save(world: World) -> None:
 
 
 def restore(world: World) -> None:
-    """The checkpoint, and the two steps after it."""
+    """What a checkpoint holds."""
     trainer = world.trainer()
     with Checkpointer(world.options["folder"]) as checkpoints:
         state, host = checkpoints.restore(trainer.abstract_state())
@@ -235,20 +252,57 @@ def restore(world: World) -> None:
     world.keep_tree("state", trainer.state())
     values = join_arrays(host.values, host.arrays)
     world.kept["host"] = np.asarray([*values["cursor"], *values["queue"], values["by"]])
-    if world.options.get("goes_on"):
-        train(world, trainer, 3, STEPS)
-        world.keep_tree("end", trainer.state())
+
+
+class Folder:
+    """A board whose values are files."""
+
+    def __init__(self, folder: Path, process: int) -> None:
+        self.process, self._folder = process, folder
+        folder.mkdir(exist_ok=True)
+
+    def put(self, key: str, value: bytes) -> None:
+        write_whole(self._folder / key.replace("/", "."), value)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        file, deadline = self._folder / key.replace("/", "."), time.monotonic() + timeout_s
+        while not file.exists():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        return file.read_bytes()
+
+
+def begin(out: Path, options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """A run that is asked to stop before its first step: all of it is built, and it saves where it stands."""
+    stop, process, said = Stop(), jax.process_index(), []
+    stop.asked = True
+    board = Folder(out / "board", process)
+    outcome = start(from_mapping(options), said.append, stop, process=process, first=first_of(board))
+    return {"said": np.asarray(said), "step": np.asarray(outcome.step)}
 
 
 CASES = {"training": training, "tokens": tokens, "save": save, "restore": restore}
 
 
+def end_with(parent: int) -> None:
+    """Ends this process when the one that started it has ended, however that was."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
 def main(case: str, process: str, num_processes: str, port: str, out: str, options: str) -> None:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_enable_x64", True)
     jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process))
-    world = World(Path(out), json.loads(options))
-    CASES[case](world)
-    np.savez(Path(out) / f"{process}.npz", allow_pickle=False, **world.kept)
+    if case == "begin":
+        kept = begin(Path(out), json.loads(options))
+    else:
+        world = World(Path(out), json.loads(options))
+        CASES[case](world)
+        kept = world.kept
+    np.savez(Path(out) / f"{process}.npz", allow_pickle=False, **kept)
     jax.distributed.shutdown()
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints between runs of one, two and four processes: the same bits in every direction."""
+"""Checkpoints between runs of one, two and four processes: the same bits in every direction.
+
+`tests/runtime/hosts/test_global_training.py` has the quick one, from one process to two.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,6 @@ def restored(folder: Path, num_processes: int, expected: dict[str, np.ndarray]) 
     for found in hosts:
         assert_same_bits(found, of(expected, "state"))
         assert found["host"].tolist() == [1, 2, 0, 1, 0], "the cursor, the queue, and who wrote them"
-
-
-def test_saved_by_two_hosts(tmp_path: Path):
-    expected = saved(tmp_path, 2)
-    restored(tmp_path, 1, expected)
 
 
 @pytest.mark.slow

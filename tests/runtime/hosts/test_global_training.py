@@ -1,41 +1,49 @@
-"""Training over the devices of several processes, and rollouts on each one's own, equal those of one process."""
+"""Training over several processes, rollouts on the devices of each, and checkpoints equal those of one process.
+
+The one process has joined a world of its own: its sums have the order of those of several.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from host_worlds import assert_same_bits, of, run_world
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """One process of four devices that has joined a world of its own: its collectives are those of several."""
-    options = {"config": {"rollout__num_workers": 2}}
-    return run_world("training", tmp_path_factory.mktemp("alone"), 1, 4, **options)[0]
+def trained(folder: Path, num_processes: int, devices: int, restores: tuple[str, ...] = (), **config: Any):
+    options = {"saves": str(folder / "checkpoints"), "restores": restores, "config": config}
+    return run_world("training", folder, num_processes, devices, **options)
 
 
-def test_two_hosts_train_and_draw_as_one(tmp_path: Path, alone: dict[str, np.ndarray]):
-    compare(run_world("training", tmp_path, 2, 2), alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_with_tensor_parallelism(tmp_path: Path, tp: int):
-    config = {"rollout__tensor_model_parallel_size": tp}
-    alone = run_world("training", tmp_path / "one", 1, 4, config=config | {"rollout__num_workers": 2})[0]
-    compare(run_world("training", tmp_path / "two", 2, 2, config=config), alone)
-
-
-@pytest.mark.slow
-def test_four_hosts_train_and_draw_as_one(tmp_path: Path):
-    alone = run_world("training", tmp_path / "one", 1, 4, config={"rollout__num_workers": 4})[0]
-    compare(run_world("training", tmp_path / "four", 4, 1), alone)
-
-
-def compare(hosts: list[dict[str, np.ndarray]], alone: dict[str, np.ndarray]) -> None:
-    for found in hosts:
-        assert_same_bits(found, of(alone, "state", "logprobs", "metrics"))
+def compare(folder: Path, num_processes: int, devices: int, **config: Any) -> None:
+    """Four devices in so many processes, and in one with as many workers."""
+    workers = {"rollout__num_workers": num_processes}
+    (alone,) = trained(folder / "one", 1, 4, **config | workers)
+    checkpoints = [str(folder / name / "checkpoints") for name in ("one", "several")]
+    for found in trained(folder / "several", num_processes, devices, tuple(checkpoints), **config):
+        assert_same_bits(found, of(alone, "state", "middle", "logprobs", "metrics"))
         assert_same_bits(found, of(alone, "sample"))
         assert_same_bits(found, of(alone, "weights of 0"))
+        for number in range(2):
+            assert_same_bits(renamed(found, f"restored {number}"), renamed(alone, "middle"))
+
+
+def renamed(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in of(arrays, prefix).items()}
+
+
+def test_two_hosts(tmp_path: Path):
+    compare(tmp_path, 2, 2)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_tensor_parallelism(tmp_path: Path):
+    compare(tmp_path, 2, 2, rollout__tensor_model_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_four_hosts(tmp_path: Path):
+    compare(tmp_path, 4, 1)
