@@ -9,14 +9,20 @@ from host_worlds import run_world
 
 from jaxrl.record.host_timelines import merge_timelines
 
+REWARD = """
+print("read")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+"""
+
 
 def test_a_run_is_built_saved_and_resumed_by_two_processes(tmp_path: Path, tiny_model: Path):
     run, problems = tmp_path / "run", tmp_path / "train.jsonl"
     problems.write_text("".join(json.dumps({"question": "x" * i, "answer": str(i)}) + "\n" for i in range(1, 8)))
     reward = tmp_path / "reward.py"
-    reward.write_text(
-        "print('read')\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
-    )
+    reward.write_text(REWARD)
     options = {
         "model": {"path": str(tiny_model), "random_init": True},
         "data": {
