@@ -306,7 +306,8 @@ class Run:
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (row_sizes(config, workers), journal, timeline, record.layouts)
-            layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept)
+            first = self.place.process * config.workers_per_host
+            layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept, first=first)
         stream: StreamSession | None = None
         if config.trainer.stream.enable:
             stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)

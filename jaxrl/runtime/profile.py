@@ -84,13 +84,15 @@ def build_layouts(
     journal: Journal,
     timeline: Timeline,
     log: LayoutLog,
+    first: int = 0,
 ) -> LayoutSessions:
-    """The sessions of a run with an adaptive `rollout.layout`, one for each worker's engine.
+    """The sessions of a run with an adaptive `rollout.layout`, one for each worker's engine of this host.
 
     Args:
       profile: the checked one, where layouts switch.
       mesh: of the rollout, on this host.
       row_sizes: row counts of a worker's programs, by degree.
+      first: the number of this host's first worker.
     """
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
     predictors: list[LatencyPredictor | None] = [None] * len(engines)
@@ -98,4 +100,6 @@ def build_layouts(
         assert profile is not None
         predictors = [LatencyPredictor(profile, options, row_sizes) for _ in engines]
     kept = (time.perf_counter, timeline, log, journal)
-    return layout_sessions(options, degrees, config.rollout.tp, engines, predictors, *kept)
+    return layout_sessions(
+        options, degrees, config.rollout.tp, engines, predictors, *kept, first=first, count=config.num_workers
+    )

@@ -12,6 +12,7 @@ from refusals import contents
 from jaxrl.config import Config, from_mapping
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
+from jaxrl.record.layouts import read_layouts
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import open_record
@@ -65,6 +66,7 @@ def test_one_leads_and_one_follows(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(Path(path).is_relative_to("hosts") for path in own)
     assert capsys.readouterr().out == "", "the first one shows the run"
     assert len(read_metrics(tmp_path)) == 2
+    assert len(read_layouts(tmp_path)) == 2, "each host's workers have lines of their own"
     journal = Journal(tmp_path / "journal.jsonl", 0, begin=False, writes=False)
     journal.begin()
     assert journal.find(1, "verdict", (0,)) is not None
