@@ -145,6 +145,10 @@ def training(world: World) -> None:
         assert host.values == {"by": 0}
         world.keep_tree(f"restored {number}", state)
     workers = build_workers(world.config, MODEL, world.place.local_mesh, place=world.place)
+    if degrees := world.options.get("degrees"):  # of the first workers of all hosts
+        first = world.place.process * len(workers.executors)
+        for executor, tp in zip(workers.executors, degrees[first:], strict=False):
+            executor.start_in(tp)
     workers.sync_weights(trainer.params, STEPS)
     workers.allocate()
     for number, executor in enumerate(workers.executors):

@@ -13,17 +13,24 @@ import pytest
 from host_worlds import assert_same_bits, of, run_world
 
 
-def trained(folder: Path, num_processes: int, devices: int, restores: tuple[str, ...] = (), **config: Any):
-    options = {"saves": str(folder / "checkpoints"), "restores": restores, "config": config}
+def trained(
+    folder: Path,
+    num_processes: int,
+    devices: int,
+    restores: tuple[str, ...] = (),
+    degrees: tuple[int, ...] = (),
+    **config: Any,
+) -> list[dict[str, np.ndarray]]:
+    options = {"saves": str(folder / "checkpoints"), "restores": restores, "degrees": degrees, "config": config}
     return run_world("training", folder, num_processes, devices, **options)
 
 
-def compare(folder: Path, num_processes: int, devices: int, **config: Any) -> None:
-    """Four devices in so many processes, and in one with as many workers."""
+def compare(folder: Path, num_processes: int, devices: int, degrees: tuple[int, ...] = (), **config: Any) -> None:
+    """Four devices in so many processes, and in one with as many workers; `degrees`: which those begin with."""
     workers = {"rollout__num_workers": num_processes}
-    (alone,) = trained(folder / "one", 1, 4, **config | workers)
+    (alone,) = trained(folder / "one", 1, 4, (), degrees, **config | workers)
     checkpoints = [str(folder / name / "checkpoints") for name in ("one", "several")]
-    for found in trained(folder / "several", num_processes, devices, tuple(checkpoints), **config):
+    for found in trained(folder / "several", num_processes, devices, tuple(checkpoints), degrees, **config):
         assert_same_bits(found, of(alone, "state", "middle", "logprobs", "metrics"))
         assert_same_bits(found, of(alone, "sample"))
         assert_same_bits(found, of(alone, "weights of 0"))
@@ -42,6 +49,11 @@ def test_two_hosts(tmp_path: Path):
 @pytest.mark.slow
 def test_two_hosts_with_tensor_parallelism(tmp_path: Path):
     compare(tmp_path, 2, 2, rollout__tensor_model_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_two_hosts_in_different_layouts(tmp_path: Path):
+    compare(tmp_path, 2, 2, (1, 2), rollout__layout={"planner": True, "degrees": [1, 2]})
 
 
 @pytest.mark.slow

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 
 from jaxrl.config import ConfigError, from_mapping
+from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.build import host_problem
 from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts, least
+from jaxrl.runtime.memory import MemoryPlan, memory_plan
+from jaxrl.runtime.workers import WorkerSet
 from jaxrl.sharding.mesh import make_mesh, submeshes
 
 
@@ -90,3 +95,27 @@ def test_workers_stay_inside_their_hosts():
         problem(4, num_workers=4, tensor_model_parallel_size=4) or ""
     )
     assert "must cut the devices of a host (2) along the major axes" in (problem(2, num_workers=8) or "")
+
+
+def test_training_counts_all_devices_and_the_rollout_those_of_a_host():
+    def plan(hosts: int, **rollout: int) -> MemoryPlan:
+        config = from_mapping({"model": {"path": "m"}, "rollout": rollout, "hosts": {"num": hosts}})
+        return memory_plan(config, SHAPES["SmolLM2-135M"], 8, 40 << 30, "gpu")
+
+    several, alone = plan(4, tensor_model_parallel_size=2), plan(1, num_workers=4, tensor_model_parallel_size=2)
+    assert several == alone, "one process with as many workers"
+    assert several.workers.count == 4
+    assert several.workers.num_devices == several.workers.tp == 2
+    assert several.resident["master weights"] < 2 * plan(1).resident["master weights"]
+
+
+def test_a_sync_is_for_the_largest_degree_that_any_host_may_use():
+    """Which degrees are in use elsewhere, no host knows; one program must do for all."""
+    devices = jax.devices()[:4]
+    executors: Any = [
+        SimpleNamespace(tp=1, config=SimpleNamespace(max_tp=2), layout=SimpleNamespace(mesh=make_mesh(devices[:2])))
+    ]
+    mesh = make_mesh(devices[:2])
+    (of_one,) = WorkerSet(mesh, executors)._layouts()
+    (of_two,) = WorkerSet(mesh, executors, make_mesh(devices, 2))._layouts()
+    assert (of_one.tp, of_two.tp) == (1, 2)
