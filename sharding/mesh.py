@@ -3,6 +3,9 @@
 2^k devices become k axes of size 2, other counts factor into primes; the minor axis is `x0`. A tensor-parallel degree
 is then a prefix of (x0, x1, ...), so each step up splits the shard that is already there (`jaxrl.sharding.layout`).
 Devices that differ in x0 only are neighbours in the given order.
+
+Over several hosts the minor axes lie inside hosts and the major ones go from host to host, whatever the numbers: a
+host's devices are one of the parts into which `submeshes` cuts the mesh.
 """
 
 from __future__ import annotations
@@ -16,17 +19,22 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.config.devices import prime_factors
+from jaxrl.config.devices import mesh_factors
 
 
-def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(devices: Sequence[Any] | None = None, num_hosts: int = 1) -> Mesh:
     """The factored mesh over `devices` (default: all), axes (`x{k-1}`, ..., `x1`, `x0`) with the smallest factor last.
 
     One device gives one axis `x0` of size 1. Axis types are Auto: named here because jax's own helpers differ in their
     default, and resharding differs by type.
+
+    Args:
+      num_hosts: on which the devices are, equally many on each, one host's after another's
+        (`jaxrl.config.devices.mesh_factors`).
     """
     devices = jax.devices() if devices is None else devices
-    factors = prime_factors(len(devices)) or (1,)
+    assert len(devices) % num_hosts == 0, f"{len(devices)} devices are not equally many on {num_hosts} hosts"
+    factors = mesh_factors(len(devices), num_hosts) or (1,)
     names = tuple(f"x{i}" for i in reversed(range(len(factors))))
     grid = np.asarray(devices, dtype=object).reshape(factors[::-1])
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.hosts import HostsSection
 from jaxrl.config.judges import judge_kind
 from jaxrl.config.rollouts import SpeculationSection
 from jaxrl.data.prompts import validation_prompts
@@ -36,6 +37,7 @@ from jaxrl.runtime.build import (
     build_engine,
     build_executor,
     load_weights,
+    memory_of,
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
@@ -80,16 +82,16 @@ def evaluate(
         refuse_overwriting(out, "--out", inputs_of(config))
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
-    # nothing is trained: all devices, and no history
+    # nothing is trained: all devices of this host, and no history
     rollout = replace(config.rollout, num_devices=0, speculation=SpeculationSection())
-    config = replace(config, rollout=rollout)
+    config = replace(config, rollout=rollout, hosts=HostsSection())
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)
     said += share_notes(config, mesh.devices.ravel().tolist())
     tokenizer, model = read_tokenizer_and_model(config)
     if judge_kind(config.reward) is not None:
         read_judge(config)
-    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
+    refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     if place is not None:
         refuse_other_model(place, abstract_params(model, mesh, config.actor.param_dtype))
     prompts = validation_prompts(config, tokenizer)

@@ -14,15 +14,16 @@ from annotated_types import Interval
 
 from jaxrl.config import Config
 from jaxrl.config.declared import Declared, number_problem
-from jaxrl.config.devices import MAX_DEVICES, devices_problem
+from jaxrl.config.devices import MAX_DEVICES
 from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.build import (
     DEFAULT_SHARE,
-    bytes_each,
     device_bytes,
+    host_problem,
+    memory_of,
     memory_share,
     prepare_jax,
     share_notes,
@@ -91,13 +92,14 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None) -
     model = SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = platform_of(devices[0]) if devices else "gpu"
-    num_devices = num_devices or len(devices)
+    num_devices = num_devices or len(devices) * config.hosts.num
     if config.trainer.stream.enable:
         refuse_devices(num_devices)
-    config, said = planned_degree(config, model, config.rollout.num_devices or num_devices, memory)
+    rolling = config.rollout.num_devices or num_devices // config.hosts.num
+    config, said = planned_degree(config, model, rolling, memory)
     explained = explain(config, model, num_devices, memory, platform=platform)
     # of devices that are not here, what a CPU's share of a host would be is not known
-    each = memory or (bytes_each(devices, num_devices) if devices else None)
+    each = memory or (memory_of(devices).share if devices else None)
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
     notes = [said, f"a run is refused: {too_large}" if too_large else "", *explained.warnings]
     if devices:
@@ -145,7 +147,12 @@ def _layout(config: Config, num_devices: int) -> tuple[int, int]:
     tp, own = rollout.tp, rollout.num_devices
     if num_devices < 1:
         raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
-    problem = devices_problem(own, num_devices, tp, "the number of devices", rollout.num_workers)
+    if num_devices % config.hosts.num:
+        raise ValueError(
+            f"the number of devices ({num_devices}) must be a multiple of hosts.num ({config.hosts.num}): all hosts "
+            "have as many"
+        )
+    problem = host_problem(config, num_devices // config.hosts.num)
     if problem is not None:
         raise ValueError(problem)
     return (own or num_devices) // tp, tp

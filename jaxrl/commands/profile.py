@@ -19,6 +19,7 @@ from annotated_types import Ge
 from jaxrl.commands.arguments import MAX_REPEATS
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.declared import Cap, fields_problem
+from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
@@ -26,6 +27,7 @@ from jaxrl.rollout.profiler import Profiler, pairs
 from jaxrl.runtime.build import (
     build_executor,
     load_weights,
+    memory_of,
     prepare_jax,
     read_tokenizer_and_model,
     refuse_too_large,
@@ -85,11 +87,11 @@ def profile(
     refuse_overwriting(out, "--out", inputs_of(config))
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
-    mesh = submeshes(make_mesh(devices), config.rollout.num_workers)[0]
-    config = replace(config, rollout=replace(config.rollout, num_devices=0, num_workers=1))
+    mesh = submeshes(make_mesh(devices), config.workers_per_host)[0]
+    config = replace(config, rollout=replace(config.rollout, num_devices=0, num_workers=1), hosts=HostsSection())
     degrees = layout_degrees(config, mesh.size)
     _, model = read_tokenizer_and_model(config)
-    refuse_too_large(config, model, mesh.devices.ravel().tolist(), trains=False)
+    refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     path = Path(out).expanduser()
     table = _continued(path, Profile(identity_of(config, model, mesh)))
     params = load_weights(config, mesh)

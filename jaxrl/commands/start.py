@@ -14,14 +14,17 @@ The order of a start, here and in `jaxrl.commands.train`:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import load_train, refuse_sources
 from jaxrl.record.files import refuse_folder
+from jaxrl.record.followed import FollowedRun
 from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
@@ -30,6 +33,9 @@ from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.stop import Stop, end
+
+if TYPE_CHECKING:
+    from jaxrl.runtime.hosts.world import World
 
 
 def launched(
@@ -62,13 +68,26 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
     Args:
+      say: shows a line; of several processes, the first one says what there is to say.
       stop: the signals of the program; without one they are the caller's.
     """
+    stop = stop or Stop()
+    if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get("JAXRL_COORDINATOR")):
+        return _start(config, say, stop, None)
+    from jaxrl.runtime.hosts.world import open_world  # loads jax
+
+    with open_world(config.hosts, stop) as world:
+        return _start(config, say, stop, world)
+
+
+def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World | None) -> RunOutcome:
+    """`world`: of several processes, of which process 0 writes the run's files; None: this one is alone."""
     began_s = time.monotonic()
     _refuse_no_folder(config)
     rule = batch_rule(config)
     with ExitStack() as stack:
-        run_dir = stack.enter_context(closing(RunDir(config.trainer.run_dir)))
+        folder, process = config.trainer.run_dir, 0 if world is None else world.process
+        run_dir = stack.enter_context(closing(FollowedRun(folder, process) if process else RunDir(folder)))
         watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1))
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)
@@ -87,6 +106,13 @@ def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None 
 
         watchdog.beat("looking for devices, reading tokenizer and model")
         from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it
+        from jaxrl.runtime.hosts.joined import Joined
 
-        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, say, began_s)
+        told = say if run_dir.leads else _silent
+        joined = Joined(world, stop, watchdog.beat)
+        begun = Start(config, rule, run_dir, earlier, problems, pool, stop, watchdog, told, began_s, joined)
         return Run(begun).go()
+
+
+def _silent(line: str) -> None:
+    """Another process says it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.loop import Hooks, Loop
 from jaxrl.record.disk import is_full, reason
+from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
 from jaxrl.record.run_dir import RunDir, recorded_start
@@ -37,9 +39,8 @@ from jaxrl.runtime.build import (
     build_engines,
     build_stream,
     build_workers,
-    device_bytes,
     load_weights,
-    prepare_jax,
+    prepare_hosts,
     read_tokenizer_and_model,
     refuse_too_large,
     retuning_note,
@@ -51,6 +52,7 @@ from jaxrl.runtime.build import (
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.drafting import asks_profile, unmeasured_note
 from jaxrl.runtime.history import HistorySession, history_session
+from jaxrl.runtime.hosts.joined import Joined
 from jaxrl.runtime.judge import JudgePool
 from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.runtime.layout_session import LayoutSessions
@@ -65,12 +67,13 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
-from jaxrl.train.steps import find_step, whole_step
+from jaxrl.train.steps import Choice, choose, find_step, whole_step
 from jaxrl.types import Group, RunFailed
 
 
@@ -80,7 +83,7 @@ class Start:
 
     config: Config
     rule: BatchRule
-    run_dir: RunDir
+    run_dir: RunDir | FollowedRun
     earlier: Config | None
     problems: list[Problem]
     pool: RewardPool
@@ -88,6 +91,7 @@ class Start:
     watchdog: Watchdog
     say: Callable[[str], None]
     began_s: float
+    joined: Joined
 
 
 class Run:
@@ -95,7 +99,7 @@ class Run:
 
     def __init__(self, start: Start) -> None:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
-        self.began_s, self.say, self.watchdog = start.began_s, start.say, start.watchdog
+        self.began_s, self.say, self.watchdog, self.joined = start.began_s, start.say, start.watchdog, start.joined
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
         self.judge: JudgePool | None = None
@@ -106,7 +110,7 @@ class Run:
         self.config = config = self._devices(start)
         self.changes = [] if start.earlier is None else differences(start.earlier, config)
         self.tokenizer, self.model = read_tokenizer_and_model(config)
-        refuse_too_large(config, self.model, self.mesh.devices.ravel().tolist())
+        refuse_too_large(config, self.model, len(self.devices), self.place.memory)
         self._data(start.problems)
         mesh = self.rollout_mesh
         adapts = config.rollout.layout.adapts
@@ -115,8 +119,8 @@ class Run:
         self.said += [note] if (note := unmeasured_note(config)) else []
         ranks = config.rollout.ranking_groups.enable and bool(config.rollout.layout.profile)
         self.pace = checked_profile(config, self.model, mesh) if ranks else None
-        layout_sizes(config, self.model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
-        trained = with_planned_update(config, self.model, self.mesh.devices.ravel().tolist())
+        layout_sizes(config, self.model, mesh.size, self.place.memory.reported)
+        trained = with_planned_update(config, self.model, self.mesh.size, self.place.memory)
         self._checkpoints()
         if judge_kind(config.reward) is not None:
             read_judge(config)
@@ -142,7 +146,8 @@ class Run:
         self.init_from = None
         # a run that goes on has its weights; only the reference is always that of the beginning
         if config.trainer.init_from and (config.needs_ref or not self.resuming):
-            self.init_from = whole_step(config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
+            look = partial(whole_step, config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
+            self.init_from = Path(self.joined.first("the checkpoint to begin from", lambda: str(look())))
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
                 refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
@@ -150,14 +155,15 @@ class Run:
     def _devices(self, start: Start) -> Config:
         """The meshes; returns the configuration with the degree that they allow."""
         config = start.config
-        self.devices = prepare_jax(config)
-        own = config.rollout.num_devices
-        self.mesh = make_mesh(self.devices[: len(self.devices) - own])  # of the trainer
-        rollout_mesh = make_mesh(self.devices[-own:]) if own else self.mesh
-        config = with_degree(config, rollout_mesh, self.said.append, start.earlier)
+        self.place = place = self.joined.compare(config, prepare_hosts(config))
+        self.devices = place.devices
+        self.mesh, rollout_mesh = place.mesh, place.local_mesh  # of the trainer over all hosts; of the rollout on this
+        if own := config.rollout.num_devices:
+            self.mesh, rollout_mesh = make_mesh(self.devices[:-own]), make_mesh(self.devices[-own:])
+        config = with_degree(config, rollout_mesh, self.said.append, start.earlier, place.memory)
         self.said += share_notes(config, rollout_mesh.devices.ravel().tolist())
         self.rollout_mesh = rollout_mesh
-        Layout(submeshes(rollout_mesh, config.rollout.num_workers)[0], config.rollout.tp)  # refused before all else
+        Layout(submeshes(rollout_mesh, config.workers_per_host)[0], config.rollout.tp)  # refused before all else
         if config.trainer.stream.enable:
             refuse_devices(len(self.devices), len({device.process_index for device in self.devices}))
         return config
@@ -191,12 +197,23 @@ class Run:
             max_to_keep=self.config.trainer.max_ckpt_to_keep,
             on_commit=self._committed,
             progress=self.watchdog.beat,
+            find=self._choose,
         )
         chosen = store.chosen
         newest = None if chosen is None else max([chosen.step, *chosen.faults])
         missing = missing_checkpoint(self.run_dir, newest)
         self.said += [*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())]
         return store
+
+    def _choose(self, folder: Path, progress: Callable[[], None]) -> Choice | None:
+        """`choose`, with the same result in every process: one of them reads all of the checkpoint."""
+
+        def look() -> str:
+            found = choose(folder, progress)
+            return "" if found is None else found.to_json()
+
+        told = self.joined.first("the checkpoint to go on from", look)
+        return Choice.from_json(told) if told else None
 
     def go(self) -> RunOutcome:
         """Runs to the end.
@@ -208,7 +225,7 @@ class Run:
             return self._go()
         except RunFailed:
             with suppress(OSError, ValueError):  # the cause is more than that its page cannot be written
-                write_report(self.run_dir.path)
+                self.run_dir.report(write_report)
             raise
         except OSError as error:
             place = error.filename or self.run_dir.path
@@ -229,7 +246,12 @@ class Run:
             stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
             opened = open_record(
-                self.config, self.run_dir, resume_step, total_steps=self.total_steps, watchdog=self.watchdog
+                self.config,
+                self.run_dir,
+                resume_step,
+                total_steps=self.total_steps,
+                watchdog=self.watchdog,
+                tell=self.joined.tell,
             )
             record = stack.enter_context(opened)
             self.watchdog.beat("building the engine")
@@ -244,7 +266,7 @@ class Run:
             self.store.wait()
             self.watchdog.beat("closing the run's files")
         self.watchdog.beat("writing the report")
-        report = write_report(self.run_dir.path)
+        report = self.run_dir.report(write_report)
         summary = {
             "run": str(self.run_dir.path),
             "steps": f"{loop.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
@@ -263,7 +285,7 @@ class Run:
             "count": len(self.devices),
         }
         self.watchdog.beat("opening what trainer.logger names")
-        record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
+        record.open_sinks()  # the last that can fail; a signal does not wait for the network
         cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
         with self.stop.held():
             newest = self.step if self.resuming else None
@@ -285,13 +307,15 @@ class Run:
         assert timeline is not None, "only a simulated run goes without"
         self._executors()
         workers = self.workers
-        engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile)
+        engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile, self.place.process)
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
             kept = (row_sizes(config, workers), journal, timeline, record.layouts)
-            layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept)
+            first = self.place.process * config.workers_per_host
+            layouts = build_layouts(config, self.profile, workers.mesh, engines.engines, *kept, first=first)
         stream: StreamSession | None = None
         if config.trainer.stream.enable:
+            assert isinstance(engines, Workers), "streaming lets what is commanded take effect at once"
             stream, self.gradients = build_stream(self.trainer, engines, workers, journal, timeline, self.profile)
         overlap = stack.enter_context(closing(Overlap())) if config.rollout.num_devices else None
         history = history_session(config, timeline)
@@ -307,17 +331,19 @@ class Run:
             timeline=timeline,
             on_progress=record.on_progress,
             beat=self.watchdog.beat,
-            interrupted=lambda: self.stop() and not (overlap is not None and overlap.busy),
+            interrupted=lambda: self.joined.is_asked() and not (overlap is not None and overlap.busy),
             layouts=layouts,
             stream=stream,
             history=history,
             timeouts=timeouts,
             judge=self.judge,
+            hosts=self.joined.stream,
+            exchange=self.joined.exchange,
+            on_event=self.joined.handled,
         )
         ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
         kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
 
-        save = partial(self._save, journal)
         loop = Loop(
             config,
             self.prompts,
@@ -325,7 +351,7 @@ class Run:
             backend,
             self.trainer,
             timeline,
-            Hooks(record.on_phase, partial(self._stepped, record), record.on_eval, save, self.stop, self.watchdog.beat),
+            self._hooks(record, journal),
             rule=self.rule,
             stop_token_ids=stop_ids(self.tokenizer, self.model.eos_token_ids),
             total_steps=self.total_steps,
@@ -336,6 +362,18 @@ class Run:
             kept={name: each for name, each in kept.items() if each is not None},
         )
         return loop, backend
+
+    def _hooks(self, record: RunRecord, journal: Journal) -> Hooks:
+        def on_phase(step: int, name: str) -> None:
+            record.on_phase(step, name)
+            self.joined.on_phase(step, name)
+
+        def beat() -> None:
+            self.watchdog.beat()
+            self.joined.beat()
+
+        stepped, save = partial(self._stepped, record), partial(self._save, journal)
+        return Hooks(on_phase, stepped, record.on_eval, save, self.joined.stops, beat)
 
     def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
         committed = self.store.latest_step()  # for sure only then: saving waits for the save before
@@ -348,7 +386,7 @@ class Run:
         config = self.config
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        self.workers = build_workers(config, self.model, self.rollout_mesh, weights)
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place)
         if judge_kind(config.reward) is None:
             return
         self.watchdog.beat("loading the judge")
@@ -362,12 +400,13 @@ class Run:
         config, predictor = self.config, None
         if self.pace is not None:
             predictor = LatencyPredictor(self.pace, config.rollout.layout, row_sizes(config, self.workers))
+        assert isinstance(backend.engine, Workers), "so do ranking groups"
         ranking, by = build_ranking(config, history.store, backend.engine, predictor)
         backend.rank(ranking, self.workers, by)
         return ranking
 
     def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-        record.on_step(step, measured, groups)
+        record.on_step(step, {**measured, **self.joined.take_metrics()}, groups)
         if step < self.total_steps and not self.stop():
             while self.beside:  # what is left when a step has ended would only slow the next one
                 self.beside.pop().complete(self.watchdog.beat)
@@ -404,7 +443,9 @@ class Run:
 
         assert record.timeline is not None, "only a simulated run goes without"
         with record.timeline.span("loop", "compile"):
+            self.joined.enter("the first weights")
             backend.enter_rollout(self.step)
+            self.joined.leave()
             count = workers.warm_up(progress, now)
         record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
         ahead = workers.compile_ahead(layout_degrees(self.config, self.rollout_mesh.size), later)

@@ -22,6 +22,15 @@ def prime_factors(count: int) -> tuple[int, ...]:
     return tuple(factors)
 
 
+def mesh_factors(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
+    """The factors of a mesh, of its minor axis first: those of one host's devices, then those of the hosts.
+
+    So every axis either lies inside hosts or goes from host to host, and a host's devices have the minor axes of the
+    whole: 2 hosts of 3 devices give (3, 2), where one host of 6 gives (2, 3).
+    """
+    return (*prime_factors(num_devices // num_hosts), *prime_factors(num_hosts))
+
+
 def possible_workers(num_devices: int) -> tuple[int, ...]:
     """The numbers of workers that so many devices can be cut into, ascending.
 

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.declared import MAX_INT, SEED, Cap, Names, Or
 from jaxrl.config.devices import MAX_DEVICES
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
 from jaxrl.config.rewards import MAX_WAIT, RewardSection
 from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
 from jaxrl.config.simulation import SimulateSection
@@ -356,6 +356,16 @@ class Config:
     def max_model_length(self) -> int:
         """Tokens of the longest sequence: prompt and response."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def num_workers(self) -> int:
+        """The rollout's workers, of all hosts."""
+        return with_workers_of_hosts(self.rollout.num_workers, self.hosts.num)
+
+    @property
+    def workers_per_host(self) -> int:
+        """The rollout's workers on each host, which share its devices."""
+        return self.num_workers // self.hosts.num
 
     @property
     def is_tp_open(self) -> bool:

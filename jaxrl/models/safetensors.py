@@ -49,7 +49,7 @@ def place(
       sharding: None is the first device.
       where: names the file and the tensor of a layer.
     """
-    sharding = SingleDeviceSharding(jax.devices()[0]) if sharding is None else sharding
+    sharding = SingleDeviceSharding(jax.local_devices()[0]) if sharding is None else sharding
     dtype = jnp.dtype(dtype)
 
     def part(layer: int, index: tuple[slice, ...]) -> np.ndarray:

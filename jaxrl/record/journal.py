@@ -13,13 +13,15 @@ decision. Lines of steps that a checkpoint holds are dropped when the journal is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxrl.record.files import JsonLines, read_lines
 
 SCHEMA = 1
+
+Tell = Callable[[int, str, tuple[int, ...], Mapping[str, Any]], None]
 
 
 class Journal:
@@ -32,12 +34,15 @@ class Journal:
         if earlier is None:
             journal.append(11, "verdict", key, {"status": "timeout"})
 
-    `begin=False` reads the file, and writes nothing before `begin` is called.
+    Args:
+      begin: False: the file is read, and nothing is written before `begin` is called.
+      tell: called with (step, kind, key, decision) where another process writes the file: this one reads it at the
+        start, remembers its own decisions, and tells them. None: this process writes it.
     """
 
-    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
+    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True, tell: Tell | None = None) -> None:
         lines = read_journal(path)
-        self._is_new = not lines
+        self._is_new, self._tell = not lines, tell
         self._entries = {_place(entry): entry for entry in lines[1:] if entry["step"] > last_step}
         self._lines = JsonLines(path, lambda step: step > last_step, compact=True, sync=True, begin=False)
         if begin:
@@ -45,6 +50,8 @@ class Journal:
 
     def begin(self) -> None:
         """Drops the lines of other steps; from here on, decisions can be written."""
+        if self._tell is not None:
+            return
         self._lines.begin()
         if self._is_new:
             self._lines.append({"journal": SCHEMA})
@@ -59,23 +66,21 @@ class Journal:
 
     def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
         """Writes a decision to the disk; it may take effect once this returns."""
-        self._lines.append(self._keep(step, kind, key, decision))
+        entry = {"step": step, "kind": kind, "key": list(key), **decision}
+        self._entries[_place(entry)] = entry
+        if self._tell is None:
+            self._lines.append(entry)
+        else:
+            self._tell(step, kind, key, decision)
 
     def cut(self, step: int) -> None:
         """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
-        self._forget(step)
-        self._lines.keep(lambda at: at > step)
+        self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
+        if self._tell is None:
+            self._lines.keep(lambda at: at > step)
 
     def close(self) -> None:
         self._lines.close()
-
-    def _keep(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> dict[str, Any]:
-        entry = {"step": step, "kind": kind, "key": list(key), **decision}
-        self._entries[_place(entry)] = entry
-        return entry
-
-    def _forget(self, step: int) -> None:
-        self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:

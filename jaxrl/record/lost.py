@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 
 from jaxrl.record.files import read_lines
-from jaxrl.record.run_dir import RunDir, recorded_start
+from jaxrl.record.run_dir import RunFolder, recorded_start
 
 CUT_OFF = r"\d+\.(draft|orbax-checkpoint-tmp).*"
 """What a save of a checkpoint that was cut off is called."""
 
 
-def missing_checkpoint(run_dir: RunDir, found: int | None) -> str | None:
+def missing_checkpoint(run_dir: RunFolder, found: int | None) -> str | None:
     """What to tell about a checkpoint that is missing although the run goes on from an older one; None: nothing.
 
     Args:
@@ -39,7 +39,7 @@ def missing_checkpoint(run_dir: RunDir, found: int | None) -> str | None:
     )
 
 
-def missing_metrics(run_dir: RunDir, step: int) -> str | None:
+def missing_metrics(run_dir: RunFolder, step: int) -> str | None:
     """What to tell about lines of metrics that are gone, of steps up to the checkpoint that a run goes on from; None:
     every line is there. They decide nothing, so that the run goes on."""
     file = run_dir.file("metrics.jsonl")
@@ -51,7 +51,7 @@ def missing_metrics(run_dir: RunDir, step: int) -> str | None:
     return f"{file} has no line of step {shown}: what was measured there is lost"
 
 
-def _saved_step(run_dir: RunDir) -> int | None:
+def _saved_step(run_dir: RunFolder) -> int | None:
     """The last step that is known to have been saved."""
     told = recorded_start(run_dir.path) or {}
     if "checkpoint" in told:
@@ -66,5 +66,5 @@ def _saved_step(run_dir: RunDir) -> int | None:
     return last - last % every if last >= every and not killed_in_first else None
 
 
-def _last_step(run_dir: RunDir) -> int:
+def _last_step(run_dir: RunFolder) -> int:
     return max((line.get("step", 0) for line in read_lines(run_dir.file("metrics.jsonl"))), default=0)

@@ -10,6 +10,10 @@
     timeline.json    Chrome trace; Perfetto opens it
     checkpoints/     Orbax; a simulated run has one file, state.json
     report.html      written at the end, or by `jaxrl report`
+    hosts/<i>/       what process i of several writes itself: rewards.log, timeline.json, layouts.jsonl
+    hosts/timeline.json    all hosts' timelines as one, written with the report
+
+All of it but `hosts/<i>/` is process 0's; the others read it (`jaxrl.record.followed`).
 
 A lock (`.lock`) keeps a second run out; the operating system drops it when the process ends, however it ends.
 
@@ -26,7 +30,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +51,50 @@ SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its dev
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-class RunDir:
+class RunFolder:
+    """What every process of a run reads in its directory.
+
+    Attributes:
+      process: the number of this one; of several, process 0 writes the run's files.
+    """
+
+    def __init__(self, path: str | Path, option: str = "trainer.run_dir", process: int = 0) -> None:
+        self.path, self._option, self.process = refuse_folder(path, option), option, process
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the run's files."""
+        return self.process == 0
+
+    def refuse_other_kind(self, *, simulated: bool) -> None:
+        """Raises ValueError if the earlier run here was simulated and this one is not, or the other way round."""
+        earlier = recorded_start(self.path)
+        if earlier is None:
+            return
+        was_simulated = earlier["devices"].get("platform") == SIMULATED
+        if was_simulated != simulated:
+            kind = "was simulated" if was_simulated else "was not simulated"
+            raise ValueError(f"{self.path} holds a run that {kind}: choose another {self._option}")
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    @cached_property
+    def earlier(self) -> Config | None:
+        """The configuration that this directory was last run with; None: never. It is read once."""
+        return recorded_config(self.path)
+
+    def changes(self, config: Config) -> list[str]:
+        """Options in which `config` differs from the one this directory was last run with, one line each."""
+        return [] if self.earlier is None else differences(self.earlier, config)
+
+    def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
+        """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""
+        of = f" of {total_steps}" if total_steps else ""
+        return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
+
+
+class RunDir(RunFolder):
     """An open run directory, locked against other runs.
 
     Args:
@@ -59,7 +106,7 @@ class RunDir:
     """
 
     def __init__(self, path: str | Path, option: str = "trainer.run_dir") -> None:
-        self.path, self._option = refuse_folder(path, option), option
+        super().__init__(path, option)
         self._started = False
         self._early: dict[Path, int | None] = {}  # sizes before this start
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -75,61 +122,28 @@ class RunDir:
                 f"{option}"
             ) from None
         except OSError as error:
-            self._take_back()
+            remove_empty(self._made)
             where = error.filename or self.path
             raise ValueError(f"{option}: {where}: {(error.strerror or str(error)).lower()}") from None
 
-    def refuse_other_kind(self, *, simulated: bool) -> None:
-        """Raises ValueError if the earlier run here was simulated and this one is not, or the other way round."""
-        earlier = recorded_start(self.path)
-        if earlier is None:
-            return
-        was_simulated = earlier["devices"].get("platform") == SIMULATED
-        if was_simulated != simulated:
-            kind = "was simulated" if was_simulated else "was not simulated"
-            raise ValueError(f"{self.path} holds a run that {kind}: choose another {self._option}")
-
-    def file(self, name: str) -> Path:
-        return self.path / name
+    def own(self, name: str) -> Path:
+        """A file of this process's own, where each has one."""
+        return self.file(name)
 
     def early_file(self, name: str) -> Path:
         """A file that something may append to before the start is recorded; a refused start takes that back."""
         path = self.file(name)
-        self._early[path] = path.stat().st_size if path.exists() else None
+        self._early |= sizes_of([path])
         return path
 
     def close(self) -> None:
         if not self._started and self._lock_is_new:
             self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
         if not self._started:
-            for path, size in self._early.items():
-                if size is None:
-                    path.unlink(missing_ok=True)
-                elif path.exists():
-                    os.truncate(path, size)
+            cut_to(self._early)
         self._lock.release()
         if not self._started:
-            self._take_back()
-
-    def _take_back(self) -> None:
-        """Removes the folders that this start has made."""
-        for folder in self._made:
-            with suppress(OSError):  # it was not made, or something else is in it by now
-                folder.rmdir()
-
-    @cached_property
-    def earlier(self) -> Config | None:
-        """The configuration that this directory was last run with; None: never. It is read once."""
-        return recorded_config(self.path)
-
-    def changes(self, config: Config) -> list[str]:
-        """Options in which `config` differs from the one this directory was last run with, one line each."""
-        return [] if self.earlier is None else differences(self.earlier, config)
-
-    def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
-        """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""
-        of = f" of {total_steps}" if total_steps else ""
-        return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
+            remove_empty(self._made)
 
     def record_start(self, config: Config, devices: Mapping[str, Any], step: int, **more: Any) -> None:
         """Writes config.yaml, and an entry about this start to run.json, which gets `more` as well."""
@@ -160,6 +174,10 @@ class RunDir:
         """Notes in run.json which compilation cache this start uses, and what was said of it, if anything."""
         self._add_to_record({"compilation_cache": name}, {} if note is None else {"note": note})
 
+    def report(self, write: Callable[[Path], Path]) -> Path:
+        """Has the run's page written; returns where it is."""
+        return write(self.path)
+
     def _add_to_record(self, more: Mapping[str, Any], of_start: Mapping[str, Any] | None = None) -> None:
         file = self.file(RUN_FILE)
         with reading(file):
@@ -170,6 +188,27 @@ class RunDir:
     def _write_record(self, record: Mapping[str, Any]) -> None:
         """A checkpoint is on the disk before it is told of here; this must not be lost or cut where power fails."""
         write_whole(self.file(RUN_FILE), to_json(record, indent=1), sync=True)
+
+
+def sizes_of(files: Sequence[Path]) -> dict[Path, int | None]:
+    """The sizes of files; None: there is none."""
+    return {path: path.stat().st_size if path.exists() else None for path in files}
+
+
+def cut_to(sizes: Mapping[Path, int | None]) -> None:
+    """Takes back what was appended to files since `sizes_of`."""
+    for path, size in sizes.items():
+        if size is None:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            os.truncate(path, size)
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Removes the folders, which this start has made."""
+    for folder in folders:
+        with suppress(OSError):  # it was not made, or something else is in it by now
+            folder.rmdir()
 
 
 def recorded_config(folder: str | Path) -> Config | None:

@@ -6,10 +6,14 @@ view; `RunRecord.begin` opens the files for writing, when nothing can refuse the
 
 A simulated run differs: its metrics say that it is one. It has no journal, because its clock decides the same again; no
 timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
+
+Of several processes, one leads (`RunFolder.leads`). The others have a timeline and a layout log of their own, remember
+what the journal holds, show nothing, and write no metrics and no samples: `open_record` is where that is decided.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +25,14 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.record import layouts, samples
 from jaxrl.record.files import JsonLines
-from jaxrl.record.journal import Journal, read_journal
+from jaxrl.record.followed import FollowedRun
+from jaxrl.record.journal import Journal, Tell, read_journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.live import LiveView
 from jaxrl.record.metrics import MetricsWriter, read_metrics
-from jaxrl.record.run_dir import RunDir
+from jaxrl.record.run_dir import RunDir, RunFolder
 from jaxrl.record.samples import SampleLog
-from jaxrl.record.timeline import Timeline
+from jaxrl.record.timeline import MAX_BYTES, Timeline
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
 
@@ -36,11 +41,12 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal` and `timeline` are None in a simulated one, and `watchdog` where none is."""
+    """The open record of a run; `journal` and `timeline` are None in a simulated one, `metrics` and `samples` where
+    another process writes them, and `watchdog` where none is."""
 
     view: LiveView
-    metrics: MetricsWriter
-    samples: SampleLog
+    metrics: MetricsWriter | None
+    samples: SampleLog | None
     layouts: LayoutLog
     timeline: Timeline | None = None
     journal: Journal | None = None
@@ -48,6 +54,11 @@ class RunRecord:
     simulated: bool = False
     _phase_began_s: float = field(default_factory=time.monotonic)
     _evaluated: Mapping[str, float] = field(default_factory=dict)  # of the step that is running
+
+    def open_sinks(self) -> None:
+        """As `MetricsWriter.open_sinks`."""
+        if self.metrics is not None:
+            self.metrics.open_sinks()
 
     def begin(self) -> None:
         """Drops from the files what later steps wrote. The first write of a start that is not refused."""
@@ -69,16 +80,18 @@ class RunRecord:
     def on_step(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
         measured = {**measured, **self._evaluated, **self._kind()}
         self._evaluated = {}
-        self.metrics.write(step, measured)
-        self.samples.write(step, groups)
+        if self.metrics is not None:
+            self.metrics.write(step, measured)
+        if self.samples is not None:
+            self.samples.write(step, groups)
         self.view.step(step, measured)
 
     def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
         """An evaluation's numbers stand in the line of its training step; those of step 0 have a line of their own."""
-        if step == 0:
-            self.metrics.write(0, {**measured, **self._kind()})
-        else:
+        if step > 0:
             self._evaluated = measured
+        elif self.metrics is not None:
+            self.metrics.write(0, {**measured, **self._kind()})
         if not self.simulated:
             self.view.message(f"step {step}: held-out accuracy {measured['val/accuracy']:.3f} on {len(groups)} prompts")
 
@@ -104,12 +117,13 @@ class RunOutcome:
 @contextmanager
 def open_record(
     config: Config,
-    run_dir: RunDir,
+    run_dir: RunDir | FollowedRun,
     resume_step: int,
     *,
     total_steps: int = 0,
     simulated: bool = False,
     watchdog: Watchdog | None = None,
+    tell: Tell | None = None,
 ) -> Iterator[RunRecord]:
     """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
 
@@ -117,42 +131,54 @@ def open_record(
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
       total_steps: for the live view's time to go; 0: it shows none.
       watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
+      tell: as in `Journal`.
 
     Raises:
       ValueError: a file of the record is damaged.
     """
     with ExitStack() as stack:
-        view = stack.enter_context(closing(LiveView(total_steps, sys.stdout)))
-        timeline = None
+        shown = sys.stdout if run_dir.leads else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        view = stack.enter_context(closing(LiveView(total_steps, shown)))
+        timeline, metrics, sample_log = None, None, None
         if not simulated:
-            timeline = stack.enter_context(closing(Timeline(run_dir.file("timeline.json"), begin=False)))
-        metrics = MetricsWriter(
-            run_dir.path,
-            () if simulated else config.trainer.logger,
-            resume_step=resume_step,
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-            begin=False,
-        )
-        stack.enter_context(closing(metrics))
-        record = RunRecord(
-            view,
-            metrics,
-            stack.enter_context(closing(SampleLog(run_dir.file(samples.FILE_NAME), resume_step, begin=False))),
-            stack.enter_context(closing(LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step, begin=False))),
-            timeline,
-            simulated=simulated,
-        )
+            timeline = stack.enter_context(closing(_timeline(config, run_dir)))
+        if run_dir.leads:
+            metrics = MetricsWriter(
+                run_dir.path,
+                () if simulated else config.trainer.logger,
+                resume_step=resume_step,
+                project=config.trainer.project_name,
+                experiment=config.trainer.experiment_name,
+                begin=False,
+            )
+            stack.enter_context(closing(metrics))
+            sample_log = SampleLog(run_dir.file(samples.FILE_NAME), resume_step, begin=False)
+            stack.enter_context(closing(sample_log))
+        layout_log = LayoutLog(run_dir.own(layouts.FILE_NAME), resume_step, begin=False)
+        stack.enter_context(closing(layout_log))
+        record = RunRecord(view, metrics, sample_log, layout_log, timeline, simulated=simulated)
         if timeline is not None:
-            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False)
+            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False, tell=tell)
             record.journal = stack.enter_context(closing(journal))
             if watchdog is not None:
-                watchdog.follow(timeline, view.message)
+                watchdog.follow(timeline, view.message if run_dir.leads else _to_stderr)
                 record.watchdog = watchdog
         yield record
 
 
-def refuse_damaged(run_dir: RunDir) -> None:
+def _timeline(config: Config, run_dir: RunDir | FollowedRun) -> Timeline:
+    """Of this process; several share the room that one has."""
+    file, num_hosts = run_dir.own("timeline.json"), config.hosts.num
+    if num_hosts == 1:
+        return Timeline(file, begin=False)
+    return Timeline(file, host=run_dir.process, max_bytes=max(MAX_BYTES // num_hosts, 1 << 20), begin=False)
+
+
+def _to_stderr(text: str) -> None:
+    print(f"jaxrl: {text}", file=sys.stderr)
+
+
+def refuse_damaged(run_dir: RunFolder) -> None:
     """Raises ValueError if a run could not go on with the files in its directory; see `open_record`, which reads them
     again at the step that counts. For before anything that takes long."""
     read_metrics(run_dir.path)

@@ -36,6 +36,9 @@ _COUNTER_EVERY_S = 0.02
 _FLUSH_EVERY_S = 1.0
 _FLUSH_LINES = 256
 _TAIL_BYTES = 1 << 16
+MAX_BYTES = 32 << 20
+"""After which the share of drawn steps halves."""
+ORIGIN, UNIX_US = "jaxrl_origin", "unix_us"
 _PAUSE_US = 1_000_000  # between the last event of a run and the first of the run that resumes it
 
 
@@ -63,6 +66,8 @@ class Timeline:
         metrics |= timeline.take_phases()  # {"timing_s/gen": .., "timing_s/step": ..}
 
     Args:
+      host: the number of this process among several, which is drawn. The beginning of a start then carries the time of
+        day, by which `jaxrl.record.host_timelines` lays the hosts' files over each other.
       clock: seconds from any origin; a simulation's own.
       begin: False: the file is read and may be refused, and nothing is written before `begin` is called.
     """
@@ -73,7 +78,8 @@ class Timeline:
         *,
         max_events_per_step: int = 4000,
         max_tracks: int = 64,
-        max_bytes: int = 32 << 20,
+        max_bytes: int = MAX_BYTES,
+        host: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         begin: bool = True,
     ) -> None:
@@ -96,7 +102,11 @@ class Timeline:
         if not self._bytes:
             self._lines.append("[\n")
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._metadata("process_name", 0, f"start {self._pid}, {started}")
+        if host is None:
+            self._metadata("process_name", 0, f"start {self._pid}, {started}")
+        else:
+            self._metadata("process_name", 0, f"host {host}, start {self._pid}, {started}")
+            self._lines.append(_line(self._origin(time.time())))
         if begin:
             self.begin()
 
@@ -271,6 +281,11 @@ class Timeline:
     def _metadata(self, kind: str, tid: int, value: str | int) -> None:
         key = "sort_index" if kind.endswith("sort_index") else "name"
         self._lines.append(_line({"name": kind, "ph": "M", "pid": self._pid, "tid": tid, "args": {key: value}}))
+
+    def _origin(self, unix_s: float) -> dict[str, Any]:
+        """A line that says which time of day it was at which moment of the trace."""
+        args = {UNIX_US: round(unix_s * 1e6)}
+        return {"name": ORIGIN, "ph": "M", "pid": self._pid, "tid": 0, "ts": self._origin_us, "args": args}
 
     def _event(self, event: dict[str, Any]) -> None:
         self._events += 1

@@ -26,6 +26,7 @@ from typing import Any
 
 from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.record.files import Removing, read_lines, refuse_file, write_whole
+from jaxrl.record.host_timelines import merge_timelines
 from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
 from jaxrl.record.layouts import read_layouts
 from jaxrl.record.live import duration
@@ -77,13 +78,16 @@ class Run:
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, removing: Removing = nullcontext) -> Path:
-    """Writes the page (default: `report.html` in the run's folder) and returns where it is."""
+    """Writes the page (default: `report.html` in the run's folder, and several hosts' timelines as one beside it) and
+    returns where it is."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
     run = read_run(run_dir)
     target = Path(out) if out is not None else run.folder / "report.html"
     write_whole(target, page(run), removing=removing)
+    if out is None:
+        merge_timelines(run.folder)
     return target
 
 

@@ -113,6 +113,7 @@ class RolloutBackend:
       hosts: to the other processes of the run, for `PacedWorkers`; None: there are none.
       exchange: with `hosts`, called at a round's end with samples, the same everywhere and in the same order, and the
         process that has drawn each: fills in, in place, the tokens and log-probabilities of those of others.
+      on_event: called with every event that is handed to the round.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class RolloutBackend:
         judge: Judge | None = None,
         hosts: Stream | None = None,
         exchange: Exchange = lambda samples, owners: None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.engine = Workers([engine]) if isinstance(engine, Engine) else engine
         self.worker = worker
@@ -144,7 +146,7 @@ class RolloutBackend:
         if isinstance(self.engine, PacedWorkers):
             assert stream is None, "gradients beside the rollout move requests between workers"
             self._ordered = OrderedEvents(self.engine, self._verdicts.own, text_of, clock, journal, hosts)
-        self._hosts, self._exchange = hosts, exchange
+        self._hosts, self._exchange, self._on_event = hosts, exchange, on_event
         self._text_of = text_of
         self._weights = weights
         self._clock = clock
@@ -298,6 +300,7 @@ class RolloutBackend:
         event = self._events.popleft()
         if isinstance(event, Verdict):
             self._awaited.discard(event.key)
+        self._on_event(event)
         return event
 
     def apply(self, command: Command) -> None:

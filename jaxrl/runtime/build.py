@@ -28,6 +28,7 @@ from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
 from jaxrl.runtime.drafting import drafting_of, step_costs
+from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts
 from jaxrl.runtime.layout_session import Drawing
 from jaxrl.runtime.memory import (
     in_bytes,
@@ -38,7 +39,7 @@ from jaxrl.runtime.memory import (
     plan_chunk,
     plan_remat,
 )
-from jaxrl.runtime.rules import batcher_config, draft_config
+from jaxrl.runtime.rules import batcher_config, draft_config, workers_of
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -47,7 +48,8 @@ from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
+from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.workers import By, Ticks, Workers, step_ticks
 from jaxrl.sharding.halves import Half
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of, submeshes
@@ -65,19 +67,58 @@ _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, wh
 
 
 def prepare_jax(config: Config) -> list[Any]:
-    """Sets what must be set before the first computation; returns the devices of the run. Writes nothing."""
-    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
-    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
-        jax.config.update("jax_enable_x64", True)
-    devices = jax.devices()
-    wanted = config.trainer.num_devices or len(devices)
+    """Sets what must be set before the first computation; returns the devices that a run uses of this process. Writes
+    nothing."""
+    _set_types(config)
+    devices = jax.local_devices()
+    option, wanted = "trainer.num_devices", config.trainer.num_devices
+    if not wanted:
+        option, wanted = "hosts.devices_per_host", config.hosts.devices_per_host or len(devices)
     if wanted > len(devices):
-        raise ConfigError(f"trainer.num_devices ({wanted}) must be at most the devices there are ({len(devices)})")
-    tp, own = 1 if config.is_tp_open else config.rollout.tp, config.rollout.num_devices
-    problem = devices_problem(own, wanted, tp, "the number of devices", config.rollout.num_workers)
+        raise ConfigError(f"{option} ({wanted}) must be at most the devices there are ({len(devices)})")
+    problem = host_problem(config, wanted)
     if problem is not None:
         raise ConfigError(problem)
     return devices[:wanted]
+
+
+def prepare_hosts(config: Config) -> HostPlace:
+    """`prepare_jax` for a run that may have several processes: where this one stands among them, with the memory of its
+    own devices.
+
+    Raises:
+      ConfigError: another number of processes than `hosts.num` has been started, or their devices do not fit.
+    """
+    count = jax.process_count()
+    if count != config.hosts.num:
+        raise ConfigError(f"hosts.num ({config.hosts.num}) must be the number of processes, found {count}")
+    if count == 1:
+        devices = tuple(prepare_jax(config))
+        return HostPlace(0, 1, devices, devices, memory_of(devices))
+    _set_types(config)
+    hosts = devices_of_hosts(jax.devices(), count, config.hosts.devices_per_host)
+    own = hosts[jax.process_index()]
+    problem = host_problem(config, len(own))
+    if problem is not None:
+        raise ConfigError(problem)
+    sharing = len(own) * (count if config.hosts.launcher == "local" else 1)
+    everyone = tuple(device for devices in hosts for device in devices)
+    return HostPlace(jax.process_index(), count, own, everyone, memory_of(own, sharing))
+
+
+def host_problem(config: Config, num_devices: int) -> str | None:
+    """Why the rollout is impossible on the devices of a host, as a sentence; None: it is possible."""
+    tp, own = 1 if config.is_tp_open else config.rollout.tp, config.rollout.num_devices
+    if config.hosts.num == 1:
+        return devices_problem(own, num_devices, tp, "the number of devices", config.workers_per_host)
+    problem = devices_problem(own, num_devices, tp, "the devices of a host", config.workers_per_host)
+    return problem and f"on each of {config.hosts.num} hosts {problem}; a worker stays inside its host"
+
+
+def _set_types(config: Config) -> None:
+    types = (config.rollout.dtype, config.actor.dtype, config.actor.param_dtype)
+    if "float64" in types or (judge_kind(config.reward) is not None and config.reward.judge.dtype == "float64"):
+        jax.config.update("jax_enable_x64", True)
 
 
 def use_compilation_cache(config: Config) -> str:
@@ -127,7 +168,8 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
-    """Memory of one device; None if the backend does not report it (a CPU's memory is the host's)."""
+    """Memory of one of this process's devices; None if the backend does not report it (a CPU's memory is the host's).
+    No other process's device can be asked."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
@@ -169,31 +211,38 @@ def host_bytes() -> int:
     return min(found)
 
 
-def bytes_each(devices: Sequence[Any], num_devices: int) -> int:
-    """Memory of one of so many devices like these; of a CPU, its share of the host's."""
-    own = device_bytes(devices)
-    return host_bytes() // num_devices if own is None else own
+def memory_of(devices: Sequence[Any], sharing: int = 0) -> DeviceMemory:
+    """The memory of this process's devices, which are alike.
+
+    Args:
+      sharing: how many devices have a share of this machine's memory, where they are CPUs; 0: these.
+    """
+    reported = device_bytes(devices)
+    share = host_bytes() // (sharing or len(devices)) if reported is None else reported
+    return DeviceMemory(platform_of(devices[0]), reported, share)
 
 
-def refuse_too_large(config: Config, model: ModelConfig, devices: Sequence[Any], *, trains: bool = True) -> None:
+def refuse_too_large(
+    config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory, *, trains: bool = True
+) -> None:
     """Raises ConfigError for sizes that need more memory than there is, before any is used.
 
     Args:
-      devices: those without the rollout's own, which are of the same kind.
+      num_devices: of the run, on all hosts.
       trains: as in `memory_problem`.
     """
-    count = len(devices) + config.rollout.num_devices
-    plan = memory_plan(config, model, count, device_bytes(devices), platform_of(devices[0]))
-    problem = memory_problem(config, model, plan, count, bytes_each(devices, count), trains)
+    plan = memory_plan(config, model, num_devices, memory.reported, memory.platform)
+    problem = memory_problem(config, model, plan, num_devices, memory.share, trains)
     if problem is not None:
         raise ConfigError(problem)
 
 
-def with_planned_update(config: Config, model: ModelConfig, devices: Sequence[Any]) -> Config:
-    """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory allows."""
-    memory, platform = device_bytes(devices), platform_of(devices[0])
-    remat = plan_remat(config, model, len(devices), memory, platform)
-    chunk = plan_chunk(config, model, len(devices), memory, platform, remat)
+def with_planned_update(config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory) -> Config:
+    """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory of the
+    trainer's devices allows."""
+    known = memory.reported, memory.platform
+    remat = plan_remat(config, model, num_devices, *known)
+    chunk = plan_chunk(config, model, num_devices, *known, remat)
     actor = dataclasses.replace(config.actor, remat=remat, logprob_chunk_tokens=chunk)
     return dataclasses.replace(config, actor=actor)
 
@@ -242,24 +291,40 @@ def build_executor(
     config: Config, model: ModelConfig, layout: Layout, weights: Callable[[], Any] | None = None
 ) -> MeshExecutor:
     """The executor of a rollout with one worker; `weights`: as in `MeshExecutor`."""
-    return MeshExecutor(model, layout, _executor_config(config, model, layout.mesh, layout.tp), weights)
+    reported = device_bytes(layout.mesh.devices.ravel().tolist())
+    return MeshExecutor(model, layout, _executor_config(config, model, layout.mesh, layout.tp, reported), weights)
 
 
 def build_workers(
-    config: Config, model: ModelConfig, mesh: Mesh, weights: Callable[[], Any] | None = None
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    weights: Callable[[], Any] | None = None,
+    place: HostPlace | None = None,
 ) -> WorkerSet:
-    """The executors of `config.rollout`, one for each of the submeshes that `rollout.num_workers` cuts `mesh` into."""
-    rollout = config.rollout
-    sizes = _executor_config(config, model, mesh, rollout.tp)
-    parts = submeshes(mesh, rollout.num_workers)
-    source = weights if len(parts) == 1 else None  # several have each other
-    return WorkerSet(mesh, [MeshExecutor(model, Layout(part, rollout.tp), sizes, source) for part in parts])
+    """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`.
+
+    Args:
+      mesh: of the rollout, on this host.
+      weights: as in `MeshExecutor`. Read only where a single worker has all of the trainer's devices: several have each
+        other, and the one of a host cannot have a global program run for itself alone.
+      place: among several hosts; default: there is one.
+    """
+    rollout, parts = config.rollout, submeshes(mesh, config.workers_per_host)
+    alone = place is None or place.num_processes == 1
+    reported = device_bytes(mesh.devices.ravel().tolist()) if place is None else place.memory.reported
+    sizes = _executor_config(config, model, mesh, rollout.tp, reported)
+    source = weights if len(parts) == 1 and alone else None
+    executors = [MeshExecutor(model, Layout(part, rollout.tp), sizes, source) for part in parts]
+    return WorkerSet(mesh, executors, None if place is None or alone else place.mesh)
 
 
-def _executor_config(config: Config, model: ModelConfig, mesh: Mesh, tp: int) -> ExecutorConfig:
-    """Sizes of each worker, its pools sized by `layout_sizes`; `mesh`: of the rollout."""
+def _executor_config(
+    config: Config, model: ModelConfig, mesh: Mesh, tp: int, memory_bytes: int | None
+) -> ExecutorConfig:
+    """Sizes of each worker, its pools sized by `layout_sizes`; `mesh`: of the rollout, on this host."""
     rollout, val = config.rollout, config.rollout.val_kwargs
-    sizes = layout_sizes(config, model, mesh.size, device_bytes(mesh.devices.ravel().tolist()))
+    sizes = layout_sizes(config, model, mesh.size, memory_bytes)
     truncates = [rollout.top_k > 0, rollout.top_p < 1, rollout.min_p > 0, val.top_k > 0, val.top_p < 1]
     return ExecutorConfig(
         num_slots=sizes[tp][0],
@@ -292,13 +357,15 @@ def build_engines(
     tokenizer: Tokenizer,
     profile: Profile | None,
     draft_profile: Profile | None = None,
-) -> Workers:
-    """The engines of all workers as one.
+    process: int = 0,
+) -> Workers | PacedWorkers:
+    """The engines of this process's workers as one.
 
     Args:
       profile: the checked one, where layouts switch: logical time is then what it predicts, because workers in
         different layouts do not keep one pace.
       draft_profile: the checked one, where it decides which plans verify drafts.
+      process: the number of this one.
 
     Raises ConfigError for a draft profile of other steps than those of these workers.
     """
@@ -312,10 +379,10 @@ def build_engines(
         )
         for executor in workers.executors
     ]
-    ticks = step_ticks
+    ticks: Ticks = step_ticks
     if profile is not None:
         ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
-    return Workers(engines, config.rollout.deal, ticks)
+    return workers_of(config, engines, ticks, process)
 
 
 def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from jaxrl.config import Config, ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.runtime.build import device_bytes
+from jaxrl.runtime.build import memory_of
+from jaxrl.runtime.hosts.place import DeviceMemory
 from jaxrl.runtime.memory import plan_num_blocks
 from jaxrl.runtime.profile import checked_profile, load_profile
 from jaxrl.scheduling.layouts.initial_degree import fastest_degree
@@ -27,27 +28,32 @@ OPTION = "rollout.tensor_model_parallel_size"
 
 
 def with_degree(
-    config: Config, mesh: Mesh, say: Callable[[str], None] = print, earlier: Config | None = None
+    config: Config,
+    mesh: Mesh,
+    say: Callable[[str], None] = print,
+    earlier: Config | None = None,
+    memory: DeviceMemory | None = None,
 ) -> Config:
     """`config` with a number in place of auto, said and explained; as it is where it has one.
 
     Args:
-      mesh: of the rollout.
+      mesh: of the rollout, on this host.
       earlier: the configuration with which this run was started before; None: never.
+      memory: the least of all hosts; default: that of the mesh's devices.
 
     Raises:
       ConfigError: there is no profile, or it is not of this model and machine, or no degree in it is possible.
     """
     if not config.is_tp_open:
         return config
-    kept = config.with_tp_of(earlier, mesh.size // config.rollout.num_workers)
+    kept = config.with_tp_of(earlier, mesh.size // config.workers_per_host)
     if not kept.is_tp_open:
         say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")
         return kept
     _require_profile(config)
     model = config_of(resolve_path(config.model.path))
-    memory = device_bytes(mesh.devices.ravel().tolist())
-    config, said = choose(config, model, mesh.size, memory, checked_profile(config, model, mesh))
+    memory = memory or memory_of(mesh.devices.ravel().tolist())
+    config, said = choose(config, model, mesh.size, memory.reported, checked_profile(config, model, mesh))
     say(said)
     return config
 
@@ -55,18 +61,18 @@ def with_degree(
 def planned_degree(
     config: Config, model: ModelConfig, num_devices: int, memory_bytes: int | None
 ) -> tuple[Config, str]:
-    """`with_degree` for devices that need not be here: the profile is not compared with a machine, only its number of
-    devices. Returns the configuration, and what there is to say (empty: it has a number)."""
+    """`with_degree` for devices that need not be here, so many of a host: the profile is not compared with a machine,
+    only its number of devices. Returns the configuration, and what there is to say (empty: it has a number)."""
     if not config.is_tp_open:
         return config, ""
     _require_profile(config)
     profile = load_profile(config.rollout.layout.profile)
-    of_worker = num_devices // config.rollout.num_workers
+    of_worker = num_devices // config.workers_per_host
     if profile.identity.device_count != of_worker:
         raise ConfigError(
             f"{OPTION} is auto, and rollout.layout.profile ({config.rollout.layout.profile}) is of "
             f"{profile.identity.device_count} devices: the rollout has {of_worker}"
-            + (" in each worker" if config.rollout.num_workers > 1 else "")
+            + (" in each worker" if config.num_workers > 1 else "")
         )
     return choose(config, model, num_devices, memory_bytes, profile)
 
@@ -86,7 +92,8 @@ def choose(
     rollout, data = config.rollout, config.data
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
-    for degree in rollout.layout.possible_on(num_devices // rollout.num_workers):
+    of_worker = num_devices // config.workers_per_host
+    for degree in rollout.layout.possible_on(of_worker):
         if degree not in profile.degrees:
             continue
         try:
@@ -100,13 +107,13 @@ def choose(
     if not possible:
         raise ConfigError(
             f"{OPTION} is auto, and rollout.layout.profile ({rollout.layout.profile}) holds tp "
-            f"{', '.join(map(str, profile.degrees))}, none of which {num_devices // rollout.num_workers} devices and "
+            f"{', '.join(map(str, profile.degrees))}, none of which {of_worker} devices and "
             f"rollout.layout.degrees allow: {NEW_PROFILE}"
         )
     predictor = LatencyPredictor(profile, rollout.layout)
-    rows = -(-data.train_batch_size * rollout.n // rollout.num_workers)  # of the worker with the most
+    rows = -(-data.train_batch_size * rollout.n // config.num_workers)  # of the worker with the most
     chosen = fastest_degree(predictor, possible, rows, data.max_prompt_length, data.max_response_length)
-    batch = "a batch" if rollout.num_workers == 1 else "a worker's part"
+    batch = "a batch" if config.num_workers == 1 else "a worker's part"
     return config.with_tp(chosen.degree), (
         f"{OPTION}: auto is {chosen.degree} by {rollout.layout.profile} ({batch} of {rows} longest samples decodes in "
         f"{chosen})"

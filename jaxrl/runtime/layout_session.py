@@ -221,6 +221,8 @@ def layout_sessions(
     drawing: Drawing,
     log: LayoutLog | None,
     journal: Journal | None,
+    first: int = 0,
+    count: int = 0,
 ) -> LayoutSessions:
     """A session for each engine, whose executors can change their layouts.
 
@@ -228,16 +230,18 @@ def layout_sessions(
       options, degrees, initial: see `LayoutControl`, of every worker.
       predictors: one for each engine, corrected by that engine's step times.
       clock, drawing, log, journal: see `LayoutSession`.
+      first, count: the number of the first engine's worker, and how many workers there are, where others have more; 0:
+        these are all.
     """
     controls = [
         LayoutControl(engine, options, degrees, initial, predictor)
         for engine, predictor in zip(engines, predictors, strict=True)
     ]
-    count = len(controls)
+    count = count or len(controls)
     return LayoutSessions(
         [
             LayoutSession(control, clock, drawing, log, journal, (worker, count))
-            for worker, control in enumerate(controls)
+            for worker, control in enumerate(controls, first)
         ]
     )
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrl.config import Config
-from jaxrl.config.devices import prime_factors
+from jaxrl.config.devices import mesh_factors
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import leaves
@@ -115,7 +115,7 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     useful = rollout.max_num_seqs * per_request + _RESERVED_BLOCKS
     if memory_bytes is None:
         return useful
-    resident = {} if rollout.num_devices else _resident(config, model_config, devices)
+    resident = {} if rollout.num_devices else _resident(config, model_config, devices * config.hosts.num)
     weights, books = _rollout_weights(config, model_config, devices), draft_book_bytes(config)
     judge = planned_judge(config, devices)
     beside = books + (judge.total if judge is not None else 0)
@@ -140,15 +140,16 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
 
 def _wider(config: Config, num_devices: int) -> str:
     """How a copy of the weights is spread over more devices."""
-    workers = config.rollout.num_workers
+    workers = config.workers_per_host
     if workers > 1 and config.rollout.tp == num_devices // workers:
-        return f"cut the rollout into fewer workers (rollout.num_workers: {workers}) for a larger tp"
+        return f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
     return "raise rollout.tensor_model_parallel_size"
 
 
 def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
-    """The TP degrees that a worker's rounds may use (`LayoutSection.degrees_on`); `num_devices`: of the rollout."""
-    return config.rollout.layout.degrees_on(config.rollout.tp, num_devices // config.rollout.num_workers)
+    """The TP degrees that a worker's rounds may use (`LayoutSection.degrees_on`); `num_devices`: of the rollout, on one
+    host."""
+    return config.rollout.layout.degrees_on(config.rollout.tp, num_devices // config.workers_per_host)
 
 
 def layout_sizes(
@@ -187,17 +188,19 @@ def _attention(config: Config, m: ModelConfig, platform: str) -> PackedAttention
     return choose_packed(config.actor.attention, platform, heads)
 
 
-def _splits(size: int, degree: int) -> int:
+def _splits(size: int, degree: int, num_hosts: int = 1) -> int:
     """The number of shards into which a dim of `size` is split on a mesh of so many devices."""
-    return math.prod(dividing_factors(prime_factors(degree), size))
+    return math.prod(dividing_factors(mesh_factors(degree, num_hosts), size))
 
 
-def _device_numbers(model_config: ModelConfig, degree: int) -> int:
+def _device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
     """How many of a model's numbers one device holds when tensor dims are split over `degree` devices."""
     total = 0
     for weight in leaves(model_config.weights()):
         shards = [
-            _splits(size, degree) for dim, size in zip(weight.dims, weight.shape, strict=True) if dim in TENSOR_DIMS
+            _splits(size, degree, num_hosts)
+            for dim, size in zip(weight.dims, weight.shape, strict=True)
+            if dim in TENSOR_DIMS
         ]
         total += math.prod(weight.shape) // math.prod(shards)
     return total
@@ -219,14 +222,15 @@ def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int
 
 def _logits(config: Config, model_config: ModelConfig, num_devices: int, positions: int) -> int:
     """The logits of so many positions of a dp group on one device, which has its share of the vocabulary."""
-    rolling = config.rollout.num_devices or num_devices
+    rolling = config.rollout.num_devices or num_devices // config.hosts.num
     vocab = padded_config(model_config, layout_degrees(config, rolling)[-1]).vocab_size
     share = vocab // _splits(vocab, config.rollout.tp)
     return _LOGITS_COPIES * positions * share * 4
 
 
 def _resident(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
-    numbers, size = _device_numbers(model_config, num_devices), _BYTES[config.actor.param_dtype]
+    numbers = _device_numbers(model_config, num_devices, config.hosts.num)
+    size = _BYTES[config.actor.param_dtype]
     parts = {"master weights": numbers * size}
     if not config.actor.offload_optimizer:
         parts["optimizer (adam m, v)"] = 2 * numbers * size
@@ -291,7 +295,8 @@ def _phases(
     """What lives in each phase of a microbatch: while the head's gradient is made, in the backward pass of the layers,
     and while the embedding's gradient is made; and in the optimizer's update."""
     m, actor = model_config, config.actor
-    numbers, size, wide = _device_numbers(m, num_devices), _BYTES[actor.param_dtype], _BYTES[actor.dtype]
+    num_hosts, size, wide = config.hosts.num, _BYTES[actor.param_dtype], _BYTES[actor.dtype]
+    numbers = _device_numbers(m, num_devices, num_hosts)
     full = full_microbatch(config, m, num_devices, platform)
     rows, row, tokens = full.rows, full.length, full.tokens
     kept, working = _layer_bytes(m, remat, platform, wide)
@@ -307,7 +312,7 @@ def _phases(
     total = {"gradients": numbers * size}
     activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
     # XLA allocates the table for the embedding's gradient after the layers: where it is not the head's as well, apart
-    apart = 0 if m.tie_word_embeddings else vocabulary // _splits(m.vocab_size, num_devices) * size
+    apart = 0 if m.tie_word_embeddings else vocabulary // _splits(m.vocab_size, num_devices, num_hosts) * size
     own = {"gradients of a microbatch": numbers * size - apart}
     table = (vocabulary if m.tie_word_embeddings else 0) + 2 * tokens * m.hidden_size
     return {
@@ -378,6 +383,7 @@ def memory_plan(
     """The bytes of both phases.
 
     Args:
+      num_devices: of the run, on all hosts.
       device_bytes: memory of one device; None where it is not known.
       platform: of the devices (`cpu`, `gpu`, `tpu`).
 
@@ -385,7 +391,7 @@ def memory_plan(
       ValueError: as `layout_sizes`, and as `choose_packed` for `actor.attention`.
     """
     own = config.rollout.num_devices
-    rolling, training = own or num_devices, num_devices - own
+    rolling, training = own or num_devices // config.hosts.num, num_devices - own
     num_rows, num_blocks = layout_sizes(config, model_config, rolling, device_bytes)[config.rollout.tp]
     remat = plan_remat(config, model_config, training, device_bytes, platform)
     chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
@@ -407,9 +413,7 @@ def memory_plan(
         pool_tokens=usable * block_size,
         pool_requests=usable // -(-config.max_model_length // block_size),
         device_bytes=device_bytes,
-        workers=WorkersPlan(
-            config.rollout.num_workers, rolling // config.rollout.num_workers, config.rollout.tp, num_rows
-        ),
+        workers=WorkersPlan(config.num_workers, rolling // config.workers_per_host, config.rollout.tp, num_rows),
         shared=not own,
         remat=remat,
         chunk_tokens=chunk,

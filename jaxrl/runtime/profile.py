@@ -60,7 +60,7 @@ def load_profile(path: str | Path) -> Profile:
 
 def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
     """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up; `mesh` is the
-    rollout's, and the profile is of one worker."""
+    rollout's on this host, and the profile is of one worker."""
     path = config.rollout.layout.profile
     profile = load_profile(path)
     if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:
@@ -69,7 +69,7 @@ def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
             "this machine; rollout.layout.allow_synthetic=true takes it all the same"
         )
     try:
-        profile.check(identity_of(config, model, submeshes(mesh, config.rollout.num_workers)[0]))
+        profile.check(identity_of(config, model, submeshes(mesh, config.workers_per_host)[0]))
     except ValueError as error:
         raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
     return profile
@@ -84,13 +84,15 @@ def build_layouts(
     journal: Journal,
     timeline: Timeline,
     log: LayoutLog,
+    first: int = 0,
 ) -> LayoutSessions:
-    """The sessions of a run with an adaptive `rollout.layout`, one for each worker's engine.
+    """The sessions of a run with an adaptive `rollout.layout`, one for each worker's engine of this host.
 
     Args:
       profile: the checked one, where layouts switch.
-      mesh: of the rollout.
+      mesh: of the rollout, on this host.
       row_sizes: row counts of a worker's programs, by degree.
+      first: the number of this host's first worker.
     """
     options, degrees = config.rollout.layout, layout_degrees(config, mesh.size)
     predictors: list[LatencyPredictor | None] = [None] * len(engines)
@@ -98,4 +100,6 @@ def build_layouts(
         assert profile is not None
         predictors = [LatencyPredictor(profile, options, row_sizes) for _ in engines]
     kept = (time.perf_counter, timeline, log, journal)
-    return layout_sessions(options, degrees, config.rollout.tp, engines, predictors, *kept)
+    return layout_sessions(
+        options, degrees, config.rollout.tp, engines, predictors, *kept, first=first, count=config.num_workers
+    )

@@ -11,11 +11,16 @@ replicas of each other, and each worker's shards are relabelled without a copy (
 smaller degree gathers the rest inside its submesh. So the trainer's weights are read once, and no device ever holds the
 weights of another worker's layout beside its own.
 
+Over several hosts the one program runs on the devices of all of them, and every process dispatches it: in its result
+the hosts are replicas of each other as well. It makes the layout of the largest degree that the configuration allows,
+because no process knows which degrees are in use on other hosts. What comes after it, each host does for itself.
+
 With ranking groups the weights of the next round come while others are still in use (`jaxrl.runtime.head_start`): they
 wait beside them, and each worker takes its part when it is done.
 
-A worker whose layout switch failed halfway takes its weights from another worker, which has the same: the trainer's may
-be spread over all devices, and no program runs on a part of them.
+A worker whose layout switch failed halfway takes its weights from another worker of its host, which has the same: the
+trainer's may be spread over all devices, and no program runs on a part of them. The only worker of one of several hosts
+has no way back, and the run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -39,12 +44,15 @@ class WorkerSet:
     """Implements `jaxrl.runtime.backend.Worker`.
 
     Args:
-      mesh: of the rollout.
+      mesh: of the rollout, on this host.
       executors: of one model and with the same `max_tp`, on the parts of the mesh (one may have all of it).
+      whole: of all hosts, where there are several: `mesh` is one of the parts into which `submeshes` cuts it, and the
+        trainer's weights are on it.
     """
 
-    def __init__(self, mesh: Mesh, executors: Sequence[MeshExecutor]) -> None:
+    def __init__(self, mesh: Mesh, executors: Sequence[MeshExecutor], whole: Mesh | None = None) -> None:
         self.mesh = mesh
+        self._whole = mesh if whole is None else whole
         self.executors = tuple(executors)
         self._buffered: tuple[int, list[Any]] | None = None  # a version, and each worker's part of its weights
         if len(self.executors) > 1:
@@ -94,15 +102,17 @@ class WorkerSet:
             self._buffered = None
 
     def _layouts(self) -> list[Layout]:
-        """Of each worker, at the largest degree in use."""
+        """Of each worker, at the largest degree in use, or of several hosts at the largest that there may be."""
         tp = max(executor.tp for executor in self.executors)
+        if self._whole.size > self.mesh.size:
+            tp = self.executors[0].config.max_tp
         return [Layout(executor.layout.mesh, tp) for executor in self.executors]
 
     def _parts(self, train_params: Any) -> list[Any]:
         """The trainer's weights for each worker, in `_layouts`. Each part owns its buffers: a worker that moves its own
         deletes them."""
         first, layouts = self.executors[0], self._layouts()
-        whole = first.rollout_form(train_params, Layout(self.mesh, layouts[0].tp))
+        whole = first.rollout_form(train_params, Layout(self._whole, layouts[0].tp))
         forms = (rollout_shardings(first.model, each, first.config.max_tp, **first.form) for each in layouts)
         return [relabel(whole, form) for form in forms]
 

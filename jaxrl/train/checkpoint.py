@@ -9,6 +9,11 @@ disk, and the draft is renamed to its step: a folder that is named like a step i
 is compared with its manifest before anything is taken from it. Of several, the newest one without a fault is taken, and
 `Choice` says which were passed over and why; those stay, under another name (`<step>.damaged`).
 
+Several processes save and restore together, on a file system that all of them see: each writes and reads its own
+devices' shards. Everything else is process 0's: the host's part of a step, its manifest and its name, what is removed,
+and what was left by saves that were cut off. The others come back from `wait` once their shards are written, a moment
+before the step has its name.
+
 Source: Orbax; docs/architecture.md. Departures from its defaults: nothing is restored without a target, which would
 bring arrays back onto the devices that wrote them. Steps are named, kept and removed here and not by its
 `CheckpointManager`, whose commit leaves no moment for a manifest. Folders are made before a save returns: where one
@@ -42,7 +47,7 @@ import orbax.checkpoint as ocp
 from jaxrl.record.disk import is_full, reason, system_error
 from jaxrl.record.lost import CUT_OFF
 from jaxrl.train import manifest
-from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, choose, free_name, steps_of, verify_alone
+from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify_alone
 from jaxrl.types import RunFailed
 
 Tree = Any
@@ -118,6 +123,7 @@ class Checkpointer:
         max_to_keep: int | None = 2,
         on_commit: Callable[[int], None] = lambda step: None,
         progress: Callable[[], None] = lambda: None,
+        find: Callable[[Path, Callable[[], None]], Choice | None] = choose,
     ) -> None:
         """Looks for the newest step that is whole (`choose`, with its errors).
 
@@ -127,10 +133,12 @@ class Checkpointer:
           on_commit: called with each step that is complete, in the background thread. The step stays even if this
             cannot write what it notes (OSError), which ends the run.
           progress: called while files are compared or hashed, and while a save that is waited for grows.
+          find: what looks; of several processes one compares all files, and the others are told.
         """
+        self._leads = jax.process_index() == 0
         self._folder = Path(folder).absolute()
         self._max_to_keep, self._on_commit, self._progress = max_to_keep, on_commit, progress
-        self.chosen = choose(self._folder, progress)
+        self.chosen = find(self._folder, progress)
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         self._items = _Items()
@@ -141,7 +149,9 @@ class Checkpointer:
 
     def tidy(self) -> None:
         """Gives damaged steps that were passed over another name, and removes what saves that were cut off left.
-        What cannot be removed is told of, and tried again by the next save."""
+        What cannot be removed is told of, and tried again by the next save. Of several processes the first does it."""
+        if not self._leads:
+            return
         while self._damaged:
             step = self._damaged.pop()
             (self._folder / str(step)).rename(free_name(self._folder / f"{step}.damaged"))
@@ -168,8 +178,8 @@ class Checkpointer:
         with self._saving(step):
             self._folder.mkdir(parents=True, exist_ok=True)
             self.tidy()
-            for draft in self._folder.glob(f"{step}.draft*"):  # could not be removed, and is in this one's way
-                shutil.rmtree(draft)
+            for draft in self._folder.glob(f"{step}.draft*") if self._leads else ():
+                shutil.rmtree(draft)  # could not be removed, and is in this one's way
             self._orbax.save(
                 self._draft(step),
                 args=_ItemArgs(
@@ -260,7 +270,7 @@ class Checkpointer:
             self._items.wait()
             self._remove_drafts(step)
             raise
-        if jax.process_index() == 0:
+        if self._leads:
             manifest.write(self._draft(step), SCHEMA_VERSION, step, self._progress)
             self._draft(step).rename(self._folder / str(step))
             manifest.sync_folder(self._folder)
@@ -273,7 +283,7 @@ class Checkpointer:
                 f"{where} cannot be written: {reason(error)}; {self.last_good()}: {_way_on(error)}"
             ) from error
         for oldest in sorted(self._found)[: -self._max_to_keep] if self._max_to_keep else ():
-            if jax.process_index() == 0 and not self._remove_step(oldest):
+            if self._leads and not self._remove_step(oldest):
                 return  # the next one tries again
             self._found.remove(oldest)
 
@@ -307,6 +317,8 @@ class Checkpointer:
 
     def _remove_drafts(self, step: int) -> None:
         """Until none comes back: TensorStore's writes that were still under way make their folders again."""
+        if not self._leads:
+            return
         rounds_without, deadline = 0, time.monotonic() + 5
         while rounds_without < 4 and time.monotonic() < deadline:
             drafts = list(self._folder.glob(f"{step}.draft*"))

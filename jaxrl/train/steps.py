@@ -39,6 +39,15 @@ class Choice:
     faults: Mapping[int, str] = field(default_factory=dict)
     has_checksums: bool = True
 
+    def to_json(self) -> str:
+        faults = {str(step): fault for step, fault in self.faults.items()}
+        return json.dumps({"step": self.step, "faults": faults, "has_checksums": self.has_checksums})
+
+    @classmethod
+    def from_json(cls, text: str) -> Choice:
+        found = json.loads(text)
+        return cls(found["step"], {int(step): fault for step, fault in found["faults"].items()}, found["has_checksums"])
+
     def notes(self) -> list[str]:
         """What a user should know, one line each."""
         lines = [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]

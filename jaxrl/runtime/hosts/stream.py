@@ -12,19 +12,16 @@ until it is there; notices and items of a round that was dropped are left out.
 
 Source: docs/architecture.md (measured: a value of 1 KB is read and acknowledged by all within 0.6 ms in 2 processes and
 13 ms in 12; very large values keep heartbeats waiting, hence `MAX_BATCH_BYTES`).
-
-`ToldJournal` is the event journal of a process other than 0: it reads the file, and process 0 writes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl.record.journal import Journal
 from jaxrl.runtime.hosts.notices import Batch, Decided, Failed, Item, Notice, decode, encode, joined
 
 MAX_BATCH_BYTES = 128 * 1024
@@ -55,14 +52,25 @@ class HostStream:
       board: of all processes.
       name: what its keys begin with; the same in all processes, and new in each world.
       clock: seconds from any origin.
+      stalls_s, stalled: what is called with (process, seconds) once nothing that was waited for has come from that
+        process for so many seconds.
 
     Attributes:
       process, num_processes: of the board.
     """
 
-    def __init__(self, board: Board, name: str = "stream", clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        board: Board,
+        name: str = "stream",
+        clock: Callable[[], float] = time.perf_counter,
+        stalls_s: float = math.inf,
+        stalled: Callable[[int, float], None] = lambda process, seconds: None,
+    ) -> None:
         self.process, self.num_processes = board.process, board.num_processes
         self._board, self._name, self._clock = board, name, clock
+        self._stalls_s, self._stalled = stalls_s, stalled
+        self._waits: tuple[int, float] | None = None  # for whom, and since when nothing has come
         self._round = 0
         self._told: list[Notice | Item] = []  # since the last pump
         self._num_written = 0  # batches, of this process
@@ -88,6 +96,11 @@ class HostStream:
         """Tells process 0; a process other than it."""
         assert not self._leads, "process 0 tells itself nothing"
         self._told.append(notice)
+
+    def decided(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
+        """Tells process 0 what a clock has decided here (`jaxrl.record.journal.Tell`). It takes effect here at once:
+        process 0 reads notices in their order, so it is on its disk before it hears of anything that followed."""
+        self.tell(Decided(step, kind, key, decision))
 
     def publish(self, item: Item) -> None:
         """Tells all others; process 0."""
@@ -116,7 +129,7 @@ class HostStream:
     def wait(self, timeout_s: float, process: int | None = None) -> None:
         """The same; waits for something to come: in process 0, from that process."""
         self._send()
-        began, holder = self._clock(), 0
+        began, holder, before = self._clock(), 0, list(self._num_read)
         if self._leads:
             assert process, "process 0 waits for another process"
             holder = process
@@ -125,6 +138,10 @@ class HostStream:
             self._receive_item(timeout_s)
         self._waited_s[holder] += self._clock() - began
         self.pump()
+        if self._num_read[holder] > before[holder] or self._waits is None or self._waits[0] != holder:
+            self._waits = holder, self._clock()
+        elif self._clock() - self._waits[1] > self._stalls_s:
+            self._stalled(holder, self._clock() - self._waits[1])
 
     def notices(self) -> list[tuple[int, Notice]]:
         """Of this round, what has come to process 0, with the process that told it; they are forgotten here."""
@@ -213,32 +230,3 @@ class HostStream:
 
     def _item_key(self, number: int) -> str:
         return f"{self._name}/items/{number:012d}"
-
-
-class ToldJournal(Journal):
-    """The event journal of a process other than 0. What it appends takes effect at once: process 0 reads notices in
-    their order, so a decision is on its disk before it hears of anything that followed.
-
-    Args:
-      path, last_step: see `Journal`; the file may be missing.
-      stream: to process 0.
-    """
-
-    def __init__(self, path: str | Path, last_step: int, stream: HostStream) -> None:
-        super().__init__(path, last_step, begin=False)
-        self._stream = stream
-
-    def begin(self) -> None:
-        """Nothing: process 0 writes."""
-
-    def append(self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any]) -> None:
-        """Tells a decision."""
-        self._keep(step, kind, key, decision)
-        self._stream.tell(Decided(step, kind, key, decision))
-
-    def cut(self, step: int) -> None:
-        """A checkpoint of `step` has been committed."""
-        self._forget(step)
-
-    def close(self) -> None:
-        """Nothing is open."""

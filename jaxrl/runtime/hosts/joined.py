@@ -1,0 +1,166 @@
+"""What a run of several processes has of the others, as the parts of a run want it; a run of one process has nothing.
+
+Purpose: `Joined` gives the stream, the exchange of tokens, the gates of the loop's phases, the common stop and the
+least memory to `jaxrl.commands.train`, from a world that is open. Each of them is there for a run of one process too,
+and then waits for nobody, so that a run is built and goes on alike.
+
+Source: docs/architecture.md (several processes).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+from jaxrl.config import Config
+from jaxrl.record.journal import Tell
+from jaxrl.runtime.hosts.agreement import agree
+from jaxrl.runtime.hosts.board import MissingHosts
+from jaxrl.runtime.hosts.first import First, alone, first_of
+from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
+from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, least
+from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.hosts.tokens import TokenExchange
+from jaxrl.runtime.hosts.world import World, refuse_crossing
+from jaxrl.scheduling.rounds.events import Event, RoundStarted, Verdict
+from jaxrl.types import Sample
+
+GLOBAL_PHASES = frozenset({"sync", "save", "old_log_prob", "ref", "update_actor", "stream"})
+"""The loop's phases in which programs of all hosts run."""
+_MEMORY = "memory"
+_LATER_S = 10.0  # process 0 speaks first, which knows for whom it waits
+
+
+class Joined:
+    """The other processes of a run.
+
+    Args:
+      world: that is open; None: this process is alone.
+      asked: whether this process was asked to stop.
+
+    Attributes:
+      first: how all hear what process 0 has found out.
+      stream: what happens in rounds, to and from the others; None: there are none.
+    """
+
+    def __init__(self, world: World | None, asked: Callable[[], bool], beat: Callable[[], None] = lambda: None) -> None:
+        self._world = world if world is not None and world.num_processes > 1 else None
+        self._asked = asked
+        self.first: First = alone
+        self.stream: HostStream | None = None
+        self._exchange: TokenExchange | None = None
+        self._num_boundaries = 0
+        self._metrics: dict[str, float] = {}
+        if self._world is not None:
+            gate = self._world.gate
+            self.first = first_of(gate.board, beat)
+            later_s = 0.0 if self._world.process == 0 else _LATER_S
+            self.stream = HostStream(gate.board, stalls_s=gate.stall_timeout_s + later_s, stalled=self._stalled)
+
+    @property
+    def tell(self) -> Tell | None:
+        """How process 0 hears of this one's decisions, for the journal; None: this is process 0."""
+        return None if self.stream is None or self.stream.process == 0 else self.stream.decided
+
+    # -- the start ---------------------------------------------------------------------------------------------------
+
+    def compare(self, config: Config, place: HostPlace) -> HostPlace:
+        """Compares this process with the others, before anything compiles; `place` with the least memory of all.
+
+        Raises:
+          Disagreement: on every process, with the same sentence.
+          ConfigError: a worker would reach over several hosts.
+        """
+        if self._world is None:
+            return place
+        gate = self._world.gate
+        refuse_crossing(config, len(place.local_devices))
+        agree(gate, config, place.local_devices)
+        board = gate.board
+        board.put(f"{_MEMORY}/{board.process}", json.dumps(asdict(place.memory)).encode())
+        memories: list[DeviceMemory] = []
+        with gate.waiting("the memory of all hosts"):
+            for process in range(board.num_processes):
+                told = board.get(f"{_MEMORY}/{process}", gate.stall_timeout_s)
+                if told is None:
+                    raise MissingHosts("the comparison of memory", (process,), gate.stall_timeout_s)
+                memories.append(DeviceMemory(**json.loads(told)))
+        self._exchange = TokenExchange(place)
+        return replace(place, memory=least(memories))
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """All are about to run programs of all hosts, for `phase`."""
+        if self._world is not None:
+            self._count("hosts/gate_s", self._world.gate.enter(phase))
+            self._world.gate.note(PROGRAM, phase)
+
+    def leave(self) -> None:
+        """This process goes on by itself."""
+        if self._world is not None:
+            self._world.gate.leave()
+
+    def on_phase(self, step: int, name: str) -> None:
+        """A phase of the loop has begun."""
+        if self._world is None:
+            return
+        if name in GLOBAL_PHASES:
+            self.enter(f"{name} of step {step}")
+        else:
+            self._world.gate.at(f"{name} of step {step}")
+
+    def handled(self, event: Event) -> None:
+        """An event has been handed to the round: all handle the same ones."""
+        if self._world is not None:
+            self._world.gate.note(STREAM, _told(event))
+
+    def beat(self) -> None:
+        """Something has made progress."""
+        if self._world is not None:
+            self._world.gate.beat()
+
+    def stops(self) -> bool:
+        """Whether the run stops at this boundary; the same on every host."""
+        if self._world is None:
+            return self._asked()
+        self._num_boundaries += 1
+        return self._world.gate.stop_at(f"boundary {self._num_boundaries}")
+
+    def is_asked(self) -> bool:
+        """Whether this process knows that the run was asked to stop."""
+        return self._asked() if self._world is None else self._world.gate.stop_asked
+
+    def exchange(self, samples: Sequence[Sample], owners: Sequence[int]) -> None:
+        """Brings the tokens of samples that other hosts have drawn."""
+        if self._exchange is None:
+            return
+        self.enter("the exchange of tokens")
+        moved = self._exchange.exchange(samples, owners)
+        self.leave()
+        self._count("hosts/exchange_s", moved.seconds)
+        self._count("hosts/exchange_bytes", float(moved.bytes))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call, of this host: seconds at gates and in exchanges, and of the stream."""
+        found, self._metrics = self._metrics, {}
+        return found | ({} if self.stream is None else self.stream.take_metrics())
+
+    def _count(self, name: str, amount: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + amount
+
+    def _stalled(self, process: int, seconds: float) -> None:
+        assert self._world is not None
+        self._world.gate.fail(
+            f"waited {seconds:.3g} s (hosts.stall_timeout_s) for word of process {process} in the rollout"
+        )
+
+
+def _told(event: Event) -> str:
+    """An event in words that are the same on every host: without times, texts and tokens."""
+    if isinstance(event, RoundStarted):
+        return "round"
+    if isinstance(event, Verdict):
+        return f"verdict {event.key} {event.status} {event.reward!r}"
+    return f"{type(event).__name__} {event.sample.key} {len(event.sample)} {event.sample.finish_reason}"

@@ -1,0 +1,61 @@
+"""Training over several processes, rollouts on the devices of each, and checkpoints equal those of one process.
+
+The one process has joined a world of its own: its sums have the order of those of several.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from host_worlds import assert_same_bits, of, run_world
+
+
+def trained(
+    folder: Path,
+    num_processes: int,
+    devices: int,
+    restores: tuple[str, ...] = (),
+    degrees: tuple[int, ...] = (),
+    **config: Any,
+) -> list[dict[str, np.ndarray]]:
+    options = {"saves": str(folder / "checkpoints"), "restores": restores, "degrees": degrees, "config": config}
+    return run_world("training", folder, num_processes, devices, **options)
+
+
+def compare(folder: Path, num_processes: int, devices: int, degrees: tuple[int, ...] = (), **config: Any) -> None:
+    """Four devices in so many processes, and in one with as many workers; `degrees`: which those begin with."""
+    workers = {"rollout__num_workers": num_processes}
+    (alone,) = trained(folder / "one", 1, 4, (), degrees, **config | workers)
+    checkpoints = [str(folder / name / "checkpoints") for name in ("one", "several")]
+    for found in trained(folder / "several", num_processes, devices, tuple(checkpoints), degrees, **config):
+        assert_same_bits(found, of(alone, "state", "middle", "logprobs", "metrics"))
+        assert_same_bits(found, of(alone, "sample"))
+        assert_same_bits(found, of(alone, "weights of 0"))
+        for number in range(2):
+            assert_same_bits(renamed(found, f"restored {number}"), renamed(alone, "middle"))
+
+
+def renamed(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in of(arrays, prefix).items()}
+
+
+def test_two_hosts(tmp_path: Path):
+    compare(tmp_path, 2, 2)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_tensor_parallelism(tmp_path: Path):
+    compare(tmp_path, 2, 2, rollout__tensor_model_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_two_hosts_in_different_layouts(tmp_path: Path):
+    compare(tmp_path, 2, 2, (1, 2), rollout__layout={"planner": True, "degrees": [1, 2]})
+
+
+@pytest.mark.slow
+def test_four_hosts(tmp_path: Path):
+    compare(tmp_path, 4, 1)

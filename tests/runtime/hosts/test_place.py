@@ -1,0 +1,121 @@
+"""Which devices a run of several processes uses, and the meshes over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxrl.config import ConfigError, from_mapping
+from jaxrl.models.shapes import SHAPES
+from jaxrl.runtime.build import host_problem
+from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts, least
+from jaxrl.runtime.memory import MemoryPlan, memory_plan
+from jaxrl.runtime.workers import WorkerSet
+from jaxrl.sharding.mesh import make_mesh, submeshes
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+DEVICES = [Device(0, 0), Device(1, 0), Device(2048, 1), Device(2049, 1)]
+
+
+def test_devices_come_in_the_order_of_processes():
+    mixed = [DEVICES[i] for i in (2, 0, 3, 1)]
+    assert devices_of_hosts(mixed, 2) == ((DEVICES[0], DEVICES[1]), (DEVICES[2], DEVICES[3]))
+    assert devices_of_hosts(DEVICES, 2, per_host=1) == ((DEVICES[0],), (DEVICES[2],))
+
+
+def test_unequal_hosts_are_refused():
+    with pytest.raises(
+        ConfigError,
+        match=r"all hosts must have as many devices, found 2 of process 0, 1 of process 1: set hosts.devices_per_host "
+        "to 1",
+    ):
+        devices_of_hosts(DEVICES[:3], 2)
+    assert devices_of_hosts(DEVICES[:3], 2, per_host=1) == ((DEVICES[0],), (DEVICES[2],))
+    with pytest.raises(
+        ConfigError,
+        match=r"hosts.devices_per_host \(2\) must be at most the devices of each process, found 2 of process 0, 1 of",
+    ):
+        devices_of_hosts(DEVICES[:3], 2, per_host=2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "shape"),
+    [
+        (2, 4, {"x2": 2, "x1": 2, "x0": 2}),
+        (4, 2, {"x2": 2, "x1": 2, "x0": 2}),
+        (2, 3, {"x1": 2, "x0": 3}),
+        (3, 2, {"x1": 3, "x0": 2}),
+        (2, 1, {"x0": 2}),
+        (1, 6, {"x1": 3, "x0": 2}),
+    ],
+)
+def test_minor_axes_lie_inside_hosts(hosts: int, per_host: int, shape: dict[str, int]):
+    devices = tuple(jax.devices()[: hosts * per_host])
+    places = [
+        HostPlace(i, hosts, devices[i * per_host : (i + 1) * per_host], devices, DeviceMemory("cpu", None, 1))
+        for i in range(hosts)
+    ]
+    whole = places[0].mesh
+    assert dict(whole.shape) == shape
+    assert [place.local_mesh for place in places] == list(submeshes(whole, hosts))
+    if hosts == 1:
+        assert whole == places[0].local_mesh == make_mesh(devices)
+
+
+def test_the_least_memory_counts():
+    cards = [DeviceMemory("gpu", 80, 80), DeviceMemory("gpu", 79, 79)]
+    assert least(cards) == DeviceMemory("gpu", 79, 79)
+    assert least([DeviceMemory("cpu", None, 9), DeviceMemory("cpu", None, 4)]) == DeviceMemory("cpu", None, 4)
+    with pytest.raises(ValueError, match="host 0 has gpu devices, and host 1 has cpu devices that report no memory"):
+        least([cards[0], DeviceMemory("cpu", None, 4)])
+
+
+def test_workers_stay_inside_their_hosts():
+    def problem(num_devices: int, **rollout: int) -> str | None:
+        config = from_mapping({"model": {"path": "m"}, "rollout": rollout, "hosts": {"num": 2}})
+        return host_problem(config, num_devices)
+
+    assert problem(4) is None
+    assert problem(4, num_workers=4, tensor_model_parallel_size=2) is None
+    assert problem(2, tensor_model_parallel_size=4) == (
+        "on each of 2 hosts rollout.tensor_model_parallel_size (4) must divide the devices of a host (2); a worker "
+        "stays inside its host"
+    )
+    assert "must divide the devices of a host (4) / rollout.num_workers (2)" in (
+        problem(4, num_workers=4, tensor_model_parallel_size=4) or ""
+    )
+    assert "must cut the devices of a host (2) along the major axes" in (problem(2, num_workers=8) or "")
+
+
+def test_training_counts_all_devices_and_the_rollout_those_of_a_host():
+    def plan(hosts: int, **rollout: int) -> MemoryPlan:
+        config = from_mapping({"model": {"path": "m"}, "rollout": rollout, "hosts": {"num": hosts}})
+        return memory_plan(config, SHAPES["SmolLM2-135M"], 8, 40 << 30, "gpu")
+
+    several, alone = plan(4, tensor_model_parallel_size=2), plan(1, num_workers=4, tensor_model_parallel_size=2)
+    assert several == alone, "one process with as many workers"
+    assert several.workers.count == 4
+    assert several.workers.num_devices == several.workers.tp == 2
+    assert several.resident["master weights"] < 2 * plan(1).resident["master weights"]
+
+
+def test_a_sync_is_for_the_largest_degree_that_any_host_may_use():
+    """Which degrees are in use elsewhere, no host knows; one program must do for all."""
+    devices = jax.devices()[:4]
+    executors: Any = [
+        SimpleNamespace(tp=1, config=SimpleNamespace(max_tp=2), layout=SimpleNamespace(mesh=make_mesh(devices[:2])))
+    ]
+    mesh = make_mesh(devices[:2])
+    (of_one,) = WorkerSet(mesh, executors)._layouts()
+    (of_two,) = WorkerSet(mesh, executors, make_mesh(devices, 2))._layouts()
+    assert (of_one.tp, of_two.tp) == (1, 2)

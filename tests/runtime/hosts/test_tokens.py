@@ -1,0 +1,96 @@
+"""What hosts have drawn comes to all of them, bit for bit, whatever the lengths and who has drawn what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_worlds import assert_same_bits, of, run_world
+
+from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace
+from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange, _header, _packed, _unpack, decode_others
+from jaxrl.types import RunFailed, Sample, SampleKey
+
+MEMORY = DeviceMemory("cpu", None, 1 << 30)
+
+
+def sample(number: int, length: int, seed: int = 0) -> Sample:
+    words = np.random.default_rng((seed, number)).integers(-(2**31), 2**31, (4, length)).astype(np.int32)
+    floats = words[2].view(np.float32), words[3].view(np.float32)
+    return Sample(SampleKey(0, number, 0), words[0], *floats, words[1], "length")
+
+
+def hollow(like: Sample) -> Sample:
+    ints, floats = np.broadcast_to(np.int32(0), len(like)), np.broadcast_to(np.float32(0), len(like))
+    return Sample(like.key, ints, floats, floats, ints, "length")
+
+
+def exchanged(tmp_path: Path, num_processes: int, devices: int) -> None:
+    """In the last turn nothing is drawn; in the one before, what is sent exceeds what a turn may hold."""
+    longest, num_samples = [5, 40, 3, 900, 0], 24
+    hosts = run_world(
+        "tokens", tmp_path, num_processes, devices, longest=longest, num_samples=num_samples, max_bytes=1 << 14
+    )
+    for found in hosts:
+        assert_same_bits(found, of(hosts[0], "sample"))
+        tokens, moved, turns, seconds = found["figures"].T
+        assert turns[3] > 1
+        assert turns[0] == turns[-1] == 1
+        assert tokens[-1] == 0
+        assert all(moved > 0)
+        assert all(seconds > 0)
+        assert found["programs"] <= 2, "a few sizes serve all"
+    for turn, limit in enumerate(longest):  # made anew as each owner made them
+        random = np.random.default_rng(turn)
+        for number in range(num_samples):
+            length, _ = int(random.integers(0, limit + 1)), random.integers(num_processes)
+            words = random.integers(-(2**31), 2**31, (4, length)).astype(np.int32)
+            fields = ("token_ids", "versions", "rollout_logprobs", "sampled_logprobs")
+            for field, expected in zip(fields, words, strict=True):
+                name = f"sample {SampleKey(turn, number, 0)} {field}"
+                assert hosts[0][name].tobytes() == expected.tobytes()
+
+
+def test_two_hosts(tmp_path: Path):
+    exchanged(tmp_path, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_processes", "devices"), [(4, 1), (3, 2)])
+def test_more_hosts(tmp_path: Path, num_processes: int, devices: int):
+    exchanged(tmp_path, num_processes, devices)
+
+
+def test_one_process_has_all_already():
+    place = HostPlace(0, 1, (None,), (None,), MEMORY)
+    mine = sample(0, 7)
+    assert TokenExchange(place).exchange([mine], [0]) == Exchanged()
+
+
+def test_samples_that_were_not_awaited_end_the_run():
+    theirs = [sample(0, 5), sample(1, 0), sample(2, 9)]
+    words = _packed(theirs)
+    awaited = [hollow(each) for each in theirs]
+    _unpack(np.concatenate([words, np.zeros(99, np.int32)]), awaited, 1)
+    for each, expected in zip(awaited, theirs, strict=True):
+        assert each.token_ids.tobytes() == expected.token_ids.tobytes()
+        assert each.rollout_logprobs.tobytes() == expected.rollout_logprobs.tobytes()
+        assert each.token_ids.flags.owndata, "the buffer of all is not kept for one"
+    for others in (
+        [hollow(theirs[0])],
+        [hollow(theirs[1]), hollow(theirs[0]), hollow(theirs[2])],
+        [hollow(sample(3, 5)), *awaited[1:]],
+    ):
+        with pytest.raises(
+            RunFailed, match=r"host 1 sends 3 samples of 14 tokens where .* the hosts do not handle the"
+        ):
+            _unpack(words, others, 1)
+    assert len(_header([])) == len(_packed([]))
+
+
+def test_text_is_made_of_what_others_have_ended():
+    mine, ended, going = sample(0, 2), sample(1, 3), sample(2, 4)
+    going.finish_reason = None
+    decode_others([mine, ended, going], [0, 1, 1], 0, lambda each: f"{len(each)} tokens")
+    assert [each.text for each in (mine, ended, going)] == ["", "3 tokens", ""]

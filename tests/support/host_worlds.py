@@ -1,0 +1,89 @@
+"""Worlds of several processes on this machine, over loopback: `start_world` runs `host_process.py` in each.
+
+A process that fails ends its world: the others are killed, and what all of them printed is in the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 300.0
+
+
+def run_world(case: str, out: Path, num_processes: int, devices: int, **options: Any) -> list[dict[str, np.ndarray]]:
+    """Runs a case of `host_process.py` on so many processes of so many devices each.
+
+    Returns:
+      What each process has kept: arrays by name.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}",
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for process in range(num_processes):
+            arguments = [case, str(process), str(num_processes), str(port), str(out), json.dumps(options)]
+            with open(out / f"{process}.log", "wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(ROOT / "tests/support/host_process.py"), *arguments],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
+                    )
+                )
+        deadline = time.monotonic() + PATIENCE_S
+        while any(each.poll() is None for each in processes):
+            assert not any(each.poll() for each in processes), _told(out, processes)
+            assert time.monotonic() < deadline, _told(out, processes)
+            time.sleep(0.02)
+        assert all(each.returncode == 0 for each in processes), _told(out, processes)
+    finally:
+        for each in processes:
+            if each.poll() is None:
+                each.kill()
+            each.wait()
+    return [kept(out, process) for process in range(num_processes)]
+
+
+def kept(out: Path, process: int) -> dict[str, np.ndarray]:
+    with np.load(out / f"{process}.npz") as found:
+        return {name: found[name] for name in found.files}
+
+
+def _told(out: Path, processes: list[subprocess.Popen[bytes]]) -> str:
+    logs = (f"process {i} ({each.poll()}):\n{(out / f'{i}.log').read_text()}" for i, each in enumerate(processes))
+    return "\n".join(logs)
+
+
+def assert_same_bits(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    """All of `expected`, in which there must be something, is in `found` with the same bits."""
+    assert expected
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].shape == array.shape, name
+        assert found[name].tobytes() == array.tobytes(), f"{name} differs"
+
+
+def of(arrays: Mapping[str, np.ndarray], *prefixes: str) -> dict[str, np.ndarray]:
+    """Those whose names begin so."""
+    return {name: array for name, array in arrays.items() if name.startswith(prefixes)}

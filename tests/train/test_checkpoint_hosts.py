@@ -1,0 +1,48 @@
+"""Checkpoints between runs of one, two and four processes: the same bits in every direction.
+
+`tests/runtime/hosts/test_global_training.py` has the quick one, from one process to two.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_worlds import assert_same_bits, of, run_world
+
+SIZES = {1: 4, 2: 2, 4: 1}  # processes, and the devices of each
+
+
+def saved(folder: Path, num_processes: int) -> dict[str, np.ndarray]:
+    """A checkpoint of step 2 in `folder/checkpoints`; what the process that wrote it had."""
+    checkpoints = folder / "checkpoints"
+    hosts = run_world("save", folder / "save", num_processes, SIZES[num_processes], folder=str(checkpoints))
+    for found in hosts:
+        assert_same_bits(found, of(hosts[0], "state"))
+        assert found["steps"].tolist() == [2], "max_to_keep is 1, for every process"
+    assert [path.name for path in checkpoints.iterdir()] == ["2"], "one step, and nothing that was left"
+    assert json.loads((checkpoints / "2" / "host" / "metadata").read_text())["values"]["by"] == 0
+    return hosts[0]
+
+
+def restored(folder: Path, num_processes: int, expected: dict[str, np.ndarray]) -> None:
+    hosts = run_world(
+        "restore",
+        folder / f"restore {num_processes}",
+        num_processes,
+        SIZES[num_processes],
+        folder=str(folder / "checkpoints"),
+    )
+    for found in hosts:
+        assert_same_bits(found, of(expected, "state"))
+        assert found["host"].tolist() == [1, 2, 0, 1, 0], "the cursor, the queue, and who wrote them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", SIZES)
+def test_in_every_direction(tmp_path: Path, num_processes: int):
+    expected = saved(tmp_path, num_processes)
+    for reading in SIZES:
+        restored(tmp_path, reading, expected)
