@@ -370,7 +370,7 @@ def test_what_would_cross_hosts(num: int, local: int, rollout: dict[str, int], w
 @pytest.mark.parametrize(
     ("num", "local", "rollout"),
     [
-        (1, 8, {}),
+        (1, 8, {"num_workers": 3}),  # of one host it says nothing
         (2, 4, {"tensor_model_parallel_size": 4}),
         (2, 4, {"num_workers": 4, "tensor_model_parallel_size": 2}),
         (3, 2, {}),
