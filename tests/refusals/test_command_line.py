@@ -377,6 +377,8 @@ REFUSED = (
         "tune --run run --rule partial_rollout --steps 1",
         "--steps (1) must be above 8, which are left out while a buffer fills",
     ),
+    ("an empty --json of hosts", "hosts --json ''", "hosts: --json must not be empty, found ''"),
+    ("a folder as --json of hosts", "hosts --json .", "hosts: --json (.) is a folder: name a file in it"),
     ("no repeats", "profile --repeats 0", "profile: --repeats must be a whole number from 1 to 1000, found 0"),
     ("half a repeat", "profile --repeats 2.5", "profile: --repeats must be a whole number from 1 to 1000, found '2.5'"),
     (

@@ -97,13 +97,15 @@ def open_world(hosts: HostsSection, wish: Callable[[], bool] = lambda: False) ->
 
 
 def refuse_crossing(config: Config, num_local: int) -> None:
-    """Raises ConfigError where a tensor-parallel group or a worker would reach over several hosts.
+    """Raises ConfigError where a tensor-parallel group or a worker would reach over several hosts; not for one host.
 
     Args:
       num_local: devices of each host.
     """
     num, tp = config.hosts.num, 1 if config.is_tp_open else config.rollout.tp
     total = num * num_local
+    if num == 1:
+        return
     if prime_factors(total)[: len(prime_factors(num_local))] != prime_factors(num_local):
         raise ConfigError(
             f"hosts.num ({num}) with {num_local} devices each: the minor axes of the mesh of all {total} devices must "

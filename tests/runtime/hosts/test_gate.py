@@ -36,19 +36,21 @@ def host_world(made: list[Hosts]):
 
 
 def test_all_enter_together(host_world):
-    hosts, late_s, entered = host_world(num=3), 0.3, {}
+    hosts, came_s, entered_s = host_world(num=3), {}, {}
 
     def does(gate: Gate) -> float:
-        if gate.board.process == 1:
-            time.sleep(late_s)
+        me = gate.board.process
+        time.sleep(0.4 if me == 1 else 0)
+        came_s[me] = time.monotonic()
         with gate.phase("update") as waited_s:
-            entered[gate.board.process] = time.monotonic()
+            entered_s[me] = time.monotonic()
         return waited_s
 
     waited = hosts.run(does)
-    assert max(entered.values()) - min(entered.values()) < late_s / 2
-    assert waited[0] > late_s / 2
-    assert waited[1] < late_s / 2
+    assert min(entered_s.values()) >= max(came_s.values())
+    for me in range(3):
+        assert waited[me] == pytest.approx(entered_s[me] - came_s[me], abs=0.1)
+    assert waited[0] > 0.3
 
 
 def test_what_is_written_is_removed(host_world):
@@ -140,7 +142,7 @@ def test_who_does_not_come_is_named(host_world):
         "process 2 (host-c), last heard in rollout"
     )
     assert end.status == 1
-    assert 1.0 < max(each.at_s for each in hosts.ends.values()) - began_s < 4.0
+    assert 1.0 < max(each.at_s for each in hosts.ends.values()) - began_s < 8.0
 
 
 def test_process_0_does_not_come(host_world):
@@ -171,7 +173,7 @@ def test_a_skipped_program_is_found_at_once(host_world, skips: int):
         f"process {skips} (host-{skipped}) has skipped a program of all hosts: it is at the gate before checkpoint and "
         f"has dispatched 1, while process {1 - skips} (host-{other}) is in update and has dispatched 2"
     )
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 15
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -202,7 +204,7 @@ def test_an_error_ends_all_alike(host_world, capsys, process: int, error: BaseEx
     end = hosts.all_ended()
     assert end.sentence.startswith(said.format(process, f"host-{'ab'[process]}"))
     assert end.status == status
-    assert max(each.at_s for each in hosts.ends.values()) - began_s < 1.5
+    assert max(each.at_s for each in hosts.ends.values()) - began_s < 5
     assert hosts.ends[0].at_s > max(hosts.ends[1].at_s, hosts.ends[2].at_s) + 0.1, "the board went before the others"
     assert ("Traceback" in capsys.readouterr().err) == isinstance(error, KeyError)
 

@@ -293,11 +293,51 @@ def test_nothing_says_which_process_this_is(coordinator: str):
         f"import dataclasses; hosts = dataclasses.replace(hosts, coordinator={coordinator.format(port=free_port())!r})"
     )
     own = {0: {COORDINATOR: ""}}
-    program = script("assert False", before=f"del os.environ[{PROCESS_ID!r}]; {before}")
+    program = script("assert False", before=f"{UNSET}; {before}")
     with started(program, 1, own=own) as processes:
         (done,) = ended(processes)
     assert done.status == 1  # no command line here: the error passes
     assert "ConfigError: hosts.num is 2 and nothing says which process this is: set hosts.coordinator" in done.err
+
+
+def slurm(num: int, port: int) -> dict[int, dict[str, str]]:
+    """What Slurm sets for each of `num` tasks, one on a node; all of them are on this machine."""
+    common = {
+        COORDINATOR: "",
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(num),
+        "SLURM_LOCALID": "0",
+        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+    }
+    return {i: common | {"SLURM_PROCID": str(i)} for i in range(num)}
+
+
+UNSET = f"del os.environ[{PROCESS_ID!r}]"
+
+
+@pytest.mark.slow
+def test_slurm_says_who_is_who():
+    """And takes no device away, as jax would have it do for one process per device."""
+    body = """
+import jax
+assert (me, world.num_processes) == (int(os.environ["SLURM_PROCID"]), 2)
+assert jax.config.read("jax_cuda_visible_devices") == "all"
+"""
+    with started(script(body, before=UNSET), own=slurm(2, free_port())) as processes:
+        for done in ended(processes):
+            assert (done.status, done.err) == (0, "")
+
+
+@pytest.mark.slow
+def test_another_number_of_processes():
+    with started(script("assert False", num=3, before=UNSET), own=slurm(2, free_port())) as processes:
+        first, _ = both_ended(processes, within_s=60, since_s=time.monotonic())
+    assert (first.status, first.sentence) == (
+        2,
+        "hosts.num (3) must be the number of processes that were started (2)",
+    )
 
 
 # ---------------------------------------------------------------- what would cross hosts
@@ -330,7 +370,7 @@ def test_what_would_cross_hosts(num: int, local: int, rollout: dict[str, int], w
 @pytest.mark.parametrize(
     ("num", "local", "rollout"),
     [
-        (1, 8, {}),
+        (1, 8, {"num_workers": 3}),  # of one host it says nothing
         (2, 4, {"tensor_model_parallel_size": 4}),
         (2, 4, {"num_workers": 4, "tensor_model_parallel_size": 2}),
         (3, 2, {}),
