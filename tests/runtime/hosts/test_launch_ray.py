@@ -227,13 +227,14 @@ def test_no_cluster(tmp_path: Path):
     assert line.endswith("): start one with `ray start --head`, or name one")
 
 
-def start_head(port: int) -> subprocess.Popen[bytes]:
-    command = ["start", "--head", "--block", f"--port={port}", "--num-cpus=1", "--include-dashboard=false"]
+def start_head(address: str, port: int) -> subprocess.Popen[bytes]:
+    command = ["start", "--head", "--block", "--num-cpus=1", "--include-dashboard=false"]
+    command += [f"--node-ip-address={address}", f"--port={port}"]
     return subprocess.Popen(
         [sys.executable, "-m", "ray.scripts.scripts", *command],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"},
+        env=os.environ | {"RAY_gcs_rpc_server_reconnect_timeout_s": "5", "RAY_AUTH_MODE": "disabled"},
     )
 
 
@@ -250,11 +251,13 @@ def kill_head(head: subprocess.Popen[bytes]) -> None:
 def test_a_head_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run waits for it, and goes on from the last checkpoint."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
-    port = free_port()
-    head = start_head(port)
-    address = f"{socket.gethostbyname(socket.gethostname())}:{port}"
+    import ray  # pyright: ignore[reportMissingImports]
+
+    place = ray.util.get_node_ip_address(), free_port()
+    address = f"{place[0]}:{place[1]}"
+    head = start_head(*place)
     try:
-        time.sleep(20)
+        time.sleep(20)  # until its node is there
         run = Launched(
             *(tmp_path, {"1.0": {"3": "hang"}}),
             **{"launcher": "ray", "num": 1, "address": address, "stall_timeout_s": 150, "heartbeat_s": 5},
@@ -263,7 +266,7 @@ def test_a_head_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         time.sleep(1)
         kill_head(head)
         time.sleep(5)
-        head = start_head(port)
+        head = start_head(*place)
         status, _, err = run.end(PATIENCE_S)
         assert (status, run.bits) == (0, BITS), err
     finally:
