@@ -1,4 +1,4 @@
-"""The launcher over stand-ins: `python launching.py FOLDER WRITES hosts.option=value ...`; and `Launched`, to run it."""
+"""The launcher over stand-ins: `python launching.py FOLDER WRITES hosts.option=value ...`. `Launched` runs it."""
 
 from __future__ import annotations
 

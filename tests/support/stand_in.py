@@ -1,8 +1,8 @@
 """A program that behaves like a process of a run, to be launched in its place: steps, checkpoints, a lock, a stop.
 
 `JAXRL_STAND_IN` in its environment names a folder. `plan.json` there says what goes wrong: by `world.process`, the step
-and what happens then; and how long steps take. Every process waits in each step for all others, as a collective does; process 0 writes `run.json` in
-the run directory every two steps, and the bits of a run that none disturbed.
+and what happens then; and how long steps take. Every process waits in each step for all others, as a collective does;
+process 0 writes `run.json` in the run directory every two steps, and the bits of a run that none disturbed.
 """
 
 import fcntl

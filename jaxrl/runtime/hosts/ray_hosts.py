@@ -22,6 +22,7 @@ import contextlib
 import os
 import pickle
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,9 @@ NOTE_S = 5.0
 ALIVE_EVERY_S = 5.0
 _LISTEN_S = 1.0
 _POLL_S = 0.05
+CONNECT_S = 120.0
 _CONNECT_EVERY_S = 3.0
+_PROBE_S = 10.0
 _GET_S = 10.0  # for a value that ray says is there
 _THREADS = "OMP_NUM_THREADS"  # ray sets it by the CPUs that an actor reserves
 
@@ -319,22 +322,46 @@ def _connected(setup: HostsSetup, channel: Channel) -> Any:
     """
     address, deadline_s = setup.hosts.address, time.monotonic() + setup.hosts.stall_timeout_s
     while True:
+        given_up = threading.Timer(CONNECT_S, _give_up, (setup, channel))  # ray may wait for minutes, in its own words
+        given_up.daemon = True
+        given_up.start()
         try:
+            _probe(address)
             return connect(address)
-        except (ConnectionError, RuntimeError, TimeoutError) as error:
+        except (OSError, RuntimeError) as error:
             said = str(error).strip().partition("\n")[0][:300]
             if not setup.again:
-                raise ValueError(
-                    f"hosts.address ({address}): there is no ray cluster ({said}): start one with `ray start --head`, "
-                    "or name one"
-                ) from None
+                raise ValueError(_no_cluster(address, said)) from None
             if time.monotonic() > deadline_s or channel.ended:
                 raise RunFailed(
                     f"hosts.address ({address}): the ray cluster has not come back in "
                     f"{setup.hosts.stall_timeout_s:g} s ({said})"
                 ) from None
+        finally:
+            given_up.cancel()
         channel.send(to_bytes({"alive": True}))
         time.sleep(_CONNECT_EVERY_S)
+
+
+def _probe(address: str) -> None:
+    """Raises OSError if nobody listens at host:port; other forms of an address are ray's to understand."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+
+
+def _give_up(setup: HostsSetup, channel: Channel) -> None:
+    """Ends the process, which waits for ray. Where the cluster was there before, the launcher tries again."""
+    if not setup.again:
+        said = _no_cluster(setup.hosts.address, f"ray has not connected in {CONNECT_S:g} s")
+        channel.send(to_bytes({"fatal": said, "users": True}))
+    os._exit(1)
+
+
+def _no_cluster(address: str, said: str) -> str:
+    return (
+        f"hosts.address ({address}): there is no ray cluster ({said}): start one with `ray start --head`, or name one"
+    )
 
 
 def _serve(hosts: RayHosts, channel: Channel) -> None:
