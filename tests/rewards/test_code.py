@@ -185,6 +185,45 @@ def test_a_completion_continues_the_prompt(scorer: CodeScorer):
         assert scorer(ask(response, ADD))[0] == 1.0, program_of(ask(response, ADD), checks_of(ask(response, ADD)))
 
 
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "def add(a: int, b: int) -> int:\n",
+        "def add(a, b):",
+        "@lru_cache\ndef add(a, b):\n    # the sum\n",
+        "async def add_all():\n    return 0\n\ndef add(\n    a,\n    b,\n):\n",
+        'def add(a, b):\n\t"""The sum."""\n',
+    ],
+)
+def test_a_prompt_that_ends_with_the_signature(signature: str, scorer: CodeScorer):
+    helpers = "from functools import lru_cache\n\ndef twice(x):\n    return 2 * x\n\n"
+    indent = "\t" if "\t" in signature else "    "
+    tests = {**ADD, "prompt": helpers + signature}
+    for response in (
+        f"\n{indent}c = a\n{indent}return c + b\n",
+        f"```python\n{indent}c = a\n{indent}return c + b\n```",
+        RIGHT + "twice(1)\n",
+    ):
+        reward, info = scorer(ask(response, tests))
+        assert reward == 1.0, info
+        assert scorer(ask(response.replace("+ b", "- b"), tests))[0] == 0.0
+
+
+def test_what_the_model_saw_around_a_question_is_not_part_of_the_program(scorer: CodeScorer):
+    """The text of a chat, which the prompt is in training, is no Python."""
+    row = {key: value for key, value in ADD.items() if key != "prompt"}
+    chat = f"<|user|>\nComplete the function.\n\n{ADD['prompt']}<|assistant|>\n"
+    messages = {"question": "Complete it:\n\n" + ADD["prompt"]}
+    in_training = Prompt(0, 0, (1,), chat, "s", None, row, ADD["prompt"])
+    for extra in (ScoreRequest.of(in_training, Sample.empty(SampleKey(0, 0, 0))).extra, {**ADD, **messages}):
+        for response in (RIGHT + "twice(1)\n", "    return a + b\n"):
+            assert scorer(ask(response, dict(extra)))[0] == 1.0
+    own_helpers = "def twice(x):\n    return 2 * x\n"
+    for prose in (chat, messages["question"]):  # nothing to continue
+        reward, info = scorer(ask(own_helpers + RIGHT, {**row, "test": ADD["test"].split("    s")[0], "prompt": prose}))
+        assert reward == 1.0, info
+
+
 def test_long_responses_are_read_in_linear_time():
     response = "```\n" * 200_000 + "x = 1"
     assert last_block(response) is not None
