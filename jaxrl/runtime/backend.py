@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
@@ -101,7 +102,7 @@ class RolloutBackend:
       layouts: changes the layout between rounds and inside them; None: it stays.
       stream: frees workers in the middle of a round, for gradients; None: none is freed.
       history: what responses of earlier rounds are kept for; None: they are not kept.
-      timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
+      timeouts, tally: as in `jaxrl.runtime.verdicts.Verdicts`.
       judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
     """
 
@@ -123,11 +124,12 @@ class RolloutBackend:
         stream: StreamSession | None = None,
         history: HistorySession | None = None,
         timeouts: AdaptiveTimeouts | None = None,
+        tally: VerdictTally | None = None,
         judge: Judge | None = None,
     ) -> None:
         self.engine = engine if isinstance(engine, Workers) else Workers([engine])
         self.worker = worker
-        self._verdicts = Verdicts(rewards, clock, journal, timeouts)
+        self._verdicts = Verdicts(rewards, clock, journal, timeouts, tally)
         self._text_of = text_of
         self._weights = weights
         self._clock = clock
@@ -258,6 +260,7 @@ class RolloutBackend:
         event = self._events.popleft()
         if isinstance(event, Verdict):
             self._awaited.discard(event.key)
+            self._verdicts.heard(event)
         return event
 
     def apply(self, command: Command) -> None:

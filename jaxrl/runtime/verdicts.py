@@ -8,17 +8,18 @@ crash takes it from there and does not ask again. A simulated clock needs no jou
 Source: docs/architecture.md.
 
 Departures: of what a scorer says besides its reward, the journal keeps what is short (`MAX_VALUE_CHARS` of a value's
-JSON, `MAX_INFO_CHARS` of all). A replayed verdict has that, and no seconds: they are not counted again.
+JSON, `MAX_INFO_CHARS` of all). A replayed verdict has that, and no seconds.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
+from jaxrl.rewards.tally import VerdictTally
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
@@ -26,7 +27,6 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 MAX_VALUE_CHARS, MAX_INFO_CHARS = 8192, 65536
 _CLOCKS = ("timeout", "crash")
-_COUNT_OF = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
 
 
 class Scoring(Protocol):
@@ -56,6 +56,7 @@ class Verdicts:
       journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
       timeouts: gives the test cases of training prompts their time limits, and learns from verdicts; None: the scorer
         has limits of its own.
+      tally: counts what the round hears.
     """
 
     def __init__(
@@ -64,13 +65,16 @@ class Verdicts:
         clock: Callable[[], float],
         journal: Journal | None = None,
         timeouts: AdaptiveTimeouts | None = None,
+        tally: VerdictTally | None = None,
     ) -> None:
         self._scoring, self._clock, self._journal, self._timeouts = scoring, clock, journal, timeouts
+        self._tally = VerdictTally() if tally is None else tally
         self._step, self._round = -1, 0
         self._due: deque[SampleKey] = deque()  # in the order in which the samples completed
         self._arrived: dict[SampleKey, Verdict] = {}
         self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
-        self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
+        self._sources: dict[SampleKey, str] = {}  # of samples whose verdict the round has still to hear
+        self._replayed: set[SampleKey] = set()  # of these, whose verdict the journal gave
         self._busy = BusyTime()
 
     @property
@@ -86,6 +90,7 @@ class Verdicts:
         """Has a finished sample scored, unless the journal has its verdict."""
         key = sample.key
         self._due.append(key)
+        self._sources[key] = prompt.source
         entry = None if self._journal is None else self._journal.find(self._step, "verdict", self._place(key))
         limits_s = ()
         if self._timeouts is not None and not self._round:
@@ -96,7 +101,7 @@ class Verdicts:
             self._scoring.submit(prompt, sample, limits_s)
         else:
             verdict = self._arrived[key] = replayed(entry, self._clock(), key)
-            self._replayed[verdict.status] += 1
+            self._replayed.add(key)
             self._learn(verdict)
 
     def completed(self) -> list[Verdict]:
@@ -119,23 +124,26 @@ class Verdicts:
         for key in keys:
             self._arrived.pop(key, None)
             self._sent.pop(key, None)
+            self._sources.pop(key, None)
+            self._replayed.discard(key)
+
+    def heard(self, verdict: Verdict) -> None:
+        """The round hears of this verdict, which counts from here on."""
+        self._tally.add(self._sources.pop(verdict.key), verdict, is_replayed=verdict.key in self._replayed)
+        self._replayed.discard(verdict.key)
 
     def clear(self) -> None:
         """The round is dropped."""
         self._scoring.cancel(set(self._due))
-        for kept in (self._due, self._arrived, self._sent, self._replayed):
+        for kept in (self._due, self._arrived, self._sent, self._sources, self._replayed, self._tally):
             kept.clear()
         self._busy = BusyTime()
 
     def end(self) -> dict[str, float]:
-        """The round is over; its counts, and those of the verdicts that the journal gave in the scoring's place: a
-        step that runs again counts the same. `reward/busy_s`: the seconds in which anything was being scored."""
+        """The round is over; its counts. A step that runs again counts the same. `reward/busy_s`: the seconds in which
+        anything was being scored."""
         assert not self._due, "a round ends while something of it is being scored"
-        measured = self._scoring.take_metrics()
-        for status, count in self._replayed.items():
-            for name in ("reward/num_scored", *([_COUNT_OF[status]] if status in _COUNT_OF else [])):
-                measured[name] = measured.get(name, 0.0) + count
-        self._replayed.clear()
+        measured = self._scoring.take_metrics() | self._tally.take()
         measured["reward/busy_s"] = self._busy.take()
         return measured | ({} if self._timeouts is None or self._round else self._timeouts.take_metrics())
 
