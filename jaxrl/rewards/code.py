@@ -30,7 +30,7 @@ class _Case:
     ok: bool
     seconds: float
     why: str = ""
-    cut_off: bool = False
+    cut_off_at_s: float = 0.0  # the limit that ended it; 0: none did
 
 
 @dataclass(slots=True)
@@ -41,7 +41,8 @@ class CodeScorer:
       means: what locks programs in; None: what `reward.code.sandbox` comes to where this is loaded.
 
     What it records: `passed` and `cases` (test cases), `correct` (all passed), `case_s` (seconds of each case that was
-    run, in order), `cut_off` (cases that their time limit ended), and `error`, why the first wrong case is wrong.
+    run, in order), `cut_off` (cases that their time limit ended), `timeouts` (the same by the kind of limit), and
+    `error`, why the first wrong case is wrong.
     """
 
     code: CodeSection
@@ -75,7 +76,7 @@ class CodeScorer:
             raise ValueError(f"{request.source}: reward.code.command takes tests with inputs and outputs alone")
         program = program_of(request, tests)
         if not program.strip():
-            return 0.0, _info([], tests.count or 0, "the response holds no program")
+            return 0.0, self._info([], tests.count or 0, "the response holds no program")
         cases: list[_Case] = []
         count = tests.count
         run = self._scripts if tests.shape == "stdin" else self._checks
@@ -86,7 +87,7 @@ class CodeScorer:
                 break
         assert count is not None
         why = next((case.why for case in cases if not case.ok), "")
-        info = _info(cases, count, why)
+        info = self._info(cases, count, why)
         return (float(info["correct"]) if self.code.score == "all" else info["passed"] / count), info
 
     def _scripts(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
@@ -97,7 +98,7 @@ class CodeScorer:
             why = "" if ran.end == "exit" and ran.code == 0 else _why_ended(ran, limit_s)
             if not why and not same_output(ran.output, wanted):
                 why = f"it wrote {ran.output[:100]!r}"
-            yield _Case(not why, ran.seconds, why, ran.end == "time"), len(tests.pairs)
+            yield _Case(not why, ran.seconds, why, limit_s * (ran.end == "time")), len(tests.pairs)
 
     def _checks(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
         """All cases in one process, and in another from behind a case that ended the first."""
@@ -117,10 +118,25 @@ class CodeScorer:
                 first = index + 1
             if ran.running is not None:
                 limit_s = limits_s[first] if first < len(limits_s) else default_s
-                yield _Case(False, ran.seconds, _why_ended(ran, limit_s), ran.end == "time"), count
+                yield _Case(False, ran.seconds, _why_ended(ran, limit_s), limit_s * (ran.end == "time")), count
                 first += 1
             if ran.done or not ran.loaded:  # one that does not load does so for no case
                 return
+
+    def _info(self, cases: list[_Case], count: int, why: str) -> dict[str, Any]:
+        passed, limits_s = sum(case.ok for case in cases), [case.cut_off_at_s for case in cases if case.cut_off_at_s]
+        at_most = sum(limit_s >= self.code.max_timeout_s for limit_s in limits_s)
+        timeouts = {"case": len(limits_s) - at_most, "case_max": at_most}
+        info: dict[str, Any] = {
+            "passed": passed,
+            "cases": count,
+            "cut_off": len(limits_s),
+            "correct": count > 0 and passed == count,
+            "case_s": [round(case.seconds, 5) for case in cases],
+        }
+        if limits_s:
+            info["timeouts"] = {kind: number for kind, number in timeouts.items() if number}
+        return {**info, "error": why[:_MAX_ERROR]} if why else info
 
     def _run(self, work: Callable[[Sandbox], Execution]) -> Execution:
         """Once more with a new server, if the server was ended."""
@@ -143,15 +159,3 @@ def _why_ended(ran: Execution, limit_s: float) -> str:
     last = ran.errors.strip().splitlines()[-1:]
     how = f"it ended with exit code {ran.code}" if ran.code >= 0 else f"signal {-ran.code} ended it"
     return f"{how}: {last[0]}"[:_MAX_ERROR] if last else how
-
-
-def _info(cases: list[_Case], count: int, why: str) -> dict[str, Any]:
-    passed = sum(case.ok for case in cases)
-    info: dict[str, Any] = {
-        "passed": passed,
-        "cases": count,
-        "cut_off": sum(case.cut_off for case in cases),
-        "correct": count > 0 and passed == count,
-        "case_s": [round(case.seconds, 5) for case in cases],
-    }
-    return {**info, "error": why[:_MAX_ERROR]} if why else info

@@ -190,11 +190,13 @@ class EndpointPool:
         texts = [each for each in came if isinstance(each, str)]
         failed = [each for each in came if isinstance(each, Failed)]
         seconds = time.monotonic() - began_s
+        late = sum(each.status == "timeout" for each in failed)
+        outside = {"outside": True, **({"timeouts": {"endpoint": late}} if late else {})}
         if not texts:
             worst = min(failed, key=lambda each: _WORST.index(each.status))
-            return worst.status, 0.0, {"error": str(worst), "outside": True}, seconds
+            return worst.status, 0.0, {"error": str(worst), **outside}, seconds
         reward, info = self._text.read(texts)
-        info |= {"outside": True, **({"failed": len(failed)} if failed else {})}
+        info |= {**outside, **({"failed": len(failed)} if failed else {})}
         return "error" if "error" in info else "ok", reward, info, seconds
 
 

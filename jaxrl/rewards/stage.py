@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from jaxrl.config.domains import Domain, Place
+from jaxrl.rewards.tally import timeouts_of
 from jaxrl.rewards.tasks import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -158,7 +159,9 @@ def combined(domain: Domain, scored: Verdict, parts: Verdict | None = None) -> V
         return replace(scored, reward=domain.weight * scored.reward, info=info)
     outside, time_s = scored.outside or parts.outside, max(scored.time_s, parts.time_s)
     if parts.status != "ok":
-        return replace(parts, time_s=time_s, outside=outside)
+        limits = dict(timeouts_of(scored) + timeouts_of(parts))
+        info = {**parts.info, "timeouts": limits} if limits else parts.info
+        return replace(parts, time_s=time_s, info=info, outside=outside)
     return Verdict(
         time_s,
         scored.key,

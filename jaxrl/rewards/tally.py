@@ -18,6 +18,16 @@ from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
 from jaxrl.scheduling.rounds.events import Verdict
 
+TIMEOUTS = {
+    "case": "a test case's adaptive limit",
+    "case_max": "a test case's largest limit",
+    "sample": "a sample's limit",
+    "endpoint": "the endpoint's limit",
+    "watchdog": "a worker that was silent",
+}
+"""What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something. `case`: of
+`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `sample`: `reward.timeout_s`, that of a domain
+or of math; `endpoint`: `reward.judge.request_timeout_s`; `watchdog`: a worker's keeper, or an actor, said nothing."""
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 
 
@@ -44,7 +54,7 @@ class VerdictTally:
         return cls(domains(config.reward) if is_staged(config.reward) else None)
 
     def _clear(self) -> None:
-        self._whole = Counter[str]()
+        self._whole, self._timeouts = Counter[str](), Counter[str]()
         self._status: dict[str, Counter[str]] = {source: Counter() for source in self._names}
         self._seconds: dict[str, list[float]] = {source: [] for source in self._names}
         self._own: list[float] = []
@@ -53,6 +63,7 @@ class VerdictTally:
     def add(self, source: str, verdict: Verdict, *, is_replayed: bool = False) -> None:
         """Counts a verdict on a sample of a prompt from `source`. `is_replayed`: the journal gave it."""
         self._whole[verdict.status] += 1
+        self._timeouts += timeouts_of(verdict)
         if not self._names:
             return
         domain = source if source in self._names else ""
@@ -70,10 +81,11 @@ class VerdictTally:
         self._clear()
 
     def take(self) -> dict[str, float]:
-        """`reward/{num_scored,errors,timeouts,crashes}`, and with domains `reward/<domain>/` the same and
-        `{p50_s,p95_s,max_s}`, the seconds of scoring; `reward/part/<name>/mean` and `reward/own/mean`, of parts and of
-        the scorers' own rewards, before any weight."""
+        """`reward/{num_scored,errors,timeouts,crashes}`, and `reward/timeouts/<kind>` (`TIMEOUTS`). With domains
+        `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, the seconds of scoring; `reward/part/<name>/mean`
+        and `reward/own/mean`, of parts and of the scorers' own rewards, before any weight."""
         measured = _counts("reward", self._whole)
+        measured |= {f"reward/timeouts/{kind}": float(self._timeouts[kind]) for kind in TIMEOUTS}
         for source in sorted(self._seen):
             prefix = f"reward/{self._names[source]}"
             measured |= _counts(prefix, self._status[source])
@@ -91,3 +103,14 @@ class VerdictTally:
 def _counts(prefix: str, status: Counter[str]) -> dict[str, float]:
     counted = {f"{prefix}/num_scored": float(status.total())}
     return counted | {f"{prefix}/{name}": float(status[each]) for each, name in _COUNT_OF.items()}
+
+
+def timeouts_of(verdict: Verdict) -> Counter[str]:
+    """What limits ended a verdict, or part of it. A time-out that says nothing of kinds is a sample's."""
+    said = verdict.info.get("timeouts")
+    found = Counter[str]()
+    if isinstance(said, Mapping):
+        found.update({kind: said[kind] for kind in TIMEOUTS if type(said.get(kind)) is int and said[kind] > 0})
+    if not found and verdict.status == "timeout":
+        found["sample"] = 1
+    return found

@@ -112,9 +112,13 @@ def test_a_case_that_hangs_is_cut_off_and_the_others_count(share: CodeScorer):
     assert reward == pytest.approx(2 / 3)
     assert info["case_s"][1] >= 0.3
     assert info["error"] == "it took longer than 0.3 s"
+    assert info["timeouts"] == {"case": 1}
     script = "a, b = map(int, input().split())\nwhile a == 4: pass\nprint(a + b)"
     info = share(ask(script, STDIN, 20.0, 0.3))[1]
     assert (info["passed"], info["cut_off"], info["cases"]) == (1, 1, 2)
+    at_most = replace(share, code=replace(share.code, max_timeout_s=0.3))
+    assert at_most(ask(script, STDIN, 0.3, 0.3))[1]["timeouts"] == {"case_max": 1}
+    assert at_most(ask(hangs, three))[1]["timeouts"] == {"case_max": 1}
 
 
 def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer):

@@ -155,6 +155,7 @@ def test_late(behaviour: Behaviour):
         (verdict,) = verdicts(pool)
         assert (verdict.status, verdict.outside) == ("timeout", True)
         assert verdict.info["error"] == "no answer within reward.judge.request_timeout_s (0.1 s)"
+        assert verdict.info["timeouts"] == {"endpoint": 1}
         measured = pool.take_metrics()
         assert (measured["reward/judge/late"], measured["reward/timeouts"]) == (2, 1)
         pool.close()

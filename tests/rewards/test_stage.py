@@ -9,6 +9,7 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import Place, domains
 from jaxrl.rewards.stage import RewardStage
+from jaxrl.rewards.tally import timeouts_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -121,7 +122,20 @@ def test_half_a_verdict_is_none(failed: str):
         else:
             pool.say(0, 1.0)
     (verdict,) = stage.completed()
-    assert (verdict.status, verdict.reward, verdict.info) == ("timeout", 0.0, {"error": "late"})
+    assert (verdict.status, verdict.reward, verdict.info["error"]) == ("timeout", 0.0, "late")
+    assert timeouts_of(verdict) == {"sample": 1}
+
+
+def test_the_limits_that_ended_both_halves():
+    stage, workers, endpoint = make(parts=True)
+    submit(stage, "judged", "judged")
+    endpoint.say(0, 1.0, timeouts={"endpoint": 2})
+    workers.say(0, 0.0, "timeout", error="late")
+    endpoint.say(1, 1.0, timeouts={"endpoint": 1})
+    workers.say(1, 0.5)
+    first, second = stage.completed()
+    assert (first.status, timeouts_of(first)) == ("timeout", {"endpoint": 2, "sample": 1})
+    assert (second.status, timeouts_of(second)) == ("ok", {"endpoint": 1})
 
 
 def test_what_an_endpoint_says_is_from_outside():

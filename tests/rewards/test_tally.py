@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.rewards.tally import VerdictTally
+from jaxrl.report import rewards as report
+from jaxrl.rewards.tally import TIMEOUTS, VerdictTally, timeouts_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import SampleKey
 
@@ -25,7 +26,8 @@ def test_a_run_without_domains():
     for status in ("ok", "error", "timeout", "timeout", "crash"):
         tally.add("math", verdict(status=status))
     whole = {"reward/num_scored": 5, "reward/errors": 1, "reward/timeouts": 2, "reward/crashes": 1}
-    assert tally.take() == whole
+    kinds = dict.fromkeys(TIMEOUTS, 0.0) | {"sample": 2.0}
+    assert tally.take() == whole | {f"reward/timeouts/{kind}": count for kind, count in kinds.items()}
     assert not any(tally.take().values())
 
 
@@ -66,3 +68,23 @@ def test_a_round_that_is_dropped_counts_nothing():
     tally.add("math", verdict())
     tally.clear()
     assert not any(tally.take().values())
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kinds"),
+    [
+        ("ok", {"case": 2, "case_max": 1}, {"case": 2, "case_max": 1}),
+        ("timeout", None, {"sample": 1}),
+        ("timeout", {"endpoint": 3}, {"endpoint": 3}),
+        ("crash", {"watchdog": 1}, {"watchdog": 1}),
+        ("ok", {"case": "2", "sample": True, "endpoint": -1, "other": 1}, {}),
+        ("ok", 7, {}),
+        ("ok", None, {}),
+    ],
+)
+def test_kinds_of_limits(status: Any, said: Any, kinds: dict[str, int]):
+    assert timeouts_of(verdict(0.0, status, timeouts=said)) == kinds
+
+
+def test_the_report_draws_every_kind():
+    assert [kind for kind, *_ in report.TIMEOUTS] == list(TIMEOUTS)
