@@ -22,6 +22,7 @@ FAILURES = (("timeouts", "time-outs", "c2"), ("crashes", "crashes", "c3"), ("err
 TIMEOUTS = (
     ("case", "test cases, adaptive limit", "c1"),
     ("case_max", "test cases, largest limit", "c2"),
+    ("program", "programs", "c6"),
     ("sample", "samples", "c3"),
     ("endpoint", "requests to the endpoint", "c4"),
     ("watchdog", "silent workers", "c5"),

@@ -21,12 +21,14 @@ from jaxrl.scheduling.rounds.events import Verdict
 TIMEOUTS = {
     "case": "a test case's adaptive limit",
     "case_max": "a test case's largest limit",
+    "program": "a program's limit",
     "sample": "a sample's limit",
     "endpoint": "the endpoint's limit",
     "watchdog": "a worker that was silent",
 }
 """What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something. `case`: of
-`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `sample`: `reward.timeout_s`, that of a domain
+`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: its
+`max_failing_s`; `sample`: `reward.timeout_s`, that of a domain
 or of math; `endpoint`: `reward.judge.request_timeout_s`; `watchdog`: a worker's keeper, or an actor, said nothing."""
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 

@@ -121,6 +121,43 @@ def test_a_case_that_hangs_is_cut_off_and_the_others_count(share: CodeScorer):
     assert at_most(ask(hangs, three))[1]["timeouts"] == {"case_max": 1}
 
 
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("import time\ndef add(a, b):\n    if a > 2: time.sleep(9)\n    return a + b\n", MBPP["test_list"][0]),
+        ("import time\na, b = map(int, input().split())\nif a > 2: time.sleep(9)\nprint(a + b)", ("1 2", "3")),
+        ("import time\ndef add(a, b):\n    if a > 2: time.sleep(0.4)\n    return 3\n", MBPP["test_list"][0]),
+    ],
+    ids=["function", "script", "wrong"],
+)
+def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any, share: CodeScorer):
+    """Whether each case is cut off or merely slow and wrong. What passes costs nothing of it."""
+    if isinstance(tests, str):
+        extra: dict[str, Any] = {"test_list": [tests] * 3 + ["assert add(5, 5) == 10"] * 20 + [tests]}
+    else:
+        extra = {"inputs": [tests[0]] * 3 + ["5 5"] * 20 + [tests[0]], "outputs": [tests[1]] * 3 + ["10"] * 20 + ["3"]}
+    made = replace(share, code=replace(share.code, max_timeout_s=0.5, max_failing_s=1.0))
+    reward, info = made(ask(program, extra))
+    assert (info["passed"], info["cases"], len(info["case_s"])) == (3, 24, 3 + (3 if "0.4" in program else 2))
+    assert reward == 3 / 24
+    assert info["timeouts"]["program"] == 1
+    assert info["outside"] is True, "a clock decided it"
+    whole = replace(made, code=replace(made.code, max_failing_s=0.0, max_timeout_s=0.2))
+    info = whole(ask(program, {name: rows[:8] for name, rows in extra.items()}))[1]
+    assert len(info["case_s"]) == info["cases"] == 8
+    assert "program" not in info["timeouts"]
+    assert "outside" not in info
+
+
+def test_a_slow_program_that_passes_is_not_ended(share: CodeScorer):
+    slow = "import time\ndef add(a, b):\n    time.sleep(0.2)\n    return a + b\n"
+    for score in ("share", "all"):
+        made = replace(share, code=replace(share.code, max_failing_s=0.1, score=score))
+        reward, info = made(ask(slow, {"test_list": ["assert add(1, 2) == 3"] * 3}))
+        assert (reward, len(info["case_s"])) == (1.0, 3)
+        assert not info.keys() & {"outside", "timeouts"}
+
+
 def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer):
     leaves = "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b\n"
     assert share(ask(leaves, MBPP))[0] == 0.5

@@ -41,7 +41,7 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
     Args:
       job: `shape`: "calls", with `name` and `cases` of [arguments, expected value]; or "tests", with `text`, and for
         HumanEval `entry_point` and `before` (what the prompt defines before that function). `first`: the case to begin
-        with. `stop`: whether a wrong case is the last.
+        with. `max_failing_s`: what wrong cases may take together, after which none is run; None: no limit.
     """
     fresh_streams()
     link = Link(socket.socket(fileno=CALLS))
@@ -53,6 +53,7 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
     _say(cases=len(cases))
     load_error: BaseException | None = None
     is_loaded = False
+    most_s, failing_s = job.get("max_failing_s"), 0.0
     for index in range(job.get("first", 0), len(cases)):
         _say(start=index)
         start, why = time.perf_counter(), ""
@@ -70,8 +71,10 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
             cases[index]()
         except BaseException as error:
             why = _describe(error)
-        _say(end=index, ok=not why, why=why, seconds=time.perf_counter() - start)
-        if (why and job.get("stop")) or link.is_gone:
+        seconds = time.perf_counter() - start
+        _say(end=index, ok=not why, why=why, seconds=seconds)
+        failing_s += seconds if why else 0.0
+        if link.is_gone or (why and most_s is not None and failing_s >= most_s):
             os._exit(0)
     _say(done=True)
     os._exit(0)
