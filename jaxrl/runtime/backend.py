@@ -243,12 +243,10 @@ class RolloutBackend:
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
-                if self._judge is not None:
-                    num_rows = self.engine.num_rows
-                    self._judge.turn(busy_rows(len(self.engine.unfinished()), num_rows), num_rows)
+                self._has_judged(busy_rows(len(self.engine.unfinished()), self.engine.num_rows))
                 self._run_plan()
             elif self._verdicts.due is not None:
-                if self._judge is None or not self._judge.turn(0, self.engine.num_rows):
+                if not self._has_judged(0):
                     self._events += self._verdicts.wait(POLL_S)
                 self._beat()
                 if self._stream is not None:
@@ -322,6 +320,14 @@ class RolloutBackend:
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _has_judged(self, busy_rows: int) -> bool:
+        """Lets the judge take a turn; whether it did."""
+        if self._judge is None or not self._judge.turn(busy_rows, self.engine.num_rows):
+            return False
+        for engine in self.engine.engines:
+            engine.paused()
+        return True
 
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
