@@ -139,7 +139,9 @@ class JudgeSection:
     temperature: Annotated[float, Ge(0), "Of the judge's sampling; 0: greedy."] = 0.0
     max_tokens: Annotated[int, Ge(1), "Tokens of a verdict at most."] = 256
     max_prompt_tokens: Annotated[
-        int, Ge(1), "Tokens that a judge on the devices reads; of longer ones the response is cut."
+        int,
+        Ge(1),
+        "Tokens that a model on the devices reads; of longer ones the response is cut. An endpoint has its own limit.",
     ] = 4096
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], "Type of the judge's weights on the devices."] = (
         "bfloat16"
