@@ -327,6 +327,39 @@ def test_in_a_pool(fresh_process: bool):
     assert descendants(os.getpid(), others) == []
 
 
+def test_on_ray():
+    """The sandbox's server is a child of the worker process below each actor."""
+    pytest.importorskip("ray")
+    code = {"max_timeout_s": 20.0, "max_memory_mib": 256}
+    config = from_mapping(
+        {
+            "model": {"path": "x"},
+            "data": {"train_files": ["a.jsonl"]},
+            "reward": {"kind": "code", "pool": "ray", "num_workers": 2, "code": code, "start_timeout_s": 120.0},
+        }
+    )
+    pool = build_pool(config, build_scorer(config))
+    try:
+        pool.warm()
+        kills = "import os\nos.kill(os.getppid(), 9)\n" + RIGHT
+        for i, response in enumerate([RIGHT, "while True: pass", HALF, kills, RIGHT]):
+            sample = Sample.empty(SampleKey(0, 7, i))
+            sample.text = response
+            pool.submit(Prompt(0, 7, (1,), "?", "test", None, MBPP), sample, (1.0, 1.0) if i == 1 else ())
+        verdicts: dict[int, Any] = {}
+        while pool.num_pending:
+            verdicts |= {verdict.key.sample_index: verdict for verdict in pool.wait(1.0)}
+        assert [(verdicts[i].status, verdicts[i].reward) for i in range(5)] == [
+            *(("ok", 1.0), ("ok", 0.0), ("ok", 0.0), ("ok", 0.0), ("ok", 1.0))
+        ]
+        assert verdicts[1].info["timeouts"] == {"case": 1}, "the limits have come along"
+        assert verdicts[1].outside
+        assert verdicts[1].duration_s < 20.0
+        assert verdicts[2].info["passed"] == 1
+    finally:
+        pool.close()
+
+
 def human_eval() -> list[dict[str, Any]]:
     with gzip.open(HUMAN_EVAL, "rt") as file:
         return [json.loads(line) for line in file]
