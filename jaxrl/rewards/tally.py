@@ -27,9 +27,9 @@ TIMEOUTS = {
     "watchdog": "a worker that was silent",
 }
 """What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something. `case`: of
-`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: its
-`max_failing_s`; `sample`: `reward.timeout_s`, that of a domain
-or of math; `endpoint`: `reward.judge.request_timeout_s`; `watchdog`: a worker's keeper, or an actor, said nothing."""
+`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: `reward.code.max_failing_s`;
+`sample`: `reward.timeout_s`, that of a domain or of math; `endpoint`: `reward.judge.request_timeout_s`; `watchdog`: a
+worker's keeper, or an actor, said nothing."""
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 
 
