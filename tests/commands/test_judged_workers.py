@@ -90,9 +90,9 @@ def test_layouts_that_switch(runs: Runs, num_workers: int):
     profile, several = runs.folder / f"profile{num_workers}.json", f"rollout.num_workers={num_workers}"
     with runs.start(
         runs.folder / "none",
-        *(f"--out={profile}", *SWITCHES, several, f"rollout.layout.profile={profile}"),
+        *(*SWITCHES, several, f"rollout.layout.profile={profile}"),
         devices=8,
-        program=(str(ROOT / "scripts" / "made_up_profile.py"),),
+        program=(str(ROOT / "scripts" / "made_up_profile.py"), f"--out={profile}"),
     ) as process:
         end(process)
     options = (*SWITCHES, f"rollout.layout.profile={profile}", "rollout.layout.allow_synthetic=true", several)
@@ -101,10 +101,10 @@ def test_layouts_that_switch(runs: Runs, num_workers: int):
     assert_same_run(switched, finish(runs, "one"))
 
 
-def test_one_step_off(runs: Runs):
-    """The weights are those of a step before, so the run that it equals is one step off as well, with a judge that
-    waits until the rollout has ended; the update beside the rollout has devices of its own, or takes turns."""
-    off = ("trainer.one_step_off=true", "trainer.total_training_steps=4")
-    after = finish(runs, "off after", *off, "reward.judge.when=after")
-    assert_same_run(finish(runs, "off", *off), after)
-    assert_same_run(finish(runs, "off on its own", *off, "rollout.num_devices=4", "rollout.num_workers=2"), after)
+@pytest.mark.parametrize("own", [(), ("rollout.num_devices=4",)], ids=["takes turns", "own devices"])
+def test_one_step_off(runs: Runs, own: tuple[str, ...]):
+    """The weights are those of a step before, so the run that it equals is one step off as well: on the same devices,
+    with one worker and a judge that waits until the rollout has ended."""
+    off = ("trainer.one_step_off=true", "trainer.total_training_steps=4", *own)
+    after = finish(runs, f"off after {len(own)}", *off, "reward.judge.when=after")
+    assert_same_run(finish(runs, f"off {len(own)}", *off, "rollout.num_workers=2"), after)
