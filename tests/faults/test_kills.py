@@ -238,7 +238,7 @@ echo $((n % wanted))
 def code_options(folder: Path) -> list[str]:
     """Real programs in the real sandbox, of which a fifth sleeps until it is cut off, and a sixth passes."""
     rows = [
-        {"question": "x" * (1 + 3 * i), "answer": "", "inputs": ["2\n", "3\n"], "outputs": ["1\n", "1\n"]}
+        {"question": "x" * (1 + 3 * i), "answer": str(i), "inputs": ["2\n", "3\n"], "outputs": ["1\n", "1\n"]}
         for i in range(7)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
