@@ -155,7 +155,7 @@ def _judge(
     executor = MeshExecutor(config, Layout(mesh, mesh.size), sizes)
     outer = {name: value for name, value in params.items() if name != "layers"}
     layers = ({name: x[i : i + 1] for name, x in params["layers"].items()} for i in range(config.num_layers))
-    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), lambda: None)
+    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), lambda: None, alone=False)
     return JudgePool(Fixed(options, config.vocab_size), Engine(executor, BatcherConfig()), machine, JudgeTurns())
 
 

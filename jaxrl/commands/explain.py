@@ -19,6 +19,7 @@ from jaxrl.config.options import total_steps
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
+from jaxrl.rewards.explained import part_lines, reward_rows
 from jaxrl.runtime.build import (
     DEFAULT_SHARE,
     device_bytes,
@@ -74,6 +75,7 @@ class Explanation:
     counts: Counts
     memory: MemoryPlan
     warnings: tuple[str, ...]
+    rewards: tuple[str, ...] = ()  # lines of text: how each domain is scored
     share: float | None = None  # of a GPU's memory, that JAX is given; None: all, or of devices that are not here
 
     def __str__(self) -> str:
@@ -138,6 +140,7 @@ def explain(
         counts=counts,
         memory=memory,
         warnings=tuple(_warnings(config, counts, memory)),
+        rewards=(*_table(*reward_rows(config)), *part_lines(config)),
     )
 
 
@@ -264,6 +267,9 @@ def render(e: Explanation) -> str:
         *_worker_lines(e),
         *_judge_line(m),
         f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
+        "",
+        *e.rewards,
+        *([""] if e.warnings else []),
         *(f"note: {text}" for text in e.warnings),
     ]
     return "\n".join(line.rstrip() for line in lines)

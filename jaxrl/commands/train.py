@@ -32,6 +32,7 @@ from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.stage import RewardStage
+from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.runtime.build import (
     abstract,
@@ -336,6 +337,7 @@ class Run:
             stream=stream,
             history=history,
             timeouts=timeouts,
+            tally=VerdictTally.configured(config),
             judge=self.judge,
             hosts=self.joined.stream,
             exchange=self.joined.exchange,

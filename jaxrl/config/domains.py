@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxrl.config.declared import shown
-from jaxrl.config.judges import judge_problem
+from jaxrl.config.judges import OF_DEVICES, OF_ENDPOINT, OF_WORDS, judge_problem
 from jaxrl.config.options import Config
 from jaxrl.config.rewards import Extract, PartSection, RewardKind, RewardSection
 
@@ -217,5 +217,13 @@ def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
             yield f"reward.parts.{name}", frozenset({"name"}), f"reward.parts.{name}.kind is {part.kind}"
     if "code" not in kinds:
         yield "reward.code", None, "no reward's kind is code"
+    elif c.reward.code.score == "all":
+        yield "reward.code", frozenset({"max_failing_s"}), "reward.code.score is all"
     if not kinds & {"judge", "model"}:
         yield "reward.judge", None, "no reward's kind is judge or model"
+    elif c.reward.judge.endpoint:
+        yield "reward.judge", OF_DEVICES, "an endpoint is the judge, and no model on the devices"
+    else:
+        yield "reward.judge", OF_ENDPOINT, "a model on the devices scores, and no endpoint"
+    if "model" in kinds:
+        yield "reward.judge", OF_WORDS, "a reward model gives a number, and no text"

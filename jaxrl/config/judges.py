@@ -14,6 +14,14 @@ from typing import Literal
 from jaxrl.config.declared import shown
 from jaxrl.config.rewards import JudgeSection, RewardSection
 
+OF_DEVICES = frozenset(
+    {"max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "when", "busy_share"}
+)
+"""Options of `reward.judge` that an endpoint's model does not read: it has a tokenizer and a machine of its own."""
+OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})
+"""Those that a model on the devices does not."""
+OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
+"""Those that a reward model does not."""
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 

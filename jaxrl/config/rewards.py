@@ -87,6 +87,13 @@ class CodeSection:
     ] = "adaptive"
     min_timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds: the least time limit of a test case."] = 2.0
     max_timeout_s: Annotated[float, Gt(0), MAX_WAIT, "Seconds: the largest limit, and that before any is right."] = 30.0
+    max_failing_s: Annotated[
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds that a program may take with test cases which it does not pass, beyond which the cases left count as "
+        "wrong; 0: no limit. It matters with score=share: with all the first wrong case ends the verdict.",
+    ] = 60.0
     timeout_factor: Annotated[float, Ge(1), "What the longest time of a correct response is multiplied by."] = 1.5
     max_memory_mib: Annotated[int, Ge(16), Cap(2**30, "no machine has more"), "MiB that a program may take."] = 512
     max_processes: Annotated[int, Ge(1), "Processes and threads that a program may have at once."] = 32
@@ -132,7 +139,9 @@ class JudgeSection:
     temperature: Annotated[float, Ge(0), "Of the judge's sampling; 0: greedy."] = 0.0
     max_tokens: Annotated[int, Ge(1), "Tokens of a verdict at most."] = 256
     max_prompt_tokens: Annotated[
-        int, Ge(1), "Tokens that a judge on the devices reads; of longer ones the response is cut."
+        int,
+        Ge(1),
+        "Tokens that a model on the devices reads; of longer ones the response is cut. An endpoint has its own limit.",
     ] = 4096
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], "Type of the judge's weights on the devices."] = (
         "bfloat16"

@@ -19,6 +19,15 @@ Lines = Sequence[Mapping[str, float]]
 MAX_DOMAINS = 6
 """With a chart of their own, those with most samples."""
 FAILURES = (("timeouts", "time-outs", "c2"), ("crashes", "crashes", "c3"), ("errors", "errors", "c5"))
+TIMEOUTS = (
+    ("case", "test cases, adaptive limit", "c1"),
+    ("case_max", "test cases, largest limit", "c2"),
+    ("program", "programs", "c6"),
+    ("sample", "samples", "c3"),
+    ("endpoint", "requests to the endpoint", "c4"),
+    ("watchdog", "silent workers", "c5"),
+)
+"""Kinds of limits (`jaxrl.rewards.tally`)."""
 _OF_DOMAIN = "/num_scored"
 COLUMNS = ("Domain", "Samples", "p50", "p95", "Max", "Time-outs", "Crashes", "Errors")
 
@@ -26,7 +35,14 @@ COLUMNS = ("Domain", "Samples", "p50", "p95", "Max", "Time-outs", "Crashes", "Er
 def rewards_section(lines: Lines, span: tuple[float, float] | None) -> str:
     """HTML of a run's metrics, a mapping for each step; `span`: the steps that axes cover."""
     names = domains(lines)
-    charts = [*_times(lines, names), *_hidden(lines), *_failed(lines), *_anchors(lines), *_parts(lines)]
+    charts = [
+        *_times(lines, names),
+        *_hidden(lines),
+        *_failed(lines),
+        *_timeouts(lines),
+        *_anchors(lines),
+        *_parts(lines),
+    ]
     if not charts:
         return ""
     figures = "".join(card(replace(chart, span=span)) for chart in charts)
@@ -79,6 +95,13 @@ def _failed(lines: Lines) -> list[Chart]:
     curves = [Curve(label, series(lines, name), colour) for name, label, colour in kinds]
     curves = [curve for curve in curves if any(value for _, value in curve.points)]
     return [Chart("Rewards that failed", "samples per step", curves, "")] if curves else []
+
+
+def _timeouts(lines: Lines) -> list[Chart]:
+    """What limits ended, by their kind; none where none ended anything."""
+    curves = [Curve(label, series(lines, f"reward/timeouts/{kind}"), colour) for kind, label, colour in TIMEOUTS]
+    curves = [curve for curve in curves if any(value for _, value in curve.points)]
+    return [Chart("Time-outs by kind", "per step", curves, "")] if curves else []
 
 
 def _anchors(lines: Lines) -> list[Chart]:

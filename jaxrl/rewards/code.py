@@ -6,13 +6,16 @@ the other. The worker process that this runs in has the sandbox's fork server as
 
 A test case that takes too long, a program that ends early, and one that takes too much memory are wrong answers, and
 not errors of the scorer: they are told apart in what is recorded. With `reward.code.score=all` the first wrong case
-decides, and the others are not run.
+decides, and the others are not run. With `share` a program that hangs on every case would cost a limit for each:
+`reward.code.max_failing_s` bounds what the cases that it does not pass may take together. A program that passes is
+never ended by it, however slow it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from jaxrl.config.rewards import CodeSection
@@ -30,7 +33,7 @@ class _Case:
     ok: bool
     seconds: float
     why: str = ""
-    cut_off: bool = False
+    cut_off_at_s: float = 0.0  # the limit that ended it; 0: none did
 
 
 @dataclass(slots=True)
@@ -41,7 +44,8 @@ class CodeScorer:
       means: what locks programs in; None: what `reward.code.sandbox` comes to where this is loaded.
 
     What it records: `passed` and `cases` (test cases), `correct` (all passed), `case_s` (seconds of each case that was
-    run, in order), `cut_off` (cases that their time limit ended), and `error`, why the first wrong case is wrong.
+    run, in order), `cut_off` (cases that their time limit ended), `timeouts` (the same by the kind of limit), and
+    `error`, why the first wrong case is wrong.
     """
 
     code: CodeSection
@@ -75,18 +79,25 @@ class CodeScorer:
             raise ValueError(f"{request.source}: reward.code.command takes tests with inputs and outputs alone")
         program = program_of(request, tests)
         if not program.strip():
-            return 0.0, _info([], tests.count or 0, "the response holds no program")
+            return 0.0, self._info([], tests.count or 0, "the response holds no program")
         cases: list[_Case] = []
+        failing_s, most_s = 0.0, self.code.max_failing_s or inf
         count = tests.count
         run = self._scripts if tests.shape == "stdin" else self._checks
         for case, known in run(program, tests, request.limits_s):
             cases.append(case)
             count = known
-            if not case.ok and self.code.score == "all":
-                break
+            if not case.ok:
+                failing_s += case.seconds
+                if self.code.score == "all" or failing_s >= most_s:
+                    break
         assert count is not None
         why = next((case.why for case in cases if not case.ok), "")
-        info = _info(cases, count, why)
+        info = self._info(cases, count, why)
+        if self.code.score == "share" and failing_s >= most_s / 2:
+            info["outside"] = True  # a slower machine might have ended it elsewhere
+            if failing_s >= most_s and len(cases) < count:
+                info["timeouts"] = {**info.get("timeouts", {}), "program": 1}
         return (float(info["correct"]) if self.code.score == "all" else info["passed"] / count), info
 
     def _scripts(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
@@ -97,13 +108,15 @@ class CodeScorer:
             why = "" if ran.end == "exit" and ran.code == 0 else _why_ended(ran, limit_s)
             if not why and not same_output(ran.output, wanted):
                 why = f"it wrote {ran.output[:100]!r}"
-            yield _Case(not why, ran.seconds, why, ran.end == "time"), len(tests.pairs)
+            yield _Case(not why, ran.seconds, why, limit_s * (ran.end == "time")), len(tests.pairs)
 
     def _checks(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
         """All cases in one process, and in another from behind a case that ended the first."""
-        first, count, default_s = 0, tests.count, self.code.max_timeout_s
+        first, count, default_s, failing_s = 0, tests.count, self.code.max_timeout_s, 0.0
+        most_s = self.code.max_failing_s or None
         while count is None or first < count:
-            job = {**tests.job, "first": first, "stop": self.code.score == "all"}
+            left_s = 0.0 if self.code.score == "all" else most_s and most_s - failing_s
+            job = {**tests.job, "first": first, "max_failing_s": left_s}
             ran = self._run(lambda sandbox, j=job: sandbox.tests(program, j, limits_s, default_s))
             if ran.broken:
                 raise ValueError(f"the tests cannot be read: {ran.broken}")
@@ -114,13 +127,28 @@ class CodeScorer:
                 raise ValueError("the tests have no case")
             for index, ok, seconds, why in ran.results:
                 yield _Case(ok, seconds, why), count
-                first = index + 1
+                first, failing_s = index + 1, failing_s + (not ok) * seconds
             if ran.running is not None:
                 limit_s = limits_s[first] if first < len(limits_s) else default_s
-                yield _Case(False, ran.seconds, _why_ended(ran, limit_s), ran.end == "time"), count
-                first += 1
+                yield _Case(False, ran.seconds, _why_ended(ran, limit_s), limit_s * (ran.end == "time")), count
+                first, failing_s = first + 1, failing_s + ran.seconds
             if ran.done or not ran.loaded:  # one that does not load does so for no case
                 return
+
+    def _info(self, cases: list[_Case], count: int, why: str) -> dict[str, Any]:
+        passed, limits_s = sum(case.ok for case in cases), [case.cut_off_at_s for case in cases if case.cut_off_at_s]
+        at_most = sum(limit_s >= self.code.max_timeout_s for limit_s in limits_s)
+        timeouts = {"case": len(limits_s) - at_most, "case_max": at_most}
+        info: dict[str, Any] = {
+            "passed": passed,
+            "cases": count,
+            "cut_off": len(limits_s),
+            "correct": count > 0 and passed == count,
+            "case_s": [round(case.seconds, 5) for case in cases],
+        }
+        if limits_s:
+            info["timeouts"] = {kind: number for kind, number in timeouts.items() if number}
+        return {**info, "error": why[:_MAX_ERROR]} if why else info
 
     def _run(self, work: Callable[[Sandbox], Execution]) -> Execution:
         """Once more with a new server, if the server was ended."""
@@ -143,15 +171,3 @@ def _why_ended(ran: Execution, limit_s: float) -> str:
     last = ran.errors.strip().splitlines()[-1:]
     how = f"it ended with exit code {ran.code}" if ran.code >= 0 else f"signal {-ran.code} ended it"
     return f"{how}: {last[0]}"[:_MAX_ERROR] if last else how
-
-
-def _info(cases: list[_Case], count: int, why: str) -> dict[str, Any]:
-    passed = sum(case.ok for case in cases)
-    info: dict[str, Any] = {
-        "passed": passed,
-        "cases": count,
-        "cut_off": sum(case.cut_off for case in cases),
-        "correct": count > 0 and passed == count,
-        "case_s": [round(case.seconds, 5) for case in cases],
-    }
-    return {**info, "error": why[:_MAX_ERROR]} if why else info

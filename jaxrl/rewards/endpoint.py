@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxrl.config.rewards import JudgeSection
-from jaxrl.rewards.endpoint_client import Client, Failed, Refused
+from jaxrl.rewards.endpoint_client import Client, Failed, Refused, UnderWay
 from jaxrl.rewards.judge import JudgeText
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
 from jaxrl.rewards.tasks import Ended, VerdictCounts, awaited, taken, verdict_of
@@ -120,9 +120,10 @@ class EndpointPool:
         return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward/judge/{requests,sent_again,throttled,late,garbled,unparsed}` besides a pool's counts: requests to the
-        endpoint, those that were sent again, answers 429, requests that no answer came to in time, answers that were no
-        chat completions, and verdicts without a score."""
+        """`reward/judge/{requests,sent_again,throttled,late,garbled,waited_s,unparsed}` besides a pool's counts:
+        requests to the endpoint, those that were sent again, answers 429, requests that no answer came to in time,
+        answers that were no chat completions, the seconds in which requests waited for their turn, and verdicts without
+        a score."""
         measured = self._counts.take() | {f"reward/judge/{name}": count for name, count in self._client.take().items()}
         measured["reward/judge/unparsed"] = float(self._unparsed)
         self._unparsed = 0
@@ -177,24 +178,29 @@ class EndpointPool:
         self._ended.put((number, scored, self._clock()))
 
     async def _verdicts(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
-        """What a sample's requests come to, all of them under way at once."""
-        judge, began_s = self._judge, time.monotonic()
+        """What a sample's requests come to, all of them under way at once. Its seconds are those of the one that the
+        endpoint had longest: what they waited for their turns says nothing of it."""
+        judge = self._judge
         body: dict[str, Any] = {"model": judge.endpoint_model, "messages": messages, "max_tokens": judge.max_tokens}
         body["temperature"] = judge.temperature
         seeds = [verdict_seed(self._seed, key, i) if judge.temperature else None for i in range(judge.num_samples)]
         bodies = [body if seed is None else {**body, "seed": seed} for seed in seeds]
-        came = await asyncio.gather(*(self._client.ask(each) for each in bodies), return_exceptions=True)
+        times = [UnderWay() for _ in bodies]
+        asked = (self._client.ask(each, under_way) for each, under_way in zip(bodies, times, strict=True))
+        came = await asyncio.gather(*asked, return_exceptions=True)
         for each in came:
             if isinstance(each, BaseException) and not isinstance(each, Failed):
                 raise each
         texts = [each for each in came if isinstance(each, str)]
         failed = [each for each in came if isinstance(each, Failed)]
-        seconds = time.monotonic() - began_s
+        seconds = max(each.seconds for each in times)
+        late = sum(each.status == "timeout" for each in failed)
+        outside = {"outside": True, **({"timeouts": {"endpoint": late}} if late else {})}
         if not texts:
             worst = min(failed, key=lambda each: _WORST.index(each.status))
-            return worst.status, 0.0, {"error": str(worst), "outside": True}, seconds
+            return worst.status, 0.0, {"error": str(worst), **outside}, seconds
         reward, info = self._text.read(texts)
-        info |= {"outside": True, **({"failed": len(failed)} if failed else {})}
+        info |= {**outside, **({"failed": len(failed)} if failed else {})}
         return "error" if "error" in info else "ok", reward, info, seconds
 
 

@@ -15,6 +15,7 @@ import email.utils
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxrl.config.rewards import JudgeSection
@@ -54,6 +55,13 @@ class Failed(Exception):
         self.again, self.after_s, self.code = again, after_s, code
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """The seconds in which the endpoint had a request, over all times that it was sent."""
+
+    seconds: float = 0.0
+
+
 class Refused(Exception):
     """The endpoint refuses what the configuration says; the text is a sentence for the user."""
 
@@ -68,11 +76,13 @@ class Client:
         self._places = asyncio.Semaphore(judge.max_requests)
         self._next_s = 0.0  # in the loop's time: before it no request begins
         self._counts: Counter[str] = Counter()
+        self._waited_s = 0.0
 
     def take(self) -> dict[str, float]:
-        """Counts since the last call."""
+        """Counts since the last call, and `waited_s`, the seconds in which requests waited for their turn."""
         counts, self._counts = self._counts, Counter()
-        return {name: float(counts[name]) for name in _COUNTS}
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return {name: float(counts[name]) for name in _COUNTS} | {"waited_s": waited_s}
 
     async def stay_open(self) -> None:
         """Holds the connections until it is cancelled."""
@@ -123,16 +133,24 @@ class Client:
             return f"{place}: {failed}"
         return None
 
-    async def ask(self, body: Mapping[str, Any], *, is_probe: bool = False) -> str:
+    async def ask(self, body: Mapping[str, Any], under_way: UnderWay | None = None, *, is_probe: bool = False) -> str:
         """The text of the answer. Raises Failed once it has been sent `max_retries` times again."""
-        content = json.dumps(body).encode()
+        under_way = UnderWay() if under_way is None else under_way
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            return await self._ask(json.dumps(body).encode(), under_way, is_probe)
+        finally:
+            self._waited_s += loop.time() - began_s - under_way.seconds
+
+    async def _ask(self, content: bytes, under_way: UnderWay, is_probe: bool) -> str:
         wait_s, attempt = FIRST_WAIT_S, 0
         while True:
             try:
                 async with self._places:
                     await self._turn()
                     self._counts["requests"] += 1
-                    return await self._within_time(content, is_probe)
+                    return await self._within_time(content, under_way, is_probe)
             except Failed as failed:
                 self._note(failed)
                 is_other_server = is_probe and failed.status == "error"
@@ -160,13 +178,16 @@ class Client:
         if start_s > now_s:
             await self._sleep(start_s - now_s)
 
-    async def _within_time(self, content: bytes, is_probe: bool) -> str:
-        limit_s = self._judge.request_timeout_s
+    async def _within_time(self, content: bytes, under_way: UnderWay, is_probe: bool) -> str:
+        limit_s, loop = self._judge.request_timeout_s, asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             async with asyncio.timeout(limit_s):
                 return await self._once(content, is_probe)
         except TimeoutError:
             raise Failed(f"no answer within reward.judge.request_timeout_s ({limit_s:g} s)", "timeout") from None
+        finally:
+            under_way.seconds += loop.time() - began_s
 
     async def _once(self, content: bytes, is_probe: bool) -> str:
         import httpx2

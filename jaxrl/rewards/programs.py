@@ -9,6 +9,7 @@ Tests have one of three forms, whatever column they come from:
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,8 @@ class Checks:
       job: of the others: what the checker is given (`jaxrl.rewards.sandbox.suites.run_tests`).
       count: of cases; None where only the checker can tell.
       entry_point: the function that a completion continues (HumanEval).
-      prompt: the text that it continues.
+      prompt: the text that it continues; empty: there is none, and a response is the whole program.
+      before: what stands in that text before the function: imports and helpers.
     """
 
     shape: str
@@ -41,6 +43,7 @@ class Checks:
     count: int | None = None
     entry_point: str = ""
     prompt: str = ""
+    before: str = ""
 
 
 def checks_of(request: ScoreRequest, key: str = "") -> Checks:
@@ -99,9 +102,31 @@ def _function(extra: Mapping[str, Any]) -> str:
 def _program(text: str, extra: Mapping[str, Any]) -> Checks:
     setup = "\n".join((*(_list(extra.get("test_imports")) or []), str(extra.get("test_setup_code") or "")))
     entry = str(extra.get("entry_point") or "")
-    prompt = str(extra.get("prompt") or "") if entry else ""
-    job = {"shape": "tests", "text": f"{setup}\n{text}", "entry_point": entry, "prompt": prompt}
-    return Checks("tests", job=job, entry_point=entry, prompt=prompt)
+    prompt, before = _continued(extra, entry) if entry else ("", "")
+    job = {"shape": "tests", "text": f"{setup}\n{text}", "entry_point": entry, "before": before}
+    return Checks("tests", job=job, entry_point=entry, prompt=prompt, before=before)
+
+
+def _continued(extra: Mapping[str, Any], entry: str) -> tuple[str, str]:
+    """The text that a response may continue, and what stands in it before the function `entry`; empty without one.
+
+    It is the question as the data has it, or else the column `prompt`, which is the whole text that the model saw
+    (special tokens and instructions among it) unless the data has a column of that name.
+    """
+    for text in (str(extra.get(name) or "") for name in ("question", "prompt")):
+        *_, last = (None, *re.finditer(rf"^(async[ \t]+)?def[ \t]+{re.escape(entry)}\b", text, re.MULTILINE))
+        if last is None:
+            continue
+        lines = text[: last.start()].splitlines(keepends=True)
+        while lines and lines[-1].startswith("@"):
+            lines.pop()
+        before = "".join(lines)
+        try:
+            ast.parse(before)
+        except (SyntaxError, ValueError, RecursionError):  # instructions to the model
+            continue
+        return text, before
+    return "", ""
 
 
 def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str) -> Checks:
@@ -146,9 +171,10 @@ def program_of(request: ScoreRequest, tests: Checks) -> str:
     if not tests.entry_point or not tests.prompt:
         return program
     if re.search(rf"^[ \t]*(async[ \t]+)?def[ \t]+{re.escape(tests.entry_point)}\b", program, re.MULTILINE):
-        # what the prompt has before the function: imports and helpers, on which the program may rely
-        return tests.prompt.rpartition(f"def {tests.entry_point}")[0] + "\n" + program
-    return tests.prompt + (_body(program) if block is None else program)
+        return tests.before + "\n" + program  # it may rely on the prompt's imports and helpers
+    if block is None:
+        return tests.prompt + _body(program)
+    return tests.prompt + ("" if tests.prompt.endswith("\n") else "\n") + program
 
 
 def last_block(response: str) -> str | None:

@@ -188,7 +188,7 @@ class RayActors:
         for ref, running in list(self._running.items()):
             if time.monotonic() - running.since_s > running.task.limit_s:
                 del self._running[ref]
-                self._try_again(running, f"a ray actor was silent for {running.task.limit_s:.0f} s")
+                self._try_again(running, f"a ray actor was silent for {running.task.limit_s:.0f} s", is_silent=True)
         self._hand_over()
 
     def close(self) -> None:
@@ -237,12 +237,12 @@ class RayActors:
     def _failures(self) -> tuple[type[Exception], ...]:
         return self._ray.exceptions.RayError, self._ray.exceptions.GetTimeoutError
 
-    def _try_again(self, running: _Running, why: str) -> None:
+    def _try_again(self, running: _Running, why: str, *, is_silent: bool = False) -> None:
         self._lost(running.actor, why)
         task = running.task
         task.losses += 1
         if task.losses > self._settings.max_retries or task.dropped:
-            self._end(task, crashed(why, task.losses))
+            self._end(task, crashed(why, task.losses, is_silent=is_silent))
             return
         self._say({"retried": why})
         self._waiting.put_back(task.lane, task)

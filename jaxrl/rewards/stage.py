@@ -2,7 +2,7 @@
 
 Purpose: a prompt's source names its domain (`reward.domains`), and a domain's kind says where its samples are scored:
 in worker processes, by an endpoint, or by a model on the run's devices. `RewardStage` sends each sample there, adds the
-parts of its reward (`reward.parts`), scores it again after a fault of the infrastructure, and counts by domain.
+parts of its reward (`reward.parts`), and scores it again after a fault of the infrastructure.
 
 How other pools plug in: `stage.join("endpoint", pool)` and `stage.join("devices", pool)`, before the first sample. Such
 a pool is a `RewardPool` that knows nothing of domains, weights and parts: it returns the scorer's own reward. A verdict
@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from jaxrl.config.domains import Domain, Place
+from jaxrl.rewards.tally import timeouts_of
 from jaxrl.rewards.tasks import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 _LOOK_S = 0.01  # how long to wait for one of several pools before looking at the next
-_COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 
 
 @dataclass(slots=True)
@@ -60,7 +57,7 @@ class RewardStage:
         self._domains, self._parts, self._max_retries = domains, parts, max_retries
         self._pools: dict[Place, RewardPool] = {} if workers is None else {"workers": workers}
         self._pending: dict[SampleKey, _Pending] = {}
-        self._counts = _Counts(domains)
+        self._retries = 0  # since `take_metrics` was last called
 
     def join(self, place: Place, pool: RewardPool) -> None:
         """Has `pool` score the domains of this place. It is closed with the stage."""
@@ -113,16 +110,15 @@ class RewardStage:
         return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:
-        """What the pools count together, and by domain `reward/<domain>/{num_scored,errors,timeouts,crashes}` and
-        `{p50_s,p95_s,max_s}`, the seconds of scoring; `reward/part/<name>/mean` and `reward/own/mean`, of parts and of
-        the scorers' own rewards, before any weight."""
+        """What the pools count together, and the stage's own retries. A sample whose parts another pool adds has a
+        verdict of each; whole verdicts are counted by `jaxrl.rewards.tally`."""
         measured: dict[str, float] = {}
         for pool in self._pools.values():
             for name, value in pool.take_metrics().items():
                 measured[name] = measured.get(name, 0.0) + value
-        retries = measured.get("reward/retries", 0.0)
-        # a sample whose parts another pool adds has a verdict of each
-        return measured | self._counts.take(retries)
+        measured["reward/retries"] = measured.get("reward/retries", 0.0) + self._retries
+        self._retries = 0
+        return measured
 
     def close(self) -> None:
         self._pending.clear()
@@ -139,15 +135,13 @@ class RewardStage:
                 continue
             if verdict.status == "crash" and place != "workers" and pending.retries < self._max_retries:
                 pending.retries += 1
-                self._counts.retries += 1
+                self._retries += 1
                 self._pools[place].submit(pending.prompt, pending.sample, pending.limits_s)
                 continue
             pending.came[place] = verdict
             if len(pending.came) == len(pending.places):
                 del self._pending[verdict.key]
-                whole = combined(pending.domain, *(pending.came[each] for each in pending.places))
-                self._counts.add(pending.domain, whole)
-                ready.append(whole)
+                ready.append(combined(pending.domain, *(pending.came[each] for each in pending.places)))
         return ready
 
 
@@ -165,7 +159,9 @@ def combined(domain: Domain, scored: Verdict, parts: Verdict | None = None) -> V
         return replace(scored, reward=domain.weight * scored.reward, info=info)
     outside, time_s = scored.outside or parts.outside, max(scored.time_s, parts.time_s)
     if parts.status != "ok":
-        return replace(parts, time_s=time_s, outside=outside)
+        limits = dict(timeouts_of(scored) + timeouts_of(parts))
+        info = {**parts.info, "timeouts": limits} if limits else parts.info
+        return replace(parts, time_s=time_s, info=info, outside=outside)
     return Verdict(
         time_s,
         scored.key,
@@ -175,52 +171,3 @@ def combined(domain: Domain, scored: Verdict, parts: Verdict | None = None) -> V
         max(scored.duration_s, parts.duration_s),
         outside,
     )
-
-
-class _Counts:
-    """Counts verdicts by domain, and the parts of rewards."""
-
-    def __init__(self, domains: Mapping[str, Domain]) -> None:
-        self._names = {source: source for source in domains if source}
-        others = "default"
-        while others in self._names:
-            others += "_"
-        self._names[""] = others
-        self._seen: set[str] = {source for source in domains if source}  # others are shown once there is one
-        self._clear()
-
-    def _clear(self) -> None:
-        self.retries = 0
-        self._status: dict[str, Counter[str]] = {source: Counter() for source in self._names}
-        self._seconds: dict[str, list[float]] = {source: [] for source in self._names}
-        self._own: list[float] = []
-        self._parts: dict[str, list[float]] = {}
-
-    def add(self, domain: Domain, verdict: Verdict) -> None:
-        self._seen.add(domain.source)
-        self._status[domain.source][verdict.status] += 1
-        self._seconds[domain.source].append(verdict.duration_s)
-        if verdict.status == "ok":
-            self._own.append(verdict.unshaped.reward)
-            for name, value in verdict.info.get("parts", {}).items():
-                self._parts.setdefault(name, []).append(value)
-
-    def take(self, retries: float) -> dict[str, float]:
-        """The counts since the last call. `retries`: those that the pools have counted."""
-        whole = sum(self._status.values(), Counter[str]())
-        measured: dict[str, float] = {"reward/num_scored": float(whole.total())}
-        measured |= {f"reward/{name}": float(whole[status]) for status, name in _COUNT_OF.items()}
-        measured["reward/retries"] = retries + self.retries
-        for source in sorted(self._seen):
-            prefix, status = f"reward/{self._names[source]}", self._status[source]
-            measured[f"{prefix}/num_scored"] = float(status.total())
-            measured |= {f"{prefix}/{name}": float(status[each]) for each, name in _COUNT_OF.items()}
-            if seconds := self._seconds[source]:
-                p50, p95 = np.percentile(seconds, (50, 95), method="inverted_cdf")
-                measured |= {f"{prefix}/p50_s": float(p50), f"{prefix}/p95_s": float(p95)}
-                measured[f"{prefix}/max_s"] = max(seconds)
-        measured |= {f"reward/part/{name}/mean": float(np.mean(values)) for name, values in self._parts.items()}
-        if self._own:
-            measured["reward/own/mean"] = float(np.mean(self._own))
-        self._clear()
-        return measured

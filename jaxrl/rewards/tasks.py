@@ -26,9 +26,10 @@ def timed_out(limit_s: float) -> Scored:
     return "timeout", 0.0, {"error": f"no score within {limit_s:g} s"}, limit_s
 
 
-def crashed(why: str, times: int = 1) -> Scored:
-    """`times`: how often it happened to the sample."""
-    return "crash", 0.0, {"error": why if times == 1 else f"{why} ({times} times in a row)"}, 0.0
+def crashed(why: str, times: int = 1, *, is_silent: bool = False) -> Scored:
+    """`times`: how often it happened to the sample. `is_silent`: what scored it said nothing for too long."""
+    timeouts = {"timeouts": {"watchdog": 1}} if is_silent else {}
+    return "crash", 0.0, {"error": why if times == 1 else f"{why} ({times} times in a row)", **timeouts}, 0.0
 
 
 def verdict_of(time_s: float, key: SampleKey, scored: Scored) -> Verdict:

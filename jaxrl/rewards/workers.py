@@ -293,9 +293,9 @@ class Workers:
             line.channel.send(b"")
         elif line.asked_s is not None and now - line.asked_s > ANSWER_S:
             self._chain.command({"end": line.pid})
-            self._lose(line)
+            self._lose(line, is_silent=True)
 
-    def _lose(self, line: _Line) -> None:
+    def _lose(self, line: _Line, *, is_silent: bool = False) -> None:
         """A keeper is gone. Its request is scored again, unless it may well be the reason."""
         line.channel.close()
         self._lines.remove(line)
@@ -308,7 +308,7 @@ class Workers:
         request.losses += 1
         why = "the keeper of the scorer's process ended or did not answer"
         if request.losses > self._settings.max_retries:
-            self._end(request, crashed(why, request.losses))
+            self._end(request, crashed(why, request.losses, is_silent=is_silent))
         else:
             self.retries.put(why)
             with self._lock:

@@ -26,6 +26,7 @@ from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
 from jaxrl.rollout.draft_books import Books, DraftBooks
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
+from jaxrl.rollout.plan_times import PlanTimer
 from jaxrl.rollout.programs import MAX_STOP_IDS, Form, RowState, host_rows
 from jaxrl.rollout.sampling import request_key
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
@@ -78,7 +79,7 @@ class MeshExecutor:
         self._mesh = layout.mesh
         self.way_back: Callable[[], None] | None = None if weights is None else lambda: self._sync_again(weights)
         self._layouts: dict[int, LayoutPrograms] = {}
-        self._collected_s = 0.0
+        self._timer = PlanTimer()
         self._params: Any = None
         self._pool: kv_cache.Pool | None = None
         self._state: RowState | None = None
@@ -190,6 +191,7 @@ class MeshExecutor:
     def wait_quiet(self) -> None:
         """Waits until the devices have run what was submitted."""
         jax.block_until_ready((self._params, self._pool, self._state))
+        self._timer.seen_quiet()
 
     def start_in(self, tp: int) -> None:
         """Chooses the layout of a rollout phase, while there are no weights and no pool: nothing has to move."""
@@ -267,8 +269,8 @@ class MeshExecutor:
             jax.block_until_ready(self._state)
         except Exception as error:
             raise self._back_to(self._programs_at(move.from_tp), error) from error
-        self._collected_s = time.perf_counter()
-        fixed_s = self._collected_s - ready - sum(seconds) + (ready - began)
+        self._timer.ended_s = time.perf_counter()
+        fixed_s = self._timer.ended_s - ready - sum(seconds) + (ready - began)
         return TimeTaken(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
 
     def take_over(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
@@ -371,7 +373,7 @@ class MeshExecutor:
         """Dispatches the plan's programs; no value is read."""
         if self._params is None or self._pool is None:
             raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
-        began = time.perf_counter()
+        began = self._timer.submits()
         ticket = MeshTicket(plan.index, self.policy_version, submitted_s=began)
         for chunks, length in prefill_calls(plan.prefill, self._now):
             ticket.calls.append(self._submit_prefill(chunks, length))
@@ -388,10 +390,7 @@ class MeshExecutor:
         assert isinstance(ticket, MeshTicket), "a ticket of another executor"
         rows = results(ticket.calls)
         steps = 0 if ticket.steps is None else int(ticket.steps)
-        now = time.perf_counter()
-        taken_s = now - max(ticket.submitted_s, self._collected_s)  # plans queue: this one began when the last ended
-        self._collected_s = now
-        return PlanResult(ticket.index, rows, steps, ticket.policy_version, taken_s)
+        return PlanResult(ticket.index, rows, steps, ticket.policy_version, self._timer.took(ticket.submitted_s))
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 

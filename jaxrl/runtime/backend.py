@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
+from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
@@ -109,6 +110,7 @@ class RolloutBackend:
       stream: frees workers in the middle of a round, for gradients; None: none is freed.
       history: what responses of earlier rounds are kept for; None: they are not kept.
       timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
+      tally: counts the verdicts that the round hears of.
       judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
       hosts: to the other processes of the run, for `PacedWorkers`; None: there are none.
       exchange: with `hosts`, called at a round's end with samples, the same everywhere and in the same order, and the
@@ -134,6 +136,7 @@ class RolloutBackend:
         stream: StreamSession | None = None,
         history: HistorySession | None = None,
         timeouts: AdaptiveTimeouts | None = None,
+        tally: VerdictTally | None = None,
         judge: Judge | None = None,
         hosts: Stream | None = None,
         exchange: Exchange = lambda samples, owners: None,
@@ -142,6 +145,8 @@ class RolloutBackend:
         self.engine = Workers([engine]) if isinstance(engine, Engine) else engine
         self.worker = worker
         self._verdicts = Verdicts(rewards, clock, journal, timeouts)
+        self._tally = VerdictTally() if tally is None else tally
+        self._sources: dict[SampleKey, str] = {}  # of samples whose verdict the round has still to hear
         self._ordered: OrderedEvents | None = None
         if isinstance(self.engine, PacedWorkers):
             assert stream is None, "gradients beside the rollout move requests between workers"
@@ -283,12 +288,10 @@ class RolloutBackend:
             if self._events:
                 break
             if not self.engine.is_idle and not self._awaited:
-                if self._judge is not None:
-                    num_rows = self.engine.num_rows
-                    self._judge.turn(busy_rows(len(self.engine.unfinished()), num_rows), num_rows)
+                self._has_judged(busy_rows(len(self.engine.unfinished()), self.engine.num_rows))
                 self._run_plan()
             elif self._verdicts.due is not None:
-                if self._judge is None or not self._judge.turn(0, self.engine.num_rows):
+                if not self._has_judged(0):
                     self._events += self._verdicts.wait(POLL_S)
                 self._beat()
                 if self._stream is not None:
@@ -300,6 +303,7 @@ class RolloutBackend:
         event = self._events.popleft()
         if isinstance(event, Verdict):
             self._awaited.discard(event.key)
+            self._tally.add(self._sources.pop(event.key), event)
         self._on_event(event)
         return event
 
@@ -308,12 +312,15 @@ class RolloutBackend:
             case Launch():
                 self._launch(command)
             case Score(prompt=prompt, sample=sample):
+                self._sources[sample.key] = prompt.source
                 (self._verdicts.send if self._ordered is None else self._ordered.score)(prompt, sample)
             case Abort(keys=keys, keep=keep) if self._ordered is not None:
                 self._ordered.abort([self._requests[key] for key in keys], keep=keep)
             case Abort(keys=keys, keep=keep):
                 self._abort(keys, keep)
             case CancelScore(keys=keys):
+                for key in keys:
+                    self._sources.pop(key, None)
                 self._cancel_score(keys) if self._ordered is None else self._ordered.cancel_scores(keys)
             case AwaitVerdict(key=key):
                 self._awaited.add(key) if self._ordered is None else self._ordered.await_verdict(key)
@@ -335,7 +342,7 @@ class RolloutBackend:
         if self._history is not None:
             self._history.cancel()
         self._verdicts.clear()
-        for kept in (self._events, self._awaited, self._requests):
+        for kept in (self._events, self._awaited, self._requests, self._sources, self._tally):
             kept.clear()
 
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
@@ -363,6 +370,7 @@ class RolloutBackend:
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
             **merged(counts),
+            **self._tally.take(),
             **self._verdicts.own.limit_metrics(),
             **(self._stream.end() if self._stream is not None else {}),
             **(self._ranking.end() if self._ranking is not None and not self._round else {}),
@@ -395,6 +403,14 @@ class RolloutBackend:
         missing.fill(self._hosts.process, self._text_of)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _has_judged(self, busy_rows: int) -> bool:
+        """Lets the judge take a turn; whether it did."""
+        if self._judge is None or not self._judge.turn(busy_rows, self.engine.num_rows):
+            return False
+        for engine in self.engine.engines:
+            engine.paused()
+        return True
 
     def _launch(self, command: Launch) -> None:
         """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
@@ -436,10 +452,9 @@ class RolloutBackend:
         worker = None if self._is_stuck else self.engine.turn
         rows = self.engine.num_rows
         if worker is not None:
-            if self._judge is not None:
-                self._judge.turn(busy_rows(self.engine.num_unfinished, rows), rows)
+            self._has_judged(busy_rows(self.engine.num_unfinished, rows))
             self._run_paced(self.engine, worker)
-        elif self._judge is None or not self._judge.turn(0, rows):
+        elif not self._has_judged(0):
             ordered.wait(POLL_S)
             self._beat()
 

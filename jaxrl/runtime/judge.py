@@ -6,9 +6,10 @@ works when the backend gives it a turn (`jaxrl.scheduling.rounds.judge_turns`), 
 
 Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers streamed from the host).
 
-A turn is one plan, waited for: nothing of the judge is in flight when the actor makes its next plan. So nothing it does
-depends on a clock: its tokens depend on keys (`jaxrl.rewards.judge_tokens.verdict_key`), and what it holds on the
-devices comes with the first turn of a rollout and goes before the update.
+A turn is one plan, waited for: nothing of the judge is in flight when the actor makes its next plan, and the actor's
+plan before it is seen to end, so that neither's seconds count as the other's (layouts learn from the actor's). Nothing
+it does depends on a clock: its tokens depend on keys (`jaxrl.rewards.judge_tokens.verdict_key`), and what it holds on
+the devices comes with the first turn of a rollout and goes before the update.
 """
 
 from __future__ import annotations
@@ -42,8 +43,17 @@ class Machine(Protocol):
     @property
     def recompiles(self) -> int: ...
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether nothing of the actor's may be running when the judge's programs begin, or its weights come."""
+        ...
+
+    def wait_for_actor(self) -> None:
+        """Waits until what the actor had under way has ended; the actor's plans end then, and not with the turn."""
+        ...
+
     def enter(self) -> None:
-        """Brings weights and KV pool to the devices, if they are not there; waits for what must not run beside it."""
+        """Brings weights and KV pool to the devices, if they are not there."""
         ...
 
     def release(self) -> None:
@@ -174,12 +184,21 @@ class JudgePool:
 
     def _run_plan(self) -> None:
         began_s = self._clock()
+        if self.machine.runs_alone:
+            began_s += self._wait_for_actor()
         self.machine.enter()
         self.engine.submit()
+        began_s += self._wait_for_actor()
         for finished in self.engine.drain():
             self._ended(finished.request_id, finished.sample)
         self._turns += 1
         self._seconds += self._clock() - began_s
+
+    def _wait_for_actor(self) -> float:
+        """Waits for the actor's plan before the turn's; the seconds, which are none of the judge's."""
+        began_s = self._clock()
+        self.machine.wait_for_actor()
+        return self._clock() - began_s
 
     def _ended(self, request_id: int, sample: Sample) -> None:
         key = self._sample_of[request_id]

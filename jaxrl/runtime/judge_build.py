@@ -36,11 +36,12 @@ class JudgeMachine:
     """Implements `jaxrl.runtime.judge.Machine`.
 
     Args:
-      quiet: waits until nothing of the actor is running; called before the judge runs.
+      quiet: waits until nothing of the actor is running.
+      alone: whether no program of the judge may run beside one of the actor.
     """
 
-    def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None]) -> None:
-        self._executor, self._weights, self._quiet = executor, weights, quiet
+    def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None], *, alone: bool) -> None:
+        self._executor, self._weights, self._quiet, self._alone = executor, weights, quiet, alone
 
     @property
     def programs(self) -> Sequence[CompiledPrograms]:
@@ -50,8 +51,14 @@ class JudgeMachine:
     def recompiles(self) -> int:
         return self._executor.recompiles
 
-    def enter(self) -> None:
+    @property
+    def runs_alone(self) -> bool:
+        return self._alone or not self._executor.has_weights
+
+    def wait_for_actor(self) -> None:
         self._quiet()
+
+    def enter(self) -> None:
         if not self._executor.has_weights:
             self._weights.enter()
             self._executor.allocate()
@@ -95,8 +102,8 @@ def build_judge(
 
     Args:
       mesh: of the rollout.
-      quiet: waits for the actor's programs. Called only where the judge must not run beside them: XLA:CPU can hang on
-        two collectives at once.
+      quiet: waits for the actor's programs. On a CPU it does so before the judge's begin: XLA:CPU can hang on two
+        collectives at once.
       clock: the backend's.
       ahead: stream layers ahead of their turn (for measurements).
 
@@ -117,7 +124,7 @@ def build_judge(
         reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
     engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
-    machine = JudgeMachine(executor, weights, quiet if collectives else lambda: None)
+    machine = JudgeMachine(executor, weights, quiet, alone=collectives)
     return JudgePool(reading, engine, machine, JudgeTurns(judge.when, judge.busy_share), clock)
 
 

@@ -22,6 +22,7 @@ from jaxrl.config import Config
 from jaxrl.config.options import total_steps
 from jaxrl.loop import Hooks, Kept, Loop
 from jaxrl.record.layouts import LayoutLog
+from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
@@ -138,6 +139,7 @@ def build(
         history=history,
         timeouts=timeouts,
         **({} if hosts is None else {"hosts": hosts[0], "exchange": hosts[1]}),
+        tally=VerdictTally.configured(config),
     )
     ranking = _ranking(config, cost, history, sizes, backend, executors)
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}

@@ -14,7 +14,7 @@ JSON, `MAX_INFO_CHARS` of all). A replayed verdict has that, and no seconds: the
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +28,6 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 MAX_VALUE_CHARS, MAX_INFO_CHARS = 8192, 65536
 _CLOCKS = ("timeout", "crash")
-_COUNT_OF = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
 
 
 class Scoring(Protocol):
@@ -81,7 +80,6 @@ class OwnScoring:
         self.step, self.round = -1, 0
         self._sent: dict[SampleKey, tuple[Prompt, tuple[float, ...]]] = {}  # with time limits
         self._found: list[Arrival] = []  # in the journal
-        self._replayed = Counter[str]()  # the journal's verdicts of this round, which no scoring has counted
         self._busy = BusyTime()
 
     def begin(self, step: int, round_index: int) -> None:
@@ -101,7 +99,6 @@ class OwnScoring:
             self._scoring.submit(prompt, sample, limits_s)
         else:
             verdict = replayed(entry, self._clock(), key)
-            self._replayed[verdict.status] += 1
             self._sent.pop(key)
             self._found.append(Arrival(verdict, limits_s))
 
@@ -130,7 +127,7 @@ class OwnScoring:
     def clear(self, keys: Collection[SampleKey]) -> None:
         """The round is dropped; `keys`: of what may be scored still."""
         self._scoring.cancel({*keys, *self._sent})
-        for kept in (self._sent, self._found, self._replayed):
+        for kept in (self._sent, self._found):
             kept.clear()
         self._busy = BusyTime()
 
@@ -140,13 +137,9 @@ class OwnScoring:
             self._timeouts.learn(prompt, arrival.limits_s, arrival.verdict.info)
 
     def end(self) -> dict[str, float]:
-        """The round is over; its counts, and those of the verdicts that the journal gave in the scoring's place: a
-        step that runs again counts the same. `reward/busy_s`: the seconds in which anything was being scored."""
+        """The round is over; what the scoring itself has counted in it. `reward/busy_s`: the seconds in which anything
+        was being scored."""
         measured = self._scoring.take_metrics()
-        for status, count in self._replayed.items():
-            for name in ("reward/num_scored", *([_COUNT_OF[status]] if status in _COUNT_OF else [])):
-                measured[name] = measured.get(name, 0.0) + count
-        self._replayed.clear()
         self._sent.clear()
         measured["reward/busy_s"] = self._busy.take()
         return measured
@@ -269,4 +262,4 @@ def recorded(verdict: Verdict) -> dict[str, Any]:
 def replayed(entry: Mapping[str, Any], time_s: float, key: SampleKey) -> Verdict:
     """The verdict that an entry of the journal tells of; also one of an older version, with `status` and `error`."""
     info = entry["info"] if "info" in entry else {"error": entry["error"]}
-    return Verdict(time_s, key, float(entry.get("reward", 0.0)), entry["status"], info, outside=True)
+    return Verdict(time_s, key, float(entry.get("reward", 0.0)), entry["status"], info, outside=True, is_replayed=True)

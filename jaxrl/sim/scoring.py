@@ -143,7 +143,9 @@ class ScoringWorkers:
             verdict = Verdict(end_s, key, 0.0, "timeout", {"error": f"no verdict after {duration_s} s"}, duration_s)
         else:
             reward = 0.0 if is_over else self._workload.reward(key, step)
-            info = {"acc": reward} | ({} if rule is None else _one_case(duration_s, reward, is_over))
+            info = {"acc": reward} | (
+                {} if rule is None else _one_case(duration_s, reward, limit_s * is_over, rule.max_s)
+            )
             verdict = Verdict(end_s, key, reward, "ok", info, duration_s)
         self._scored[verdict.status] += 1
         self._scoring_s += duration_s
@@ -193,8 +195,9 @@ class ScoringWorkers:
         }
 
 
-def _one_case(duration_s: float, reward: float, is_cut_off: bool) -> dict[str, Any]:
+def _one_case(duration_s: float, reward: float, cut_off_at_s: float, max_s: float) -> dict[str, Any]:
     """What the code scorer says of a response with one test case."""
     passed = int(reward > 0)
-    counts = {"passed": passed, "cases": 1, "cut_off": int(is_cut_off)}
-    return {"case_s": [duration_s], "correct": bool(passed), **counts}
+    counts = {"passed": passed, "cases": 1, "cut_off": int(cut_off_at_s > 0)}
+    timeouts = {"timeouts": {"case_max" if cut_off_at_s >= max_s else "case": 1}} if cut_off_at_s else {}
+    return {"case_s": [duration_s], "correct": bool(passed), **counts, **timeouts}

@@ -100,6 +100,16 @@ def test_memory_of_smollm2_on_one_device():
     assert e.warnings == ()
 
 
+def test_how_each_domain_is_scored_is_said():
+    reward = {"domains": {"gsm8k": {"kind": "math", "weight": 2.0}}, "parts": {"tags": {"pattern": "x"}}}
+    text = str(explain(config(data={"answer_key": "answer"}, reward=reward), TINY, 1))
+    table = [" ".join(line.split()) for line in text.partition("reward of")[2].splitlines()]
+    assert table[0] == "scorer time limit at once weight"
+    assert table[1] == "gsm8k math 2 s a sample 1 of 1 process 2"
+    assert table[2].startswith("other sources auto: math")
+    assert table[3] == "plus 1 × tags: format, x"
+
+
 def test_offload_leaves_the_optimizer_on_the_host_until_gradients_are_there():
     here, away = (explain(config(actor={"offload_optimizer": offload}), SMOLLM2, 1).memory for offload in (False, True))
     assert here.rollout_bytes - away.rollout_bytes == 2 * SMOLLM2.num_params() * 4

@@ -264,6 +264,42 @@ def test_options_without_effect_are_said_with_their_place(file):
     ], "those that have their default change nothing, whoever wrote them"
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["endpoint=http://localhost:1/v1", "endpoint_model=m", "max_prompt_tokens=99"], "an endpoint is the judge"),
+        (["endpoint=http://localhost:1/v1", "endpoint_model=m", "busy_share=1.0"], "an endpoint is the judge"),
+        (["model=m", "max_requests=2"], "a model on the devices scores"),
+        (["model=m", "max_prompt_tokens=99"], ""),
+        (["endpoint=http://localhost:1/v1", "endpoint_model=m", "max_requests=2"], ""),
+    ],
+)
+def test_what_the_kind_of_judge_does_not_read_is_said(options, why):
+    said = []
+    judge = [f"reward.judge.{option}" for option in options]
+    load(None, ["model.path=x", "data.answer_key=a", "reward.kind=judge", *judge], said.append)
+    assert bool(said) == bool(why)
+    assert not why or (len(said) == 1 and f"{judge[-1]} has no effect: {why}" in said[0])
+
+
+def test_a_reward_model_and_whole_programs_read_less():
+    said = []
+    load(
+        None,
+        ["model.path=x", "reward.kind=model", "reward.judge={model: m, num_samples: 2, max_tokens: 9}"],
+        said.append,
+    )
+    load(None, ["model.path=x", "reward.kind=code", "reward.code.max_failing_s=9"], said.append)
+    assert [text.partition(" has no effect: ")[0] for text in said] == [
+        "reward.judge.num_samples=2",
+        "reward.judge.max_tokens=9",
+        "reward.code.max_failing_s=9.0",
+    ]
+    said.clear()
+    load(None, ["model.path=x", "reward.kind=code", "reward.code={score: share, max_failing_s: 9}"], said.append)
+    assert said == []
+
+
 def test_what_is_on_has_an_effect(file):
     said = []
     on = ["rollout.tail_batching={enable: true, prompt_factor: 1.5}", "actor={use_kl_loss: true, kl_loss_coef: 0.1}"]

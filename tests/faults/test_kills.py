@@ -228,26 +228,57 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 ASKED_STEPS = 20
 
 
+PROGRAM = """
+n=$(cksum <&4); n=${n%% *}; read wanted
+if [ $((n % 5)) -eq 0 ]; then sleep 60; fi
+echo $((n % wanted))
+"""
+
+
+def code_options(folder: Path) -> list[str]:
+    """Real programs in the real sandbox, of which a fifth sleeps until it is cut off, and a sixth passes."""
+    rows = [
+        {"question": "x" * (1 + 3 * i), "answer": str(i), "inputs": ["2\n", "3\n"], "outputs": ["1\n", "1\n"]}
+        for i in range(7)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"min_timeout_s": 0.5, "max_timeout_s": 1.0, "score": "share", "max_memory_mib": 256}
+    code = {"command": ["sh", "-c", PROGRAM, "{file}"], **limits}
+    return ["reward.kind=code", "reward.path=", "reward.num_workers=2", f"reward.code={json.dumps(code)}"]
+
+
 @pytest.mark.slow
-def test_a_killed_run_hears_outside_verdicts_once(tmp_path: Path, tiny_model: Path):
+@pytest.mark.parametrize("scorer", ["asked", "code"])
+def test_a_killed_run_hears_outside_verdicts_once(scorer: str, tmp_path: Path, tiny_model: Path):
     runs, run_dir, moments = Runs(tmp_path, tiny_model), tmp_path / "killed", random.Random(19)
     (tmp_path / "asked.py").write_text(ASKED)
-    overrides = (f"reward.path={tmp_path / 'asked.py'}", f"trainer.total_training_steps={ASKED_STEPS}")
+    num_steps_in_all, num_kills = (ASKED_STEPS, 8) if scorer == "asked" else (8, 4)
+    overrides = [f"reward.path={tmp_path / 'asked.py'}"] if scorer == "asked" else code_options(tmp_path)
+    overrides.append(f"trainer.total_training_steps={num_steps_in_all}")
     seen: list[int] = []
     with Told(run_dir) as told:  # fails where a place is decided twice, and otherwise
-        for i in range(8):
+        for i in range(num_kills):
             with runs.start(run_dir, *overrides) as process:
                 wait_for_steps(process, run_dir, num_steps(run_dir) + 1 + i % 2)
-                time.sleep(moments.uniform(0, 0.3))
+                time.sleep(moments.uniform(0, 0.3 if scorer == "asked" else 2.0))
                 assert process.poll() is None, end(process)
                 kill(process)
             seen.append(num_steps(run_dir))
         runs.finish(run_dir, *overrides)
     entries = [json.loads(line) for line in told.entries.values()]
-    print(f"8 kills after steps {seen}; {len(entries)} verdicts were journalled")
-    assert {"outside", "cut_off"} <= {name for entry in entries for name in entry["info"]}
+    cut_off = sum(entry["info"].get("cut_off", 0) for entry in entries)
+    print(
+        f"{num_kills} kills after steps {seen}; {len(entries)} verdicts were journalled, {cut_off} test cases cut off"
+    )
+    assert cut_off > 0
+    if scorer == "asked":
+        assert {"outside", "cut_off"} <= {name for entry in entries for name in entry["info"]}
+    else:
+        counted = [line["reward/timeouts/case"] + line["reward/timeouts/case_max"] for line in metrics_of(run_dir)]
+        assert sum(counted) == cut_off, "each was counted once, in a step that ran again as well"
+        assert any(line["critic/rewards/max"] == 1.0 for line in metrics_of(run_dir)), "some programs pass"
     again = tmp_path / "again"
     finish_with(told, runs, again, *overrides)
     assert_same_end(run_dir, again)
-    rewards = [[line["critic/rewards/mean"] for line in metrics_of(folder)] for folder in (run_dir, again)]
-    assert rewards[0] == rewards[1]
+    for name in ("critic/rewards/mean", "reward/num_scored", "reward/timeouts/case", "reward/timeouts/case_max"):
+        assert [line[name] for line in metrics_of(run_dir)] == [line[name] for line in metrics_of(again)], name

@@ -361,6 +361,10 @@ BAD = [
         "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(9)",
         "the keeper of the scorer's process ended or did not answer",
         "crash",
+        info={
+            "error": "the keeper of the scorer's process ended or did not answer (2 times in a row)",
+            "timeouts": {"watchdog": 1},
+        },
     ),
 ]
 

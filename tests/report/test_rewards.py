@@ -24,6 +24,8 @@ def line(step: int) -> dict[str, float]:
         found |= {f"reward/{name}/p50_s": p50_s, f"reward/{name}/p95_s": p50_s * 3, f"reward/{name}/max_s": longest}
     found |= {"reward/own/mean": 0.3 + step / 100, "reward/part/format/mean": min(1.0, 0.2 + step / 30)}
     found |= {"reward/part/length/mean": -0.3, "reward/code/cut_off": 3.0}
+    found |= {"reward/timeouts/case": 2.0, "reward/timeouts/case_max": 1.0, "reward/timeouts/sample": 2.0 * slow}
+    found |= {"reward/timeouts/endpoint": 0.0}
     return found | {"reward/code/anchor_s/median": 1.0 + step / 40, "reward/code/anchor_s/max": 3 + step / 15}
 
 
@@ -47,11 +49,15 @@ def test_a_run_with_domains(tmp_path: Path):
     text = write_report(made(tmp_path)).read_text()
     for title in (
         *("Scoring of gsm8k", "Scoring of kodcode", "Scoring of essays", "Scoring hidden under the rollout"),
-        *("Rewards that failed", "Longest correct test case", "Parts of the reward"),
+        *("Rewards that failed", "Time-outs by kind", "Longest correct test case", "Parts of the reward"),
     ):
         assert f"<h3>{title} <small>" in text
     for label in ("time-outs", "errors", "scored again", "test cases cut off", "scorer", "format", "length"):
         assert f">{label}</li>" in text
+    of_kinds = text.partition("<h3>Time-outs by kind <small>")[2].partition("</figure>")[0]
+    for label in ("test cases, adaptive limit", "test cases, largest limit", "samples"):
+        assert f">{label}</li>" in of_kinds
+    assert "requests to the endpoint" not in text, "there were none"
     assert ">crashes</li>" not in text, "there were none"
     row = text.partition("<td>kodcode</td>")[2].partition("</tr>")[0]
     assert row == "<td>960</td><td>1.4 s</td><td>4.2 s</td><td>16.8 s</td><td>8</td><td>0</td><td>0</td>"

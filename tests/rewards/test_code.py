@@ -112,9 +112,50 @@ def test_a_case_that_hangs_is_cut_off_and_the_others_count(share: CodeScorer):
     assert reward == pytest.approx(2 / 3)
     assert info["case_s"][1] >= 0.3
     assert info["error"] == "it took longer than 0.3 s"
+    assert info["timeouts"] == {"case": 1}
     script = "a, b = map(int, input().split())\nwhile a == 4: pass\nprint(a + b)"
     info = share(ask(script, STDIN, 20.0, 0.3))[1]
     assert (info["passed"], info["cut_off"], info["cases"]) == (1, 1, 2)
+    at_most = replace(share, code=replace(share.code, max_timeout_s=0.3))
+    assert at_most(ask(script, STDIN, 0.3, 0.3))[1]["timeouts"] == {"case_max": 1}
+    assert at_most(ask(hangs, three))[1]["timeouts"] == {"case_max": 1}
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("import time\ndef add(a, b):\n    if a > 2: time.sleep(9)\n    return a + b\n", MBPP["test_list"][0]),
+        ("import time\na, b = map(int, input().split())\nif a > 2: time.sleep(9)\nprint(a + b)", ("1 2", "3")),
+        ("import time\ndef add(a, b):\n    if a > 2: time.sleep(0.4)\n    return 3\n", MBPP["test_list"][0]),
+    ],
+    ids=["function", "script", "wrong"],
+)
+def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any, share: CodeScorer):
+    """Whether each case is cut off or merely slow and wrong. What passes costs nothing of it."""
+    if isinstance(tests, str):
+        extra: dict[str, Any] = {"test_list": [tests] * 3 + ["assert add(5, 5) == 10"] * 20 + [tests]}
+    else:
+        extra = {"inputs": [tests[0]] * 3 + ["5 5"] * 20 + [tests[0]], "outputs": [tests[1]] * 3 + ["10"] * 20 + ["3"]}
+    made = replace(share, code=replace(share.code, max_timeout_s=0.5, max_failing_s=1.0))
+    reward, info = made(ask(program, extra))
+    assert (info["passed"], info["cases"], len(info["case_s"])) == (3, 24, 3 + (3 if "0.4" in program else 2))
+    assert reward == 3 / 24
+    assert info["timeouts"]["program"] == 1
+    assert info["outside"] is True, "a clock decided it"
+    whole = replace(made, code=replace(made.code, max_failing_s=0.0, max_timeout_s=0.2))
+    info = whole(ask(program, {name: rows[:8] for name, rows in extra.items()}))[1]
+    assert len(info["case_s"]) == info["cases"] == 8
+    assert "program" not in info["timeouts"]
+    assert "outside" not in info
+
+
+def test_a_slow_program_that_passes_is_not_ended(share: CodeScorer):
+    slow = "import time\ndef add(a, b):\n    time.sleep(0.2)\n    return a + b\n"
+    for score in ("share", "all"):
+        made = replace(share, code=replace(share.code, max_failing_s=0.1, score=score))
+        reward, info = made(ask(slow, {"test_list": ["assert add(1, 2) == 3"] * 3}))
+        assert (reward, len(info["case_s"])) == (1.0, 3)
+        assert not info.keys() & {"outside", "timeouts"}
 
 
 def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer):
@@ -185,6 +226,45 @@ def test_a_completion_continues_the_prompt(scorer: CodeScorer):
         assert scorer(ask(response, ADD))[0] == 1.0, program_of(ask(response, ADD), checks_of(ask(response, ADD)))
 
 
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "def add(a: int, b: int) -> int:\n",
+        "def add(a, b):",
+        "@lru_cache\ndef add(a, b):\n    # the sum\n",
+        "async def add_all():\n    return 0\n\ndef add(\n    a,\n    b,\n):\n",
+        'def add(a, b):\n\t"""The sum."""\n',
+    ],
+)
+def test_a_prompt_that_ends_with_the_signature(signature: str, scorer: CodeScorer):
+    helpers = "from functools import lru_cache\n\ndef twice(x):\n    return 2 * x\n\n"
+    indent = "\t" if "\t" in signature else "    "
+    tests = {**ADD, "prompt": helpers + signature}
+    for response in (
+        f"\n{indent}c = a\n{indent}return c + b\n",
+        f"```python\n{indent}c = a\n{indent}return c + b\n```",
+        RIGHT + "twice(1)\n",
+    ):
+        reward, info = scorer(ask(response, tests))
+        assert reward == 1.0, info
+        assert scorer(ask(response.replace("+ b", "- b"), tests))[0] == 0.0
+
+
+def test_what_the_model_saw_around_a_question_is_not_part_of_the_program(scorer: CodeScorer):
+    """The text of a chat, which the prompt is in training, is no Python."""
+    row = {key: value for key, value in ADD.items() if key != "prompt"}
+    chat = f"<|user|>\nComplete the function.\n\n{ADD['prompt']}<|assistant|>\n"
+    messages = {"question": "Complete it:\n\n" + ADD["prompt"]}
+    in_training = Prompt(0, 0, (1,), chat, "s", None, row, ADD["prompt"])
+    for extra in (ScoreRequest.of(in_training, Sample.empty(SampleKey(0, 0, 0))).extra, {**ADD, **messages}):
+        for response in (RIGHT + "twice(1)\n", "    return a + b\n"):
+            assert scorer(ask(response, dict(extra)))[0] == 1.0
+    own_helpers = "def twice(x):\n    return 2 * x\n"
+    for prose in (chat, messages["question"]):  # nothing to continue
+        reward, info = scorer(ask(own_helpers + RIGHT, {**row, "test": ADD["test"].split("    s")[0], "prompt": prose}))
+        assert reward == 1.0, info
+
+
 def test_long_responses_are_read_in_linear_time():
     response = "```\n" * 200_000 + "x = 1"
     assert last_block(response) is not None
@@ -245,6 +325,39 @@ def test_in_a_pool(fresh_process: bool):
     finally:
         pool.close()
     assert descendants(os.getpid(), others) == []
+
+
+def test_on_ray():
+    """The sandbox's server is a child of the worker process below each actor."""
+    pytest.importorskip("ray")
+    code = {"max_timeout_s": 20.0, "max_memory_mib": 256}
+    config = from_mapping(
+        {
+            "model": {"path": "x"},
+            "data": {"train_files": ["a.jsonl"]},
+            "reward": {"kind": "code", "pool": "ray", "num_workers": 2, "code": code, "start_timeout_s": 120.0},
+        }
+    )
+    pool = build_pool(config, build_scorer(config))
+    try:
+        pool.warm()
+        kills = "import os\nos.kill(os.getppid(), 9)\n" + RIGHT
+        for i, response in enumerate([RIGHT, "while True: pass", HALF, kills, RIGHT]):
+            sample = Sample.empty(SampleKey(0, 7, i))
+            sample.text = response
+            pool.submit(Prompt(0, 7, (1,), "?", "test", None, MBPP), sample, (1.0, 1.0) if i == 1 else ())
+        verdicts: dict[int, Any] = {}
+        while pool.num_pending:
+            verdicts |= {verdict.key.sample_index: verdict for verdict in pool.wait(1.0)}
+        assert [(verdicts[i].status, verdicts[i].reward) for i in range(5)] == [
+            *(("ok", 1.0), ("ok", 0.0), ("ok", 0.0), ("ok", 0.0), ("ok", 1.0))
+        ]
+        assert verdicts[1].info["timeouts"] == {"case": 1}, "the limits have come along"
+        assert verdicts[1].outside
+        assert verdicts[1].duration_s < 20.0
+        assert verdicts[2].info["passed"] == 1
+    finally:
+        pool.close()
 
 
 def human_eval() -> list[dict[str, Any]]:

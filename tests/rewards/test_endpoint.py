@@ -155,8 +155,26 @@ def test_late(behaviour: Behaviour):
         (verdict,) = verdicts(pool)
         assert (verdict.status, verdict.outside) == ("timeout", True)
         assert verdict.info["error"] == "no answer within reward.judge.request_timeout_s (0.1 s)"
+        assert verdict.info["timeouts"] == {"endpoint": 1}
         measured = pool.take_metrics()
         assert (measured["reward/judge/late"], measured["reward/timeouts"]) == (2, 1)
+        pool.close()
+
+
+def test_waiting_for_a_turn_is_no_part_of_a_verdicts_seconds():
+    def slow(handler: Any) -> None:
+        time.sleep(0.3)
+        says("Score: 7")(handler)
+
+    with chat_server(default=slow) as server:
+        pool = pool_of(server, max_requests=1)
+        came = verdicts(pool, 4)
+        assert [verdict.status for verdict in came] == ["ok"] * 4
+        assert all(0.3 <= verdict.duration_s < 0.6 for verdict in came)
+        measured = pool.take_metrics()
+        assert measured["reward/judge/waited_s"] >= 0.3 + 0.6 + 0.9
+        assert 1.2 <= measured["reward/seconds"] < 2.4
+        assert pool.take_metrics()["reward/judge/waited_s"] == 0
         pool.close()
 
 

@@ -217,8 +217,7 @@ def test_a_slow_domain_leaves_a_worker_to_a_fast_one(tmp_path: Path, kind: str):
     assert sorted((verdict.key.sample_index, verdict.reward) for verdict in fast) == [(5, 2.0), (6, 4.0), (7, 6.0)]
     gate.touch()
     assert [verdict.reward for verdict in collect(pool).values()] == [0.8] * 5
-    metrics = pool.take_metrics()
-    assert (metrics["reward/slow/num_scored"], metrics["reward/fast/num_scored"]) == (5, 4)
+    assert pool.take_metrics()["reward/num_scored"] == 9
     pool.close()
 
 

@@ -126,6 +126,15 @@ def test_an_actor_that_dies_is_replaced(ray: FakeRay):
     )
 
 
+def test_an_actor_that_is_silent_is_counted_as_that(ray: FakeRay):
+    made, said = actors(ray, max_retries=0)
+    ray.scores[:] = [None, Died()]
+    for number in (1, 2):
+        made.submit(number, "a", b"")
+    found = {each["number"]: (each["status"], each["info"].get("timeouts")) for each in ended(made, said, 2)}
+    assert found == {1: ("crash", {"watchdog": 1}), 2: ("crash", None)}
+
+
 def test_a_lost_cluster_ends(ray: FakeRay):
     made, said = actors(ray)
     ended(made, said, 0)

@@ -143,6 +143,17 @@ def test_what_the_reward_file_started_stays(tmp_path: Path):
     assert not _alive(verdicts[0].info["helper"])
 
 
+def test_a_keeper_that_says_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("ASK_AFTER_S", "ANSWER_S"):
+        monkeypatch.setattr(f"jaxrl.rewards.workers.{name}", 0.5)
+    pool = make(tmp_path, num_workers=1, max_retries=0)
+    silent, right = score(pool, "os.kill(os.getppid(), 19); time.sleep(300)", "")
+    assert (silent.status, silent.info["timeouts"]) == ("crash", {"watchdog": 1})
+    assert right.status == "ok"
+    pool.close()
+    assert not _alive(right.info["pid"])
+
+
 @pytest.mark.parametrize("who", ["keeper", "warden", "both"])
 def test_a_supervisor_that_is_killed_is_replaced(tmp_path: Path, who: str):
     """Every sample has one verdict, and what the lost ones had below them is gone."""

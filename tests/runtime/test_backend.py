@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from replay_worker import ReplayWorker, ReplayWorkers
 
+from jaxrl.config import from_mapping
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
+from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend, text_by
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import (
@@ -117,6 +119,7 @@ class House:
         last_step: int = 0,
         num_workers: int = 1,
         timeouts: AdaptiveTimeouts | None = None,
+        tally: VerdictTally | None = None,
     ) -> None:
         self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
         executors = [self.worker] if num_workers == 1 else self.worker.workers
@@ -136,6 +139,7 @@ class House:
             timeline=self.timeline,
             on_progress=lambda *at: self.progress.append(at),
             timeouts=timeouts,
+            tally=tally,
         )
 
     def close(self) -> None:
@@ -265,7 +269,25 @@ def test_what_something_outside_decided_is_replayed_whole(houses: Any):
     assert heard[key(1)].info == kept, "a value that is too long for the journal is not kept"
     counts = again.backend.end()
     assert counts["reward/num_scored"] == len(LENGTHS)
-    assert "reward/timeouts" not in counts
+    assert counts["reward/timeouts"] == 0
+
+
+def test_a_step_that_runs_again_has_the_same_counts_by_domain(houses: Any):
+    def counts(house: Any) -> dict[str, float]:
+        house.run_round(PROMPTS, 2, step=7)
+        found = house.backend.end()
+        return {name: value for name, value in found.items() if name.startswith("reward/") and name[-2:] != "_s"}
+
+    reward = {"domains": {"test": {"kind": "math"}, "others": {"kind": "math"}}}
+    config = from_mapping({"model": {"path": "x"}, "data": {"answer_key": "answer"}, "reward": reward})
+    bad, outside = {key(1): "timeout", key(3, 1): "crash"}, {key(2): (0.25, {"parts": {"tags": 1.0}})}
+    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), tally=VerdictTally.configured(config)))
+    assert (first["reward/test/timeouts"], first["reward/test/crashes"]) == (1, 1)
+    assert (first["reward/test/num_scored"], first["reward/others/num_scored"]) == (len(LENGTHS), 0)
+    assert first["reward/part/tags/mean"] == 1.0
+    again = houses(LENGTHS, Pool(), last_step=6, tally=VerdictTally.configured(config))
+    assert counts(again) == first
+    assert len(again.pool.submitted) == len(LENGTHS) - 3
 
 
 def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalled(houses: Any, tmp_path: Path):

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxrl.rewards.judge_tokens import verdict_key
+from jaxrl.rollout.plan_times import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.judge import JudgePool
 from jaxrl.scheduling.rounds.events import Verdict
@@ -18,6 +20,8 @@ from jaxrl.scheduling.rounds.judge_turns import JudgeTurns
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
@@ -49,7 +53,15 @@ class Machine:
     is_there = False
     entered = 0
 
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.runs_alone = False
+
+    def wait_for_actor(self) -> None:
+        self.did.append("wait")
+
     def enter(self) -> None:
+        self.did.append("enter")
         self.entered += not self.is_there
         self.is_there = True
 
@@ -140,6 +152,69 @@ def test_turns_and_what_they_count():
     assert not any(judge.take_metrics().values())
 
 
+@pytest.mark.parametrize(("alone", "order"), [(False, ["enter", "wait"]), (True, ["wait", "enter", "wait"])])
+def test_a_turn_sees_the_actors_plan_end(alone: bool, order: list[str]):
+    judge = pool()
+    machine: Any = judge.machine
+    machine.runs_alone = alone
+    judge.submit(PROMPT, sample(0))
+    judge.turn(0, 4)
+    assert machine.did == order
+    seconds = judge.take_metrics()["reward/judge/seconds"]
+    assert seconds == 1 + len(order) - 1, "of a clock that goes on with every look; waits are two looks, not counted"
+
+
+class Timed(ReplayExecutor):
+    """Each plan takes a second of the device, and what is waited for between two a hundred."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.now_s = 0.0
+        self.timer = PlanTimer(lambda: self.now_s)
+        self.submitted: dict[int, float] = {}
+        self.in_flight = 0
+
+    def submit(self, plan: Any) -> Any:
+        self.submitted[plan.index] = self.timer.submits()
+        self.in_flight += 1
+        return super().submit(plan)
+
+    def collect(self, ticket: Any) -> Any:
+        result = super().collect(ticket)
+        self.now_s = max(self.now_s, self.submitted[result.index] + 1.0)
+        self.in_flight -= 1
+        return replace(result, duration_s=self.timer.took(self.submitted[result.index]))
+
+    def wait_quiet(self) -> None:
+        if self.in_flight:
+            self.now_s += 1.0
+        self.timer.seen_quiet()
+
+
+def test_a_plan_that_is_in_flight_during_a_turn_takes_its_own_time():
+    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
+    executor = Timed(lengths, 1, 4, 400, 4, 64)
+    actor = Engine(executor, BatcherConfig(decode_steps=2))
+    times: list[PlanTimes] = []
+    actor.watchers.append(times.append)
+    judge = pool("gaps", share=1.0)
+    machine: Any = judge.machine
+    machine.wait_for_actor = executor.wait_quiet
+    drain = judge.engine.drain
+
+    def slow_drain() -> Any:
+        executor.now_s += 100.0
+        return drain()
+
+    judge.engine.drain = slow_drain
+    run_round(actor, judge)
+    assert judge.take_metrics()["reward/judge/gap_turns"] == 0, "the round has taken them"
+    assert executor.now_s > 1000, "the judge had turns"
+    assert max(each.duration_s for each in times) <= 2.0
+    alone = [each for each in times if not each.was_queued]
+    assert len(alone) > 3, "after a turn no plan is queued behind another"
+
+
 def test_keys_of_verdicts_differ():
     keys = {verdict_key(SampleKey(0, 3, i), n, 2) for i in range(4) for n in range(2)}
     assert len(keys) == 8
@@ -156,7 +231,10 @@ class ActorWorker:
 def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
     """A round of 8 responses, of which each is longer than the one before, on 4 rows."""
     lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
-    actor = Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2))
+    return run_round(Engine(ReplayExecutor(lengths, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
+
+
+def run_round(actor: Engine | Workers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
     backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, judge=judge)
     backend.enter_rollout(0)
     current = Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
@@ -177,6 +255,15 @@ def test_gaps_and_after_give_the_same_rewards():
     assert measured_gaps["reward/judge/gap_turns"] > 0
     assert measured_after["reward/judge/gap_turns"] == 0
     assert (gaps.machine.entered, gaps.machine.is_there) == (1, False)
+
+
+def test_two_workers_give_the_same_rewards_as_one():
+    lengths = {SampleKey(0, p, s): 2 + 6 * (4 * p + s) for p in range(2) for s in range(4)}
+    one, _ = round_with(pool("after"))
+    engines = [Engine(ReplayExecutor(lengths, 1, 2, 400, 4, 64), BatcherConfig(decode_steps=2)) for _ in range(2)]
+    two, measured = run_round(Workers(engines), pool("gaps", share=1.0))
+    assert two == one
+    assert measured["reward/judge/gap_turns"] > 0
 
 
 def test_a_round_that_is_dropped_leaves_nothing_to_judge():

@@ -122,6 +122,8 @@ def test_test_cases_are_cut_off_at_the_limits_that_come_with_them():
         key(2): (1.75, [1.75], 1),
     }
     assert {verdict.status for verdict in verdicts.values()} == {"ok"}
+    kinds = {each: verdict.info.get("timeouts") for each, verdict in verdicts.items()}
+    assert kinds == {key(0): {"case_max": 1}, key(1): None, key(2): {"case": 1}}
 
 
 def test_rewards_and_times_are_those_of_the_step_of_the_first_token():

@@ -40,7 +40,8 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
 
     Args:
       job: `shape`: "calls", with `name` and `cases` of [arguments, expected value]; or "tests", with `text`, and for
-        HumanEval `entry_point` and `prompt`. `first`: the case to begin with. `stop`: whether a wrong case is the last.
+        HumanEval `entry_point` and `before` (what the prompt defines before that function). `first`: the case to begin
+        with. `max_failing_s`: what wrong cases may take together, after which none is run; None: no limit.
     """
     fresh_streams()
     link = Link(socket.socket(fileno=CALLS))
@@ -52,6 +53,7 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
     _say(cases=len(cases))
     load_error: BaseException | None = None
     is_loaded = False
+    most_s, failing_s = job.get("max_failing_s"), 0.0
     for index in range(job.get("first", 0), len(cases)):
         _say(start=index)
         start, why = time.perf_counter(), ""
@@ -69,8 +71,10 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
             cases[index]()
         except BaseException as error:
             why = _describe(error)
-        _say(end=index, ok=not why, why=why, seconds=time.perf_counter() - start)
-        if (why and job.get("stop")) or link.is_gone:
+        seconds = time.perf_counter() - start
+        _say(end=index, ok=not why, why=why, seconds=seconds)
+        failing_s += seconds if why else 0.0
+        if link.is_gone or (why and most_s is not None and failing_s >= most_s):
             os._exit(0)
     _say(done=True)
     os._exit(0)
@@ -158,7 +162,7 @@ class _Suite:
         entry = str(job.get("entry_point") or "")
         check = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
         if entry and check is not None:
-            self._setup.append(lambda: self._define(job.get("prompt", ""), entry))
+            self._setup.append(lambda: self._define(job["before"]))
             self._names_check(tree, check, entry)
         else:
             self.cases = self._of_module(tree)
@@ -176,11 +180,9 @@ class _Suite:
             self._setup += [self._run(others), bind]
             self.cases = self._groups(check.body)
 
-    def _define(self, prompt: str, entry: str) -> None:
+    def _define(self, before: str) -> None:
         """The problem's own helpers and imports, as the prompt defines them."""
-        tree = ast.parse(prompt or "", "prompt.py")
-        kept = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name == entry)]
-        self._run(kept)()
+        self._run(ast.parse(before, "prompt.py").body)()
 
     def _of_module(self, tree: ast.Module) -> list[Case]:
         tests = [case for node in tree.body for case in self._of_test(node)]

@@ -170,12 +170,13 @@ def _arrival(arrival: Arrival) -> list[Any]:
     verdict = arrival.verdict
     key, kept = verdict.key, recorded(verdict)
     place = [key.epoch, key.prompt_index, key.sample_index, key.attempt]
-    flags = int(verdict.outside) + 2 * int(arrival.is_decided)
+    flags = int(verdict.outside) + 2 * int(arrival.is_decided) + 4 * int(verdict.is_replayed)
     # a reward that is not finite is text in JSON, and `float` reads it again
     return [place, kept["reward"], kept["status"], kept["info"], verdict.duration_s, flags, list(arrival.limits_s)]
 
 
 def _arrival_of(written: Sequence[Any]) -> Arrival:
     place, reward, status, info, duration_s, flags, limits_s = written
-    verdict = Verdict(0.0, SampleKey(*place), float(reward), status, info, float(duration_s), bool(flags & 1))
+    outside, is_replayed = bool(flags & 1), bool(flags & 4)
+    verdict = Verdict(0.0, SampleKey(*place), float(reward), status, info, float(duration_s), outside, is_replayed)
     return Arrival(verdict, tuple(map(float, limits_s)), bool(flags & 2))

@@ -45,6 +45,7 @@ class Verdict:
 
     `outside`: a clock (a test case that was cut off), or something outside the run (an endpoint), decided it: asked
     again, it might come out otherwise. The backend journals such verdicts, and those of time-outs and crashes.
+    `is_replayed`: the journal gave it.
     """
 
     time_s: float
@@ -54,6 +55,7 @@ class Verdict:
     info: Mapping[str, Any] = field(default_factory=dict)
     duration_s: float = 0.0
     outside: bool = False
+    is_replayed: bool = False
 
     @property
     def unshaped(self) -> Verdict:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxrl.scheduling.layouts.switch_rule import How
 from jaxrl.scheduling.layouts.switching import Switched, switch
@@ -96,6 +96,7 @@ class Engine:
         self.keepers: list[Callable[[PlanResult], None]] = []  # the same, once the batcher has taken in its result
         self._tickets: deque[Ticket] = deque()
         self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
+        self._paused = False  # since the last plan was submitted
         self._untold: list[Finished] = []  # ended while plans in flight were collected without a step
 
     @property
@@ -164,8 +165,16 @@ class Engine:
             return False
         if self.watchers:
             self._loads.append(self._load(plan))
+        self._paused = False
         self._tickets.append(self.executor.submit(plan))
         return True
+
+    def paused(self) -> None:
+        """The devices have ended all plans in flight, and then done other work: of several in flight none's own time is
+        known, and the next plan has no other before it."""
+        self._paused = True
+        if len(self._loads) > 1:
+            self._loads = deque(replace(load, was_queued=False) for load in self._loads)
 
     def collect(self) -> list[Finished]:
         """Waits for the oldest plan in flight, if there is one; returns the requests that finished in it, and those of
@@ -253,7 +262,7 @@ class Engine:
             prefill_tokens,
             *self.batcher.fullest(plan),
             plan.num_steps,
-            bool(self._tickets),
+            bool(self._tickets) and not self._paused,
             plan.speculates,
         )
 
