@@ -25,7 +25,7 @@ from jaxrl.record.files import refuse_folder
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
-from jaxrl.record.run_record import RunOutcome, refuse_damaged
+from jaxrl.record.run_record import JournalOf, RunOutcome, open_journal, refuse_damaged
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
@@ -41,6 +41,7 @@ def start(
     *,
     process: int = 0,
     first: First = alone,
+    journal_of: JournalOf = open_journal,
 ) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
@@ -49,6 +50,7 @@ def start(
       stop: the signals of the program; without one they are the caller's.
       process: the number of this one among several. Process 0 writes the run's files.
       first: how the others hear what process 0 has found out.
+      journal_of: as in `jaxrl.record.run_record.open_record`.
     """
     began_s = time.monotonic()
     if not config.trainer.run_dir:
@@ -74,10 +76,15 @@ def start(
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config), log=log)))
 
         watchdog.beat("looking for devices, reading tokenizer and model")
-        from jaxrl.commands.train import Run, Start  # loads jax, which takes a second: a refusal does not wait for it
+        from jaxrl.commands.train import (  # loads jax, which takes a second: a refusal does not wait for it
+            Hosts,
+            Run,
+            Start,
+        )
 
         told = say if run_dir.leads else _silent
-        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, told, began_s, first)
+        hosts = Hosts(first, journal_of)
+        begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, told, began_s, hosts)
         return Run(begun).go()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
 from jaxrl.record.run_dir import RunDir, recorded_start
-from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
+from jaxrl.record.run_record import JournalOf, RunOutcome, RunRecord, open_journal, open_record
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
@@ -77,9 +77,21 @@ from jaxrl.types import Group, RunFailed
 
 
 @dataclass(frozen=True, slots=True)
+class Hosts:
+    """What a run needs of the other processes; by default, as there are none.
+
+    Attributes:
+      first: how all hear what the first one has found out.
+      journal_of: as in `jaxrl.record.run_record.open_record`.
+    """
+
+    first: First = alone
+    journal_of: JournalOf = open_journal
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
-    """What `jaxrl.commands.start` has found to be right; `say` shows a line, `began_s` is of `time.monotonic`, and by
-    `first` all processes hear what the first one has found out."""
+    """What `jaxrl.commands.start` has found to be right; `say` shows a line, `began_s` is of `time.monotonic`."""
 
     config: Config
     rule: BatchRule
@@ -91,7 +103,7 @@ class Start:
     watchdog: Watchdog
     say: Callable[[str], None]
     began_s: float
-    first: First = alone
+    hosts: Hosts = field(default_factory=Hosts)
 
 
 class Run:
@@ -99,7 +111,7 @@ class Run:
 
     def __init__(self, start: Start) -> None:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
-        self.began_s, self.say, self.watchdog, self.first = start.began_s, start.say, start.watchdog, start.first
+        self.began_s, self.say, self.watchdog, self.hosts = start.began_s, start.say, start.watchdog, start.hosts
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
         self.judge: JudgePool | None = None
@@ -147,7 +159,7 @@ class Run:
         # a run that goes on has its weights; only the reference is always that of the beginning
         if config.trainer.init_from and (config.needs_ref or not self.resuming):
             look = partial(whole_step, config.trainer.init_from, say=self.said.append, progress=self.watchdog.beat)
-            self.init_from = Path(self.first("the checkpoint to begin from", lambda: str(look())))
+            self.init_from = Path(self.hosts.first("the checkpoint to begin from", lambda: str(look())))
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
                 refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
@@ -212,7 +224,7 @@ class Run:
             found = choose(folder, progress)
             return "" if found is None else found.to_json()
 
-        told = self.first("the checkpoint to go on from", look)
+        told = self.hosts.first("the checkpoint to go on from", look)
         return Choice.from_json(told) if told else None
 
     def go(self) -> RunOutcome:
@@ -246,7 +258,12 @@ class Run:
             stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
             opened = open_record(
-                self.config, self.run_dir, resume_step, total_steps=self.total_steps, watchdog=self.watchdog
+                self.config,
+                self.run_dir,
+                resume_step,
+                total_steps=self.total_steps,
+                watchdog=self.watchdog,
+                journal_of=self.hosts.journal_of,
             )
             record = stack.enter_context(opened)
             self.watchdog.beat("building the engine")

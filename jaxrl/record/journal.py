@@ -32,14 +32,12 @@ class Journal:
         if earlier is None:
             journal.append(11, "verdict", key, {"status": "timeout"})
 
-    Args:
-      begin: False: the file is read, and nothing is written before `begin` is called.
-      writes: False: another process writes the file; here decisions are only remembered.
+    `begin=False` reads the file, and writes nothing before `begin` is called.
     """
 
-    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True, writes: bool = True) -> None:
+    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
         lines = read_journal(path)
-        self._is_new, self._writes = not lines, writes
+        self._is_new = not lines
         self._entries = {_place(entry): entry for entry in lines[1:] if entry["step"] > last_step}
         self._lines = JsonLines(path, lambda step: step > last_step, compact=True, sync=True, begin=False)
         if begin:
@@ -47,8 +45,6 @@ class Journal:
 
     def begin(self) -> None:
         """Drops the lines of other steps; from here on, decisions can be written."""
-        if not self._writes:
-            return
         self._lines.begin()
         if self._is_new:
             self._lines.append({"journal": SCHEMA})
@@ -65,14 +61,12 @@ class Journal:
         """Writes a decision to the disk; it may take effect once this returns."""
         entry = {"step": step, "kind": kind, "key": list(key), **decision}
         self._entries[_place(entry)] = entry
-        if self._writes:
-            self._lines.append(entry)
+        self._lines.append(entry)
 
     def cut(self, step: int) -> None:
         """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
         self._entries = {place: entry for place, entry in self._entries.items() if place[0] > step}
-        if self._writes:
-            self._lines.keep(lambda at: at > step)
+        self._lines.keep(lambda at: at > step)
 
     def close(self) -> None:
         self._lines.close()

@@ -7,8 +7,8 @@ view; `RunRecord.begin` opens the files for writing, when nothing can refuse the
 A simulated run differs: its metrics say that it is one. It has no journal, because its clock decides the same again; no
 timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
 
-Of several processes, one leads (`RunFolder.leads`). The others have a timeline and a layout log of their own, remember
-what the journal holds, show nothing, and write no metrics and no samples: `open_record` is where that is decided.
+Of several processes, one leads (`RunFolder.leads`). The others have a timeline and a layout log of their own, a journal
+that writes nothing, show nothing, and write no metrics and no samples: `open_record` is where that is decided.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,13 @@ from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
 
 JOURNAL = "journal.jsonl"
+JournalOf = Callable[[Path, int], Journal]
+"""(file, the last step that counts) -> a journal that writes nothing before it begins."""
+
+
+def open_journal(path: Path, last_step: int) -> Journal:
+    """The journal of the process that writes it."""
+    return Journal(path, last_step, begin=False)
 
 
 @dataclass(slots=True)
@@ -123,6 +130,7 @@ def open_record(
     total_steps: int = 0,
     simulated: bool = False,
     watchdog: Watchdog | None = None,
+    journal_of: JournalOf = open_journal,
 ) -> Iterator[RunRecord]:
     """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
 
@@ -130,6 +138,7 @@ def open_record(
       resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
       total_steps: for the live view's time to go; 0: it shows none.
       watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
+      journal_of: opens the journal; of a process that follows, one that tells what it decides and writes nothing.
 
     Raises:
       ValueError: a file of the record is damaged.
@@ -156,7 +165,8 @@ def open_record(
         stack.enter_context(closing(layout_log))
         record = RunRecord(view, metrics, sample_log, layout_log, timeline, simulated=simulated)
         if timeline is not None:
-            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False, writes=run_dir.leads)
+            assert run_dir.leads or journal_of is not open_journal, "two processes would write the journal"
+            journal = journal_of(run_dir.file(JOURNAL), max(resume_step, 0))
             record.journal = stack.enter_context(closing(journal))
             if watchdog is not None:
                 watchdog.follow(timeline, view.message if run_dir.leads else _to_stderr)

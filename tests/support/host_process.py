@@ -21,6 +21,7 @@ from jaxrl.config import Config, from_mapping
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import write_whole
+from jaxrl.record.journal import Journal
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.runtime.build import build_workers, prepare_hosts
 from jaxrl.runtime.hosts.first import first_of
@@ -258,6 +259,17 @@ def restore(world: World) -> None:
     world.kept["host"] = np.asarray([*values["cursor"], *values["queue"], values["by"]])
 
 
+class UnwrittenJournal(Journal):
+    """Of a process that follows; nothing is decided here."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        super().__init__(path, last_step, begin=False)
+
+    def begin(self) -> None: ...
+
+    def cut(self, step: int) -> None: ...
+
+
 class Folder:
     """A board whose values are files."""
 
@@ -282,7 +294,8 @@ def begin(out: Path, options: dict[str, Any]) -> dict[str, np.ndarray]:
     stop, process, said = Stop(), jax.process_index(), []
     stop.asked = True
     board = Folder(out / "board", process)
-    outcome = start(from_mapping(options), said.append, stop, process=process, first=first_of(board))
+    others = {"first": first_of(board)} | ({"journal_of": UnwrittenJournal} if process else {})
+    outcome = start(from_mapping(options), said.append, stop, process=process, **others)
     return {"said": np.asarray(said), "step": np.asarray(outcome.step)}
 
 

@@ -1,1 +1,1 @@
-"""Several hosts: the world of processes, what they agree on, and what goes between them."""
+"""Several hosts: one process on each, what they say to each other, and what becomes of all when one fails."""

@@ -150,15 +150,6 @@ class TokenExchange:
         return self._programs[size]
 
 
-def decode_others(
-    samples: Sequence[Sample], owners: Sequence[int], process: int, text_of: Callable[[Sample], str]
-) -> None:
-    """Gives samples that other hosts have ended their text, which is not sent; for a process that shows or keeps it."""
-    for sample, owner in zip(samples, owners, strict=True):
-        if owner != process and sample.finish_reason in ("stop", "length"):
-            sample.text = text_of(sample)
-
-
 def _columns(at: tuple[slice, ...] | None) -> slice:
     assert at is not None, "the words of a device"
     return at[1]
