@@ -41,6 +41,7 @@ def start(
     *,
     process: int = 0,
     first: First = alone,
+    meet: Callable[[str], None] = lambda name: None,
     journal_of: JournalOf = open_journal,
 ) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
@@ -50,6 +51,7 @@ def start(
       stop: the signals of the program; without one they are the caller's.
       process: the number of this one among several. Process 0 writes the run's files.
       first: how the others hear what process 0 has found out.
+      meet: where all wait for each other before a program of all devices runs for the first time; it is given a name.
       journal_of: as in `jaxrl.record.run_record.open_record`.
     """
     began_s = time.monotonic()
@@ -83,7 +85,7 @@ def start(
         )
 
         told = say if run_dir.leads else _silent
-        hosts = Hosts(first, journal_of)
+        hosts = Hosts(first, meet, journal_of)
         begun = Start(config, rule, run_dir, earlier, problems, pool, stop or Stop(), watchdog, told, began_s, hosts)
         return Run(begun).go()
 

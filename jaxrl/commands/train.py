@@ -67,6 +67,8 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import BatchRule
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
+from jaxrl.sharding.compiled import Meet
+from jaxrl.sharding.compiled import alone as run_at_once
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
@@ -82,10 +84,12 @@ class Hosts:
 
     Attributes:
       first: how all hear what the first one has found out.
+      meet: where all wait for each other before a program of all devices runs for the first time.
       journal_of: as in `jaxrl.record.run_record.open_record`.
     """
 
     first: First = alone
+    meet: Meet = run_at_once
     journal_of: JournalOf = open_journal
 
 
@@ -197,7 +201,13 @@ class Run:
         if self.init_from is not None:
             params = restore_params(self.init_from, abstract(params))
         self.trainer = Trainer(
-            trained, self.model, params, self.mesh, total_updates=updates, on_progress=self.watchdog.beat
+            trained,
+            self.model,
+            params,
+            self.mesh,
+            total_updates=updates,
+            on_progress=self.watchdog.beat,
+            meet=self.hosts.meet,
         )
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)
@@ -383,7 +393,7 @@ class Run:
         config = self.config
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place)
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self.hosts.meet)
         if judge_kind(config.reward) is None:
             return
         self.watchdog.beat("loading the judge")
