@@ -44,16 +44,27 @@ def products_of(dtype: Any, platform: str) -> AbstractContextManager[Any]:
     return jax.default_matmul_precision("highest")
 
 
+Meet = Callable[[str], None]
+"""Returns once all processes are about to run the program of a name for the first time."""
+
+
+def alone(name: str) -> None:
+    """`Meet` in a run of one process."""
+
+
 class CompiledPrograms:
     """Programs of one mesh, each compiled once. Subclasses say which shapes there are, and how one is lowered.
 
     Attributes:
+      meet: of a mesh over several processes, where they meet once all have compiled a program.
       is_warm: all expected shapes are compiled; what is compiled later counts in `recompiles`.
     """
 
     def __init__(self) -> None:
         self.is_warm = False
         self.recompiles = 0
+        self.meet: Meet = alone
+        self._met: set[Any] = set()
         self._compiled: dict[Any, Future[Any]] = {}
         self._lock = threading.Lock()
 
@@ -86,6 +97,18 @@ class CompiledPrograms:
                     del self._compiled[shape]  # the next caller tries again
                 found.set_exception(error)
         return found.result()
+
+    def to_run(self, shape: Any) -> Any:
+        """`program`, for the thread that runs it next. Before the first time, all processes meet.
+
+        A program's first collective connects its devices, and gives up after 30 s (gloo): a process that finds it in
+        its cache would wait longer for one that compiles.
+        """
+        found = self.program(shape)
+        if shape not in self._met:
+            self._met.add(shape)
+            self.meet(" ".join(map(str, shape)))
+        return found
 
     def complete(self, on_program: Callable[[], None] = lambda: None) -> None:
         """Until every shape is compiled: compiles here what no other thread has begun, and waits for the others.

@@ -11,7 +11,7 @@ The rules read the table of weights that a model config declares (`Model.weights
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar, cast
 
@@ -271,15 +271,48 @@ def to_rollout(
       merged: products of the same activations in one matrix (`jaxrl.sharding.merged`), for a decode step on GPUs.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
-    max_tp = _checked(layout, max_tp)
-    dtype = jnp.dtype(dtype)
-    outer, chunk = _compiled(config, layout, dtype, max_tp, layers_per_call, features_first, merged)
-    rest = {name: value for name, value in params.items() if name != "layers"}
-    out = outer(rest) if rest else {}
-    layers: list[Tree] = []
+    form = (layout, jnp.dtype(dtype), _checked(layout, max_tp))
+    out, layers = {}, list[Tree]()
+    for program, arguments in _calls(params, config, form, features_first, merged, layers_per_call):
+        made = program(*arguments)
+        if len(arguments) == 1:
+            out = made
+        else:
+            layers += made
+    return out | {"layers": layers}
+
+
+def compile_to_rollout(
+    params: Tree,
+    config: Model,
+    layout: Layout,
+    dtype: Any,
+    max_tp: int | None = None,
+    *,
+    features_first: bool = False,
+    merged: bool = False,
+    layers_per_call: int = 4,
+) -> None:
+    """Compiles what `to_rollout` with the same arguments would run, and moves nothing."""
+    form = (layout, jnp.dtype(dtype), _checked(layout, max_tp))
+    for program, arguments in _calls(params, config, form, features_first, merged, layers_per_call):
+        program.lower(*arguments).compile()
+
+
+def _calls(
+    params: Tree,
+    config: Model,
+    form: tuple[Layout, Any, int],
+    features_first: bool,
+    merged: bool,
+    layers_per_call: int,
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The programs of `to_rollout` with their arguments: one for what is outside the layers, then some layers each."""
+    outer, chunk = _compiled(config, *form, layers_per_call, features_first, merged)
+    if rest := {name: value for name, value in params.items() if name != "layers"}:
+        yield outer, (rest,)
     for start in range(0, config.num_layers, layers_per_call):
         count = min(layers_per_call, config.num_layers - start)
         if count < layers_per_call:
-            _, chunk = _compiled(config, layout, dtype, max_tp, count, features_first, merged)
-        layers += chunk(params["layers"], start)
-    return out | {"layers": layers}
+            _, chunk = _compiled(config, *form, count, features_first, merged)
+        yield chunk, (params["layers"], start)

@@ -186,7 +186,13 @@ class Run:
         if self.init_from is not None:
             params = restore_params(self.init_from, abstract(params))
         self.trainer = Trainer(
-            trained, self.model, params, self.mesh, total_updates=updates, on_progress=self.watchdog.beat
+            trained,
+            self.model,
+            params,
+            self.mesh,
+            total_updates=updates,
+            on_progress=self.watchdog.beat,
+            meet=self.joined.meet,
         )
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)
@@ -388,7 +394,7 @@ class Run:
         config = self.config
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
-        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place)
+        self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self.joined.meet)
         if judge_kind(config.reward) is None:
             return
         self.watchdog.beat("loading the judge")

@@ -50,6 +50,7 @@ from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import By, Ticks, Workers, step_ticks
+from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.halves import Half
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of, submeshes
@@ -301,6 +302,7 @@ def build_workers(
     mesh: Mesh,
     weights: Callable[[], Any] | None = None,
     place: HostPlace | None = None,
+    meet: Meet = alone,
 ) -> WorkerSet:
     """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`.
 
@@ -308,15 +310,15 @@ def build_workers(
       mesh: of the rollout, on this host.
       weights: as in `MeshExecutor`. Read only where a single worker has all of the trainer's devices: several have each
         other, and the one of a host cannot have a global program run for itself alone.
-      place: among several hosts; default: there is one.
+      place: among several hosts; default: there is one. meet: as in `WorkerSet`.
     """
     rollout, parts = config.rollout, submeshes(mesh, config.workers_per_host)
-    alone = place is None or place.num_processes == 1
+    is_alone = place is None or place.num_processes == 1
     reported = device_bytes(mesh.devices.ravel().tolist()) if place is None else place.memory.reported
     sizes = _executor_config(config, model, mesh, rollout.tp, reported)
-    source = weights if len(parts) == 1 and alone else None
+    source = weights if len(parts) == 1 and is_alone else None
     executors = [MeshExecutor(model, Layout(part, rollout.tp), sizes, source) for part in parts]
-    return WorkerSet(mesh, executors, None if place is None or alone else place.mesh)
+    return WorkerSet(mesh, executors, None if place is None or is_alone else place.mesh, meet)
 
 
 def _executor_config(

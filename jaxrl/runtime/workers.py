@@ -34,10 +34,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, compile_threads
+from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, Meet, alone, compile_threads
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.relabel import relabel
-from jaxrl.sharding.rules import rollout_shardings
+from jaxrl.sharding.rules import compile_to_rollout, rollout_shardings
 
 
 class WorkerSet:
@@ -48,10 +48,13 @@ class WorkerSet:
       executors: of one model and with the same `max_tp`, on the parts of the mesh (one may have all of it).
       whole: of all hosts, where there are several: `mesh` is one of the parts into which `submeshes` cuts it, and the
         trainer's weights are on it.
+      meet: where all hosts meet once they have compiled the programs that make the weights.
     """
 
-    def __init__(self, mesh: Mesh, executors: Sequence[MeshExecutor], whole: Mesh | None = None) -> None:
-        self.mesh = mesh
+    def __init__(
+        self, mesh: Mesh, executors: Sequence[MeshExecutor], whole: Mesh | None = None, meet: Meet = alone
+    ) -> None:
+        self.mesh, self._meet, self._met = mesh, meet, False
         self._whole = mesh if whole is None else whole
         self.executors = tuple(executors)
         self._buffered: tuple[int, list[Any]] | None = None  # a version, and each worker's part of its weights
@@ -112,7 +115,14 @@ class WorkerSet:
         """The trainer's weights for each worker, in `_layouts`. Each part owns its buffers: a worker that moves its own
         deletes them."""
         first, layouts = self.executors[0], self._layouts()
-        whole = first.rollout_form(train_params, Layout(self._whole, layouts[0].tp))
+        together = Layout(self._whole, layouts[0].tp)
+        if not self._met and self._whole.size > self.mesh.size:
+            compile_to_rollout(
+                train_params, first.model, together, first.config.dtype, first.config.max_tp, **first.form
+            )
+            self._meet("weights")
+            self._met = True
+        whole = first.rollout_form(train_params, together)
         forms = (rollout_shardings(first.model, each, first.config.max_tp, **first.form) for each in layouts)
         return [relabel(whole, form) for form in forms]
 

@@ -46,7 +46,7 @@ class Passes:
         packed = self.pack(batch)
         results: list[jax.Array] = []
         for micro in packed.microbatches:
-            program = self.programs.program((kind, *micro.tokens.shape))
+            program = self.programs.to_run((kind, *micro.tokens.shape))
             results.append(program(params, self.on_device(micro)))
             yield results[-1]
         return [x.astype(np.float32) for x in packed.unpack([np.asarray(x) for x in results])]
@@ -56,8 +56,8 @@ class Passes:
         over."""
         for micro in self.pack(batch).microbatches:
             if self.accumulator is None:
-                self.accumulator = self.programs.program(("zeros", 0, 0))()
-            program = self.programs.program(("accumulate", *micro.tokens.shape))
+                self.accumulator = self.programs.to_run(("zeros", 0, 0))()
+            program = self.programs.to_run(("accumulate", *micro.tokens.shape))
             self.accumulator, result = program(trainable, frozen, self.accumulator, self.on_device(micro))
             yield result
 

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
+from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.rules import map_weights
 from jaxrl.train import optimizer as optimizers
 from jaxrl.train.passes import Passes
@@ -65,6 +66,7 @@ class Trainer:
         interpret: bool = False,
         programs: TrainPrograms | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        meet: Meet = alone,
     ) -> None:
         """Places a copy of `params` on the mesh.
 
@@ -82,6 +84,7 @@ class Trainer:
           programs: of the same options, model and mesh, some of them compiled or being compiled; they decide
             `total_updates`, `trainable` and `interpret`. Made here if None.
           on_progress: called when a microbatch has run.
+          meet: as in `CompiledPrograms`.
 
         Raises:
           ValueError: `actor.attention: pallas` on other devices than GPUs, or for a model that the kernels refuse.
@@ -95,7 +98,7 @@ class Trainer:
                 trainable=trainable,
                 interpret=interpret,
             )
-        self.programs = programs
+        self.programs, programs.meet = programs, meet
         self.config, self.model_config, self.mesh = programs.config, programs.model_config, programs.mesh
         self.updates, self.skipped_updates = 0, 0
         actor, shardings = self.config.actor, programs.shardings
@@ -107,7 +110,7 @@ class Trainer:
         self._on_progress = on_progress
         self._recompiles = 0  # as of the last update
         self._newest: jax.Array | None = None  # of the last microbatch that was handed to the devices
-        self._optimizer_state = self._rest(programs.program(("init", 0, 0))(self._trainable))
+        self._optimizer_state = self._rest(programs.to_run(("init", 0, 0))(self._trainable))
 
     # ------------------------------------------------------------------ what the loop calls
 
@@ -167,7 +170,7 @@ class Trainer:
         if sums is None:
             raise ValueError("apply() without accumulate(): the minibatch has no response tokens")
         state = self._rest(self._optimizer_state, to="device")
-        update = self.programs.program(("update", 0, 0))
+        update = self.programs.to_run(("update", 0, 0))
         self._trainable, state, metrics = update(self._trainable, state, sums)
         self._optimizer_state = self._rest(state)
         self._passes.discard()

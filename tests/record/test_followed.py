@@ -29,7 +29,8 @@ def make_config() -> Config:
 
 
 def steps(run_dir: RunDir | FollowedRun, config: Config) -> None:
-    with open_record(config, run_dir, -1) as record:
+    tell = None if run_dir.leads else lambda *decision: None
+    with open_record(config, run_dir, -1, tell=tell) as record:
         record.open_sinks()
         run_dir.record_start(config, {"platform": "cpu"}, 0)
         record.begin()

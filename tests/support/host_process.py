@@ -23,7 +23,6 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import write_whole
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.runtime.build import build_workers, prepare_hosts
-from jaxrl.runtime.hosts.first import first_of
 from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.stop import Stop
@@ -48,6 +47,7 @@ MODEL = ModelConfig(
     tie_word_embeddings=True,
 )
 STEPS = 4
+PATIENCE_S = 200.0
 
 
 def config_of(num_processes: int, **options: Any) -> Config:
@@ -80,12 +80,13 @@ class World:
         self.config = config_of(jax.process_count(), **options.get("config", {}))
         self.place: HostPlace = prepare_hosts(self.config)
         self.mesh = self.place.mesh
+        self.board = Folder(out / "board", self.place.process)
         self.kept: dict[str, np.ndarray] = {}
 
     def trainer(self) -> Trainer:
         shardings = train_shardings(MODEL, self.mesh)
         init = jax.jit(lambda key: decoder.init(MODEL, key, "float64"), out_shardings=shardings)
-        return Trainer(self.config, MODEL, init(jax.random.key(0)), self.mesh)
+        return Trainer(self.config, MODEL, init(jax.random.key(0)), self.mesh, meet=self.board.meet)
 
     def keep_tree(self, name: str, tree: Any) -> None:
         """Every array of a tree, whole."""
@@ -144,7 +145,7 @@ def training(world: World) -> None:
             state, host = checkpoints.restore(trainer.abstract_state())
         assert host.values == {"by": 0}
         world.keep_tree(f"restored {number}", state)
-    workers = build_workers(world.config, MODEL, world.place.local_mesh, place=world.place)
+    workers = build_workers(world.config, MODEL, world.place.local_mesh, place=world.place, meet=world.board.meet)
     if degrees := world.options.get("degrees"):  # of the first workers of all hosts
         first = world.place.process * len(workers.executors)
         for executor, tp in zip(workers.executors, degrees[first:], strict=False):
@@ -157,7 +158,7 @@ def training(world: World) -> None:
             world.kept[f"weights of {number}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
     samples, owners = drawn(world, workers)
     if world.place.num_processes > 1:
-        exchanged = TokenExchange(world.place).exchange(samples, owners)
+        exchanged = TokenExchange(world.place, meet=world.board.meet).exchange(samples, owners)
         assert exchanged.num_samples == len(samples)
     for sample in samples:
         keep_sample(world, "sample", sample)
@@ -210,7 +211,7 @@ def keep_sample(world: World, name: str, sample: Sample) -> None:
 def tokens(world: World) -> None:
     """Random ragged samples of all hosts, several times; bits that are no numbers are among them."""
     place = world.place
-    exchange = TokenExchange(place, max_bytes=world.options["max_bytes"])
+    exchange = TokenExchange(place, max_bytes=world.options["max_bytes"], meet=world.board.meet)
     figures = []
     for turn, longest in enumerate(world.options["longest"]):
         random = np.random.default_rng(turn)
@@ -276,13 +277,18 @@ class Folder:
             time.sleep(0.01)
         return file.read_bytes()
 
+    def meet(self, name: str) -> None:
+        """Where all processes wait for each other; each name once."""
+        self.put(f"{name} {self.process}", b"")
+        for other in range(jax.process_count()):
+            assert self.get(f"{name} {other}", PATIENCE_S) is not None, f"process {other} does not come to {name}"
 
-def begin(out: Path, options: dict[str, Any]) -> dict[str, np.ndarray]:
+
+def begin(options: dict[str, Any]) -> dict[str, np.ndarray]:
     """A run that is asked to stop before its first step: all of it is built, and it saves where it stands."""
-    stop, process, said = Stop(), jax.process_index(), []
+    stop, said = Stop(), []
     stop.asked = True
-    board = Folder(out / "board", process)
-    outcome = start(from_mapping(options), said.append, stop, process=process, first=first_of(board))
+    outcome = start(from_mapping(options), said.append, stop)
     return {"said": np.asarray(said), "step": np.asarray(outcome.step)}
 
 
@@ -299,15 +305,16 @@ def end_with(parent: int) -> None:
 def main(case: str, process: str, num_processes: str, port: str, out: str, options: str) -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_enable_x64", True)
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process))
     if case == "begin":
-        kept = begin(Path(out), json.loads(options))
+        os.environ |= {"JAXRL_COORDINATOR": f"127.0.0.1:{port}", "JAXRL_PROCESS_ID": process}
+        kept = begin(json.loads(options))
     else:
+        jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process))
         world = World(Path(out), json.loads(options))
         CASES[case](world)
         kept = world.kept
+        jax.distributed.shutdown()
     np.savez(Path(out) / f"{process}.npz", allow_pickle=False, **kept)
-    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

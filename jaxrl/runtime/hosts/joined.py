@@ -9,17 +9,14 @@ Source: docs/architecture.md (several processes).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 
 from jaxrl.config import Config
 from jaxrl.record.journal import Tell
 from jaxrl.runtime.hosts.agreement import agree
-from jaxrl.runtime.hosts.board import MissingHosts
 from jaxrl.runtime.hosts.first import First, alone, first_of
 from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
-from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, least
+from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.hosts.world import World, refuse_crossing
@@ -28,7 +25,6 @@ from jaxrl.types import Sample
 
 GLOBAL_PHASES = frozenset({"sync", "save", "old_log_prob", "ref", "update_actor", "stream"})
 """The loop's phases in which programs of all hosts run."""
-_MEMORY = "memory"
 _LATER_S = 10.0  # process 0 speaks first, which knows for whom it waits
 
 
@@ -74,20 +70,10 @@ class Joined:
         """
         if self._world is None:
             return place
-        gate = self._world.gate
         refuse_crossing(config, len(place.local_devices))
-        agree(gate, config, place.local_devices)
-        board = gate.board
-        board.put(f"{_MEMORY}/{board.process}", json.dumps(asdict(place.memory)).encode())
-        memories: list[DeviceMemory] = []
-        with gate.waiting("the memory of all hosts"):
-            for process in range(board.num_processes):
-                told = board.get(f"{_MEMORY}/{process}", gate.stall_timeout_s)
-                if told is None:
-                    raise MissingHosts("the comparison of memory", (process,), gate.stall_timeout_s)
-                memories.append(DeviceMemory(**json.loads(told)))
-        self._exchange = TokenExchange(place)
-        return replace(place, memory=least(memories))
+        agreed = agree(self._world.gate, config, place.local_devices)
+        self._exchange = TokenExchange(place, meet=self.meet)
+        return place.with_least(agreed.device_bytes)
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -96,6 +82,10 @@ class Joined:
         if self._world is not None:
             self._count("hosts/gate_s", self._world.gate.enter(phase))
             self._world.gate.note(PROGRAM, phase)
+
+    def meet(self, name: str) -> None:
+        """All have compiled the program of a name, and are about to run it for the first time."""
+        self.enter(f"the first run of {name}")
 
     def leave(self) -> None:
         """This process goes on by itself."""

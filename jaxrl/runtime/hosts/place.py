@@ -11,7 +11,7 @@ anywhere, and a device may be left out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -35,21 +35,6 @@ class DeviceMemory:
     share: int
 
 
-def least(memories: Sequence[DeviceMemory]) -> DeviceMemory:
-    """The memory that every host has: plans and programs must be the same on all. Raises ValueError for devices of
-    different kinds."""
-    first = memories[0]
-    for process, other in enumerate(memories):
-        if (other.platform, other.reported is None) != (first.platform, first.reported is None):
-            raise ValueError(f"host 0 has {_told(first)}, and host {process} has {_told(other)}: all must be alike")
-    known = [each.reported for each in memories if each.reported is not None]
-    return DeviceMemory(first.platform, min(known, default=None), min(each.share for each in memories))
-
-
-def _told(memory: DeviceMemory) -> str:
-    return f"{memory.platform} devices" + (" that report no memory" if memory.reported is None else "")
-
-
 @dataclass(frozen=True, slots=True)
 class HostPlace:
     """A process among the run's, one per host.
@@ -58,7 +43,7 @@ class HostPlace:
       process: its number. num_processes: of the run.
       local_devices: that the run uses of this process.
       devices: of all processes, in their order; equally many of each.
-      memory: of this host's devices, or the least of all hosts once they have told each other (`least`).
+      memory: of this host's devices, or the least of all hosts once they have told each other (`with_least`).
     """
 
     process: int
@@ -76,6 +61,12 @@ class HostPlace:
     def local_mesh(self) -> Mesh:
         """The mesh of this host: a part of `mesh`, with its minor axes."""
         return make_mesh(self.local_devices)
+
+    def with_least(self, reported: int | None) -> HostPlace:
+        """The same with the memory that a device has on every host, as the hosts have agreed: plans and programs must
+        be the same on all. None: not every platform reports it."""
+        share = self.memory.share if reported is None else reported
+        return replace(self, memory=replace(self.memory, reported=reported, share=share))
 
 
 def devices_of_hosts(devices: Sequence[Any], num_processes: int, per_host: int = 0) -> tuple[tuple[Any, ...], ...]:

@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.runtime.hosts.place import HostPlace
+from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.types import RunFailed, Sample
 
 _FIELDS = (
@@ -70,10 +71,11 @@ class TokenExchange:
     Args:
       place: of this process. With one process there is nothing to exchange.
       max_bytes: that a device holds at most of what a turn has gathered.
+      meet: where all hosts meet once they have compiled a program.
     """
 
-    def __init__(self, place: HostPlace, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        self._place = place
+    def __init__(self, place: HostPlace, max_bytes: int = DEFAULT_MAX_BYTES, meet: Meet = alone) -> None:
+        self._place, self._meet = place, meet
         self._programs: dict[int, Callable[[jax.Array], jax.Array]] = {}
         most = max_bytes // 4 // place.num_processes
         self._most_words = max(1 << (most.bit_length() - 1), _LEAST_WORDS)
@@ -147,16 +149,8 @@ class TokenExchange:
             shape = (self._place.num_processes, len(self._place.local_devices) * size)
             words = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._own)
             self._programs[size] = jax.jit(lambda x: x, out_shardings=self._gathered).lower(words).compile()
+            self._meet(f"tokens {size}")
         return self._programs[size]
-
-
-def decode_others(
-    samples: Sequence[Sample], owners: Sequence[int], process: int, text_of: Callable[[Sample], str]
-) -> None:
-    """Gives samples that other hosts have ended their text, which is not sent; for a process that shows or keeps it."""
-    for sample, owner in zip(samples, owners, strict=True):
-        if owner != process and sample.finish_reason in ("stop", "length"):
-            sample.text = text_of(sample)
 
 
 def _columns(at: tuple[slice, ...] | None) -> slice:

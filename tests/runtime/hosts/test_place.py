@@ -12,7 +12,7 @@ import pytest
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.build import host_problem
-from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts, least
+from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace, devices_of_hosts
 from jaxrl.runtime.memory import MemoryPlan, memory_plan
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.sharding.mesh import make_mesh, submeshes
@@ -73,11 +73,11 @@ def test_minor_axes_lie_inside_hosts(hosts: int, per_host: int, shape: dict[str,
 
 
 def test_the_least_memory_counts():
-    cards = [DeviceMemory("gpu", 80, 80), DeviceMemory("gpu", 79, 79)]
-    assert least(cards) == DeviceMemory("gpu", 79, 79)
-    assert least([DeviceMemory("cpu", None, 9), DeviceMemory("cpu", None, 4)]) == DeviceMemory("cpu", None, 4)
-    with pytest.raises(ValueError, match="host 0 has gpu devices, and host 1 has cpu devices that report no memory"):
-        least([cards[0], DeviceMemory("cpu", None, 4)])
+    def told(memory: DeviceMemory, reported: int | None) -> DeviceMemory:
+        return HostPlace(0, 2, (), (), memory).with_least(reported).memory
+
+    assert told(DeviceMemory("gpu", 80, 80), 79) == DeviceMemory("gpu", 79, 79)
+    assert told(DeviceMemory("cpu", None, 9), None) == DeviceMemory("cpu", None, 9)
 
 
 def test_workers_stay_inside_their_hosts():

@@ -9,7 +9,7 @@ import pytest
 from host_worlds import assert_same_bits, of, run_world
 
 from jaxrl.runtime.hosts.place import DeviceMemory, HostPlace
-from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange, _header, _packed, _unpack, decode_others
+from jaxrl.runtime.hosts.tokens import Exchanged, TokenExchange, _header, _packed, _unpack
 from jaxrl.types import RunFailed, Sample, SampleKey
 
 MEMORY = DeviceMemory("cpu", None, 1 << 30)
@@ -87,10 +87,3 @@ def test_samples_that_were_not_awaited_end_the_run():
         ):
             _unpack(words, others, 1)
     assert len(_header([])) == len(_packed([]))
-
-
-def test_text_is_made_of_what_others_have_ended():
-    mine, ended, going = sample(0, 2), sample(1, 3), sample(2, 4)
-    going.finish_reason = None
-    decode_others([mine, ended, going], [0, 1, 1], 0, lambda each: f"{len(each)} tokens")
-    assert [each.text for each in (mine, ended, going)] == ["", "3 tokens", ""]
