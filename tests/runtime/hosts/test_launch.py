@@ -1,4 +1,4 @@
-"""What the launcher tells its agents and does with what they say, with agents that are made up; and the real command."""
+"""What the launcher tells its agents and does with what they say, with made-up agents; and the real command."""
 
 import json
 import os
