@@ -269,6 +269,11 @@ def _config(options: argparse.Namespace, launches: bool = False) -> Config:
     return config
 
 
+def _given(options: argparse.Namespace) -> list[str]:
+    """The arguments that a command got its configuration from."""
+    return [*([] if options.config is None else ["--config", options.config]), *options.overrides]
+
+
 def _removing(options: argparse.Namespace) -> Removing:
     """What keeps a signal from leaving the draft of a command's file behind."""
     return nullcontext if options.signals is None else options.signals.removing
@@ -279,7 +284,7 @@ def _train(options: argparse.Namespace) -> int:
 
     config = _config(options, launches=True)
     if config.hosts.launcher != "none":
-        return launched(config, "train", options.config, options.overrides, options.signals)
+        return launched(config, ["train", *_given(options)], options.signals)
     start(config, stop=options.signals)
     return 0
 

@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     from jaxrl.runtime.hosts.world import World
 
 
-def launched(
-    config: Config, command: str, file: str | None, overrides: Sequence[str], stop: Stop | None, *, writes: bool = True
-) -> int:
+def launched(config: Config, arguments: Sequence[str], stop: Stop | None, *, writes: bool = True) -> int:
     """Runs a command on several hosts, each process of which does what this one would do without a launcher.
 
     Args:
-      command: `train`, or another one that takes a configuration's `file` and `overrides`.
+      arguments: `train`, or another command that takes a configuration, and all that it was given.
       writes: whether it writes to the run directory.
 
     Returns:
@@ -55,8 +53,7 @@ def launched(
     if writes:
         _refuse_no_folder(config)
         batch_rule(config)  # refused once, and not on every host
-    named = [] if file is None else ["--config", file]
-    return launch(config, [command, *named, *overrides], stop or Stop(), writes=writes)
+    return launch(config, arguments, stop or Stop(), writes=writes)
 
 
 def _refuse_no_folder(config: Config) -> None:

@@ -38,7 +38,7 @@ SILENT_S = 150.0
 PAUSES_S = (0.0, 15.0, 45.0)
 """Before it is started again, by how often it ended in a row."""
 _CLOSE_S = 15.0
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from MODULE import main; main()"
 
 
 @dataclass(slots=True)
@@ -194,7 +194,15 @@ class RayProcess:
         lifeline, self._lifeline = os.pipe()
         path = [os.getcwd() if entry == "" else entry for entry in sys.path]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT.format(module), json.dumps(path), str(theirs.fileno()), str(lifeline)],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _BOOT.replace("MODULE", module),
+                json.dumps(path),
+                str(theirs.fileno()),
+                str(lifeline),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,

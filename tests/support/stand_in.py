@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 FOLDER = Path(os.environ["JAXRL_STAND_IN"])
+COORDINATOR = os.environ.get("JAXRL_COORDINATOR", "none")
 PROCESS, NUM = int(os.environ["JAXRL_PROCESS_ID"]), int(os.environ["JAXRL_NUM_PROCESSES"])
 RUN = FOLDER / "run"
 STEPS, STEP_S, SAVE_FREQ = 6, 0.03, 2
@@ -63,12 +64,12 @@ def main() -> None:
             sys.exit(2)
         world = int(read(FOLDER / "worlds", "0")) + 1
         write(FOLDER / "worlds", str(world))
-        write(FOLDER / f"coordinator.{os.environ['JAXRL_COORDINATOR']}", str(world))
+        write(FOLDER / f"coordinator.{COORDINATOR}", str(world))
         signal.signal(signal.SIGTERM, lambda *_: write(FOLDER / "stop", ""))
     else:  # which world this is, process 0 knows
-        while not (FOLDER / f"coordinator.{os.environ['JAXRL_COORDINATOR']}").exists():
+        while not (FOLDER / f"coordinator.{COORDINATOR}").exists():
             time.sleep(0.005)
-        world = int((FOLDER / f"coordinator.{os.environ['JAXRL_COORDINATOR']}").read_text())
+        world = int((FOLDER / f"coordinator.{COORDINATOR}").read_text())
     write(FOLDER / f"started.{world}.{PROCESS}", " ".join(sys.argv[1:]))
     # what a process leaves behind: a child, and one that has left for a session of its own
     subprocess.Popen(["sleep", "1000"])

@@ -5,8 +5,8 @@ agent (`agent`), which starts the ordinary command with `hosts.launcher=none`; a
 them. What becomes of the run when a process ends is `restarts`' to say. At the first death all others are killed at
 once, and a new world begins, with new agents, another port, and the last checkpoint.
 
-What processes find in their environment: `JAXRL_PROCESS_ID`, `JAXRL_NUM_PROCESSES` and `JAXRL_COORDINATOR`
-(`host:port` of process 0).
+What processes find in their environment: `JAXRL_PROCESS_ID`, `JAXRL_NUM_PROCESSES` and, where they are several,
+`JAXRL_COORDINATOR` (`host:port` of process 0).
 
 Process 0 owns the terminal: on this machine it writes to the launcher's own streams, so that it has its live view; from
 another one its output is passed on as it comes. The others write to `hosts/<process>.log` in the run directory.
@@ -38,7 +38,6 @@ from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused,
 from jaxrl.runtime.stop import WORDS, Stop
 
 PROCESS, NUM_PROCESSES, COORDINATOR = "JAXRL_PROCESS_ID", "JAXRL_NUM_PROCESSES", "JAXRL_COORDINATOR"
-_BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # which jax reads
 LOGS = "hosts"
 """The folder in the run directory that has the logs of all processes but 0."""
 READY_S = 120.0
@@ -68,9 +67,9 @@ class Launch:
     def start(self, process: int, coordinator: str, world: int) -> Start:
         """What agent `process` is told in world number `world`, from 0."""
         log = "" if self.run_dir is None or process == 0 else str(self.run_dir / LOGS / f"{process}.log")
-        own = {PROCESS: str(process), NUM_PROCESSES: str(self.hosts.num), COORDINATOR: coordinator}
-        if coordinator.startswith("127."):
-            own[_BIND] = coordinator  # jax would listen on every address of the machine
+        own = {PROCESS: str(process), NUM_PROCESSES: str(self.hosts.num)}
+        if self.hosts.num > 1:  # one process alone needs no world, and computes faster without
+            own[COORDINATOR] = coordinator
         given = self.environments[process] if self.environments else {}
         # after a death the lock may be held for a while, where it is on a file server
         lock = str(self.run_dir / ".lock") if world and process == 0 and self.run_dir is not None else ""
