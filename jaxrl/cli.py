@@ -466,7 +466,7 @@ def _profile(options: argparse.Namespace) -> int:
 def _hosts(options: argparse.Namespace) -> int:
     from jaxrl.commands.hosts import hosts
 
-    hosts(_config(options), options.json or "", removing=_removing(options))
+    hosts(_config(options), options.json or "", stop=options.signals, removing=_removing(options))
     return 0
 
 

@@ -30,6 +30,7 @@ from jaxrl.runtime.hosts.agreement import agree
 from jaxrl.runtime.hosts.gate import PROGRAM
 from jaxrl.runtime.hosts.world import World, open_world, refuse_crossing
 from jaxrl.runtime.memory import in_bytes
+from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.mesh import platform_of
 
 _CALLS = 50  # of the board, of each kind
@@ -102,6 +103,7 @@ def hosts(
     config: Config,
     out: str = "",
     *,
+    stop: Stop | None = None,
     say: Callable[[str], None] = print,
     removing: Removing = nullcontext,
 ) -> HostsReport:
@@ -109,13 +111,14 @@ def hosts(
 
     Args:
       out: a file for the report as JSON, written by process 0; empty: none.
-      say: shows a line. removing: of the process's signals.
+      stop: the signals of the program; without one they are the caller's.
+      say: shows a line. removing: of those signals.
 
     Raises:
       ConfigError: what the hosts were given does not go together, or does not fit them.
     """
     began_s = time.monotonic()
-    with open_world(config.hosts) as world:
+    with open_world(config.hosts, stop) as world:
         if out and world.process == 0:
             refuse_file(out, "--json")
             refuse_overwriting(out, "--json", inputs_of(config))

@@ -44,6 +44,7 @@ class Stop:
         self._held = 0
         self._drafts: list[os.PathLike[str]] = []
         self._waiting: signal.Signals | None = None  # came while held
+        self._end: Callable[[str, int], object] = end
         self._lock = threading.Lock()
 
     def __call__(self) -> bool:
@@ -69,6 +70,15 @@ class Stop:
             self._say = say
 
     @contextmanager
+    def ending_by(self, end: Callable[[str, int], object]) -> Iterator[None]:
+        """Inside, a signal that ends the process calls `end`, with a sentence and a status, which does not return."""
+        earlier, self._end = self._end, end
+        try:
+            yield
+        finally:
+            self._end = earlier
+
+    @contextmanager
     def held(self) -> Iterator[None]:
         """A signal inside ends the process when the block is over, and not between two files that belong together."""
         with self._lock:
@@ -80,7 +90,7 @@ class Stop:
                 self._held -= 1
                 waiting = self._waiting if not self._held else None
             if waiting is not None:
-                _end_by(waiting)
+                self._end_by(waiting)
 
     @contextmanager
     def removing(self, draft: os.PathLike[str]) -> Iterator[None]:
@@ -121,7 +131,10 @@ class Stop:
                         with suppress(OSError):
                             os.unlink(draft)
             finally:
-                _end_by(number)
+                self._end_by(number)
+
+    def _end_by(self, number: signal.Signals) -> None:
+        self._end(WORDS[number], 128 + number)
 
 
 def _forget() -> None:
@@ -154,10 +167,6 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _end_by(number: signal.Signals) -> None:
-    end(WORDS[number], 128 + number)
 
 
 def end(sentence: str, status: int) -> None:

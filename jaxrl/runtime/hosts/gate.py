@@ -17,8 +17,8 @@ What else ends a run of several hosts:
 - A stall: a phase, or a wait for others, of more than `hosts.stall_timeout_s` without a `beat`. A process that has
   skipped a program and waits at the next gate is found at its next pulse.
 
-SIGTERM and Ctrl-C are wishes: process 0 turns one of any host into a stop at a boundary that all agree on
-(`Gate.stop_at`).
+SIGTERM and Ctrl-C are wishes while a run can save: process 0 turns one of any host into a stop at a boundary that all
+agree on (`Gate.stop_at`). Before that, and the second time, a signal ends its process at once, and all others with it.
 
 All threads are daemons and none is waited for without a limit, so none of them keeps a process alive.
 """

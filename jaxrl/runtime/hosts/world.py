@@ -17,7 +17,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from jaxrl.config.devices import possible_workers, prime_factors
 from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
 from jaxrl.runtime.hosts.board import Board, CoordinationBoard, Disagreement, MemoryBoard, MissingHosts
 from jaxrl.runtime.hosts.gate import GRACE_S, Gate
-from jaxrl.runtime.stop import end
+from jaxrl.runtime.stop import Stop, end
 
 COORDINATOR, PROCESS_ID = "JAXRL_COORDINATOR", "JAXRL_PROCESS_ID"
 """The environment variables of a launcher: host:port of process 0, and the number of this process."""
@@ -65,25 +65,27 @@ class World:
 
 
 @contextmanager
-def open_world(hosts: HostsSection, wish: Callable[[], bool] = lambda: False) -> Iterator[World]:
-    """Brings the world up, and takes it down when the block ends. An error inside ends all processes.
+def open_world(hosts: HostsSection, stop: Stop | None = None) -> Iterator[World]:
+    """Brings the world up, and takes it down when the block ends. An error inside ends all processes, and so does a
+    signal that ends one of them.
 
     Args:
-      wish: whether this process was asked to stop.
+      stop: the signals of the program; without one they are the caller's.
 
     Raises:
       ConfigError: `hosts` does not fit what is there; on one process without others.
     """
+    stop = stop or Stop()
     found = _coordinates(hosts)
     _prepare_devices(hosts)
     host = socket.gethostname()
     if found is None:
-        gate = Gate(MemoryBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, wish)
+        gate = Gate(MemoryBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
         yield World(gate.board, gate, host, *_devices(hosts))
         return
     _connect(hosts, *found)
-    gate = Gate(CoordinationBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, wish)
-    with gate.failing():
+    gate = Gate(CoordinationBoard(), host, hosts.heartbeat_s, hosts.stall_timeout_s, stop)
+    with gate.failing(), stop.ending_by(gate.fail):
         if jax.process_count() != hosts.num:
             raise Disagreement(
                 f"hosts.num ({hosts.num}) must be the number of processes that were started ({jax.process_count()})"

@@ -202,6 +202,21 @@ def test_a_collective_that_hangs_ends_both():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_signal_before_anything_can_be_saved_ends_both(process: int):
+    before = "from jaxrl.runtime.stop import Stop; stop = Stop(); stop.watch()"
+    with started(script(f"{ROLLOUT}time.sleep(60)", before=before, wish=", stop")) as processes:
+        for each in processes:
+            wait_for(each, "open")
+        time.sleep(0.5)
+        processes[process].terminate()
+        began_s = time.monotonic()
+        first, _ = both_ended(processes, within_s=5, since_s=began_s)
+    assert first.status == 143
+    assert first.sentence == f"process {process} ({os.uname().nodename}) failed in rollout: terminated"
+
+
+@pytest.mark.slow
 def test_an_exit_in_the_world_is_a_failure_of_both():
     with started(script(f"{ROLLOUT}if me == 1:\n  sys.exit(3)\n{ENTER}")) as processes:
         first, _ = both_ended(processes, within_s=60, since_s=time.monotonic())
