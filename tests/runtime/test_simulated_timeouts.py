@@ -27,7 +27,10 @@ def test_a_fixed_limit_is_a_timeout_of_the_whole_sample():
         assert own.pop("reward/code/cut_off") == measured["reward/timeouts"]
         assert own.pop("reward/code/saved_s") == 0.0
         others = {name: value for name, value in own.items() if not name.startswith("reward/code/")}
-        assert others | {"reward/timeouts": measured["reward/timeouts"]} == measured
+        count = measured["reward/timeouts"]
+        assert (others["reward/timeouts/case_max"], measured["reward/timeouts/sample"]) == (count, count)
+        kinds = {"reward/timeouts/case_max": 0.0, "reward/timeouts/sample": count}
+        assert others | {"reward/timeouts": count} | kinds == measured
     assert total(code, "reward/code/cut_off") > 0
     assert [[s.reward for g in groups for s in g.samples] for groups in plain.groups.values()] == [
         [s.reward for g in groups for s in g.samples] for groups in code.groups.values()
