@@ -226,7 +226,15 @@ class Process:
 
     def decided(self) -> Any:
         """All results but seconds."""
-        times = ("timing_s/", "perf/", "hosts/", "reward/busy_s", "reward/hidden_s", "reward/seconds", "reward/num_scored")
+        times = (
+            "timing_s/",
+            "perf/",
+            "hosts/",
+            "reward/busy_s",
+            "reward/hidden_s",
+            "reward/seconds",
+            "reward/num_scored",
+        )
         metrics = {
             step: {name: value for name, value in values.items() if not name.startswith(times)}
             for step, values in self.metrics.items()

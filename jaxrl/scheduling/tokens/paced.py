@@ -368,6 +368,11 @@ class PacedWorkers:
         return sum(engine.batcher.num_running for engine in self.engines)
 
     @property
+    def num_open(self) -> int:
+        """Workers of all processes; all take requests."""
+        return self.ledger.num_workers
+
+    @property
     def num_unfinished(self) -> int:
         """Requests of this process that wait or run."""
         return sum(len(engine.unfinished()) for engine in self.engines)
