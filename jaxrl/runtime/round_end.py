@@ -29,8 +29,8 @@ class Hosts:
 
     Attributes:
       stream: what they and this one tell each other.
-      exchange: called at a round's end with samples, the same everywhere and in the same order, and the process that has
-        drawn each: fills in, in place, what others have drawn.
+      exchange: called at a round's end with samples, the same everywhere and in the same order, and the process that
+        has drawn each: fills in, in place, what others have drawn.
     """
 
     stream: Stream

@@ -20,6 +20,7 @@ from jaxrl.config import Config
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, SampleAborted, SampleFinished, Verdict
 from jaxrl.sim.cost_model import RooflineCost
@@ -184,7 +185,7 @@ class Process:
         self,
         config: Config,
         workload: Workload,
-        hosts: tuple[HostStream, MemoryExchange] | None = None,
+        hosts: Hosts | None = None,
         slow: Callable[[Simulation], None] = lambda simulation: None,
         state: str | None = None,
     ) -> None:
@@ -271,7 +272,7 @@ class HostsInStep:
         def one(process: int) -> None:
             board = self.boards[process]
             stream = HostStream(board, clock=lambda: 0.0)
-            hosts = stream, MemoryExchange(board, self._left)
+            hosts = Hosts(stream, MemoryExchange(board, self._left))
 
             def slow(simulation: Simulation) -> None:
                 self._slow_down(process, simulation)
