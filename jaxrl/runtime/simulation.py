@@ -97,8 +97,7 @@ def build(
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
       feeding: stands between the stream session and each stream, to compare other ways to feed it.
-      hosts: the other processes of the run, each with its part of the workers and a clock of its own; None: there are
-        none.
+      hosts: the other processes, each with its part of the workers and a clock of its own; None: there are none.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     adapts = config.rollout.layout.adapts
@@ -108,14 +107,12 @@ def build(
     drafts = draft_config(config, PLATFORM, step_costs(config, cost))
     executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts, hosts)
     engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
-    degrees = tuple(layouts)
-    sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
-    own = config.rollout.num_devices
-    total = num_devices_of(config) if own else sizes.num_devices * config.rollout.num_workers
-    trainer = SimulatedTrainer(cost, total - own, clock)
-    pace = layout_predictor(config, cost, degrees)
+    sessions = _layouts(config, cost, tuple(layouts), engines, clock, phases, layout_log) if adapts else None
+    total = _num_devices(config, sizes)
+    trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
+    pace = layout_predictor(config, cost, tuple(layouts))
     ticks = step_ticks if pace is None else PredictedTicks(pace, engines)
-    workers = workers_of(config, engines, ticks, 0 if hosts is None else hosts.stream.process)
+    workers = workers_of(config, engines, ticks, hosts.stream.process if hosts else 0)
     stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)
     history, timeouts = history_session(config, clock), AdaptiveTimeouts.configured(config)
     backend = RolloutBackend(
@@ -138,6 +135,12 @@ def build(
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
+
+
+def _num_devices(config: Config, sizes: MachineSizes) -> int:
+    """Of all workers, of `sizes` each, and of the trainer's own."""
+    own = config.rollout.num_devices
+    return num_devices_of(config) if own else sizes.num_devices * config.rollout.num_workers
 
 
 def _layouts(
