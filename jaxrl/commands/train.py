@@ -362,7 +362,7 @@ class Run:
         config, predictor = self.config, None
         if self.pace is not None:
             predictor = LatencyPredictor(self.pace, config.rollout.layout, row_sizes(config, self.workers))
-        ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+        ranking, by = build_ranking(config, history.store, backend.direct, predictor)
         backend.rank(ranking, self.workers, by)
         return ranking
 

@@ -172,9 +172,8 @@ class RolloutBackend:
         Args:
           ranking: ranks them. buffer: the executors. by: how outliers move.
         """
-        assert isinstance(self.engine, Workers), "ranking groups let what is commanded take effect at once"
-        ahead = HeadStarts(self.engine, buffer, self._weights, self._start, self._clock)
-        self._ranking = RankingSession(ranking, self.engine, ahead, by, self._clock)
+        ahead = HeadStarts(self.direct, buffer, self._weights, self._start, self._clock)
+        self._ranking = RankingSession(ranking, self.direct, ahead, by, self._clock)
 
     # -- memory phases -----------------------------------------------------------------------------------------------
 
@@ -197,6 +196,11 @@ class RolloutBackend:
         if self._ready and not (self._ranking is not None and self._ranking.ahead.is_on):
             self.worker.release(weights=True)
             self._ready = False
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether all processes of the run have agreed to stop; with several, the loop may ask nothing else."""
+        return self._ordered is not None and self._ordered.stop_agreed
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
@@ -237,14 +241,10 @@ class RolloutBackend:
         return 0 if self._ranking is None else self._ranking.ahead.num_begun
 
     @property
-    def _direct(self) -> Workers:
+    def direct(self) -> Workers:
+        """The workers, where what is commanded takes effect at once."""
         assert isinstance(self.engine, Workers)
         return self.engine
-
-    @property
-    def _in_order(self) -> OrderedEvents:
-        assert self._ordered is not None
-        return self._ordered
 
     @property
     def generating(self) -> bool:
@@ -314,8 +314,8 @@ class RolloutBackend:
         if self._ordered is not None:
             self._ordered.cancel()
         else:
-            self._direct.abort(self._direct.unfinished())
-            self._direct.drain()
+            self.direct.abort(self.engine.unfinished())
+            self.engine.drain()
         self._plans.lanes.follow()
         if self._layouts is not None:
             self._layouts.cancel()
@@ -390,7 +390,7 @@ class RolloutBackend:
         request = Request(
             next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key, history=history
         )
-        start = self.engine.add if isinstance(self.engine, Workers) else self._in_order.launch
+        start = self.direct.add if self._ordered is None else self._ordered.launch
         start(request if begun is None else resume(request, begun), worker)
         return request.request_id
 
@@ -433,7 +433,7 @@ class RolloutBackend:
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
         if keep:
-            self._tell_finished(self._direct.drain(), is_stopping=True)
+            self._tell_finished(self.direct.drain(), is_stopping=True)
         else:
             gone = set(keys)
             untold = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
@@ -442,7 +442,7 @@ class RolloutBackend:
                 self._tell_aborted(replace(event.sample, finish_reason="abort"), event.dispatch)
         live = [key for key in keys if key in self._requests]
         last = self.engine.counters.plans - 1
-        for sample in self._direct.abort([self._requests.pop(key) for key in live]):
+        for sample in self.direct.abort([self._requests.pop(key) for key in live]):
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
@@ -473,7 +473,7 @@ class RolloutBackend:
 
     def _run_plan(self) -> None:
         """Serves the worker whose turn it is."""
-        finished, collected = self._plans.run(self._direct)
+        finished, collected = self._plans.run(self.direct)
         self._tell_finished(finished)
         if self._stream is not None:
             self._stream.after_plan()

@@ -38,7 +38,7 @@ from jaxrl.runtime.memory import (
     plan_chunk,
     plan_remat,
 )
-from jaxrl.runtime.rules import batcher_config, draft_config
+from jaxrl.runtime.rules import batcher_config, draft_config, workers_of
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -47,6 +47,7 @@ from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
 from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sharding.halves import Half
 from jaxrl.sharding.layout import Layout
@@ -292,13 +293,15 @@ def build_engines(
     tokenizer: Tokenizer,
     profile: Profile | None,
     draft_profile: Profile | None = None,
-) -> Workers:
-    """The engines of all workers as one.
+    process: int = 0,
+) -> Workers | PacedWorkers:
+    """The engines of all workers as one; of several processes, those of this one.
 
     Args:
       profile: the checked one, where layouts switch: logical time is then what it predicts, because workers in
         different layouts do not keep one pace.
       draft_profile: the checked one, where it decides which plans verify drafts.
+      process: the number of this one.
 
     Raises ConfigError for a draft profile of other steps than those of these workers.
     """
@@ -315,7 +318,7 @@ def build_engines(
     ticks = step_ticks
     if profile is not None:
         ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
-    return Workers(engines, config.rollout.deal, ticks)
+    return workers_of(config, engines, ticks, process)
 
 
 def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
@@ -326,7 +329,7 @@ def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
 
 def build_stream(
     trainer: Trainer,
-    engines: Workers,
+    engines: Workers | PacedWorkers,
     workers: WorkerSet,
     journal: Journal,
     drawing: Drawing,
@@ -340,6 +343,7 @@ def build_stream(
 
     Raises ValueError where the devices have no halves (`jaxrl.sharding.halves.Half`).
     """
+    assert isinstance(engines, Workers), "gradients beside the rollout move requests between workers"
     streams = {
         freed: TrainStream(trainer, Half(trainer.mesh, index))
         for index, freed in enumerate(halves(len(engines.engines)))

@@ -170,9 +170,8 @@ def _ranking(
     if not config.rollout.ranking_groups.enable:
         return None
     assert history is not None, "ranks by lengths that nothing keeps"
-    assert isinstance(backend.engine, Workers)
     predictor = worker_predictor(config, cost, [sizes.tp])
-    ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+    ranking, by = build_ranking(config, history.store, backend.direct, predictor)
     backend.rank(ranking, executors, by)
     return ranking
 

@@ -197,8 +197,8 @@ class Process:
             return self.stop_after is not None and len(self.events) >= self.stop_after
 
         def agreed() -> bool:
-            ordered = simulation.loop._backend._ordered  # type: ignore[attr-defined]
-            return ordered.stop_agreed if hosts is not None else stop()
+            backend: Any = simulation.loop._backend
+            return backend.stop_agreed if hosts is not None else stop()
 
         hooks = Hooks(lambda *_: None, self._step, lambda *_: None, self._save, stop)
         simulation = self.simulation = build(config, RooflineCost(SMALL, H100), workload, hooks, hosts=hosts)
