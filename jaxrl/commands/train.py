@@ -345,8 +345,7 @@ class Run:
             timeouts=timeouts,
             tally=VerdictTally.configured(config),
             judge=self.judge,
-            hosts=self.joined.stream,
-            exchange=self.joined.exchange,
+            hosts=self.joined.hosts,
             on_event=self.joined.handled,
         )
         ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
@@ -408,8 +407,7 @@ class Run:
         config, predictor = self.config, None
         if self.pace is not None:
             predictor = LatencyPredictor(self.pace, config.rollout.layout, row_sizes(config, self.workers))
-        assert isinstance(backend.engine, Workers), "so do ranking groups"
-        ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+        ranking, by = build_ranking(config, history.store, backend.direct, predictor)
         backend.rank(ranking, self.workers, by)
         return ranking
 

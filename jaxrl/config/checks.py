@@ -300,6 +300,17 @@ def _check_hosts(c: Config) -> None:
             f"trainer.stream.enable and {several} exclude each other: what goes between the halves of the devices "
             "cannot cross from one process to another"
         )
+    if c.algorithm.filter_groups.enable and c.algorithm.filter_groups.path:
+        raise ConfigError(
+            f"algorithm.filter_groups.path ({c.algorithm.filter_groups.path}) and {several} exclude each other: the "
+            "function is asked in the middle of a round, when each host knows the texts of its own responses alone; "
+            "use algorithm.filter_groups.metric"
+        )
+    if c.rollout.speculation.enable and c.rollout.speculation.within_group:
+        raise ConfigError(
+            f"rollout.speculation.within_group and {several} exclude each other: the responses of a group are drawn on "
+            "several hosts, and their tokens come to all of them at the end of the round; set it false"
+        )
 
 
 # ---------------------------------------------------------------- options that change nothing

@@ -22,7 +22,6 @@ Several workers that keep one logical order (`PacedWorkers`), here or in other p
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -34,14 +33,14 @@ from jaxrl.record.journal import Journal
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.history import HistorySession
-from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
-from jaxrl.runtime.ordered import OrderedEvents, Stream
+from jaxrl.runtime.lanes import PlanTimeline
+from jaxrl.runtime.ordered import OrderedEvents
+from jaxrl.runtime.plans import PlanRunner
 from jaxrl.runtime.ranking import RankingSession
-from jaxrl.runtime.round_end import Exchange, MissingTokens, RoundCounts, merged
+from jaxrl.runtime.round_end import Hosts, MissingTokens, RoundCounts, merged, samples_of
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.layouts.control import Layouts
-from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
@@ -67,7 +66,6 @@ from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.scheduling.tokens.workers import By, Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
-_log = logging.getLogger(__name__)
 POLL_S = 0.5  # how long to wait for a verdict before looking again
 
 
@@ -112,9 +110,7 @@ class RolloutBackend:
       timeouts: as in `jaxrl.runtime.verdicts.Verdicts`.
       tally: counts the verdicts that the round hears of.
       judge: scores on these devices, in turns, what `rewards` gives it; None: nothing does.
-      hosts: to the other processes of the run, for `PacedWorkers`; None: there are none.
-      exchange: with `hosts`, called at a round's end with samples, the same everywhere and in the same order, and the
-        process that has drawn each: fills in, in place, the tokens and log-probabilities of those of others.
+      hosts: the other processes of the run, for `PacedWorkers`; None: there are none.
       on_event: called with every event that is handed to the round.
     """
 
@@ -138,8 +134,7 @@ class RolloutBackend:
         timeouts: AdaptiveTimeouts | None = None,
         tally: VerdictTally | None = None,
         judge: Judge | None = None,
-        hosts: Stream | None = None,
-        exchange: Exchange = lambda samples, owners: None,
+        hosts: Hosts | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.engine = Workers([engine]) if isinstance(engine, Engine) else engine
@@ -150,13 +145,13 @@ class RolloutBackend:
         self._ordered: OrderedEvents | None = None
         if isinstance(self.engine, PacedWorkers):
             assert stream is None, "gradients beside the rollout move requests between workers"
-            self._ordered = OrderedEvents(self.engine, self._verdicts.own, text_of, clock, journal, hosts)
-        self._hosts, self._exchange, self._on_event = hosts, exchange, on_event
+            to_others = None if hosts is None else hosts.stream
+            self._ordered = OrderedEvents(self.engine, self._verdicts.own, text_of, clock, journal, to_others)
+        self._hosts, self._on_event = hosts, on_event
         self._text_of = text_of
         self._weights = weights
         self._clock = clock
         self._timeline = timeline
-        self._lanes = PlanLanes(self.engine.engines, timeline, several=self._ordered is not None)
         self._on_progress = on_progress
         self._beat = beat
         self._interrupted = interrupted
@@ -167,7 +162,6 @@ class RolloutBackend:
         self._judge = judge
         self._request_ids = itertools.count()
         self._ready = False
-        self._is_stuck = False  # a worker of this process cannot go on, and all will stop
         self._version = 0  # of the rollout's weights
         self._step, self._round = -1, 0
         self._params = SamplingParams()
@@ -176,7 +170,7 @@ class RolloutBackend:
         self._requests: dict[SampleKey, int] = {}
         self._num_launched = self._num_finished = 0
         self._under_way = Counter[tuple[int, int]]()  # samples by (epoch, prompt index), of every prompt of the round
-        self._before = [Counters() for _ in self.engine.engines]  # of each worker
+        self._plans = PlanRunner(self.engine, self._requests, timeline, layouts, history)
         self._recompiles = 0
 
     def rank(self, ranking: RankingGroups, buffer: WeightBuffer, by: By) -> None:
@@ -185,9 +179,8 @@ class RolloutBackend:
         Args:
           ranking: ranks them. buffer: the executors. by: how outliers move.
         """
-        assert isinstance(self.engine, Workers), "ranking groups let what is commanded take effect at once"
-        ahead = HeadStarts(self.engine, buffer, self._weights, self._start, self._clock)
-        self._ranking = RankingSession(ranking, self.engine, ahead, by, self._clock)
+        ahead = HeadStarts(self.direct, buffer, self._weights, self._start, self._clock)
+        self._ranking = RankingSession(ranking, self.direct, ahead, by, self._clock)
 
     # -- memory phases -----------------------------------------------------------------------------------------------
 
@@ -211,6 +204,11 @@ class RolloutBackend:
             self.worker.release(weights=True)
             self._ready = False
 
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether all processes of the run have agreed to stop; with several, the loop may ask nothing else."""
+        return self._ordered is not None and self._ordered.stop_agreed
+
     # -- one round ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
@@ -228,7 +226,7 @@ class RolloutBackend:
         self._events.append(RoundStarted(self._clock()))
         self._num_launched = self._num_finished = 0
         self._under_way.clear()
-        self._before = [replace(engine.counters) for engine in self.engine.engines]
+        self._plans.begin()
         self._recompiles = self.worker.recompiles
         if self._layouts is not None:
             self._layouts.begin(step, self._round, kind)
@@ -250,14 +248,10 @@ class RolloutBackend:
         return 0 if self._ranking is None else self._ranking.ahead.num_begun
 
     @property
-    def _direct(self) -> Workers:
+    def direct(self) -> Workers:
+        """The workers, where what is commanded takes effect at once."""
         assert isinstance(self.engine, Workers)
         return self.engine
-
-    @property
-    def _in_order(self) -> OrderedEvents:
-        assert self._ordered is not None
-        return self._ordered
 
     @property
     def generating(self) -> bool:
@@ -330,9 +324,9 @@ class RolloutBackend:
         if self._ordered is not None:
             self._ordered.cancel()
         else:
-            self._direct.abort(self._direct.unfinished())
-            self._direct.drain()
-        self._lanes.follow()
+            self.direct.abort(self.engine.unfinished())
+            self.engine.drain()
+        self._plans.lanes.follow()
         if self._layouts is not None:
             self._layouts.cancel()
         if self._stream is not None:
@@ -352,17 +346,22 @@ class RolloutBackend:
         assert not running, "a round ends while something of it is running"
         if not self._num_ahead:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
-        self._lanes.follow()
+        self._plans.lanes.follow()
         self._requests.clear()
         assert self._verdicts.due is None, "a round ends while something of it is being scored"
-        own = self._own_counts()
-        if self._ordered is None:
-            counts = [own]
-        else:
-            counts = [RoundCounts.read(each) for each in self._ordered.end(own.written())]
-            self._bring_tokens(self._ordered, result)
-        done = sum((each.total for each in counts), Counters())
+        workers = self._plans.counted()
+        layouts = {} if self._layouts is None else self._layouts.end([each.preemptions for each in workers])
+        recompiles = self.worker.recompiles - self._recompiles
+        counts = [RoundCounts(workers, recompiles, self._verdicts.own.end(), layouts)]
         learned = () if result is None else (*result.groups, *result.judged)
+        if self._ordered is not None:
+            counts = [RoundCounts.read(each) for each in self._ordered.end(counts[0].written())]
+        if self._ordered is not None and self._hosts is not None and result is not None:
+            found = samples_of(result if self._history is not None else replace(result, judged=[]))
+            missing = MissingTokens([(sample, self._ordered.owner_of(sample.key)) for sample in found])
+            self._hosts.exchange(missing.samples, missing.owners)
+            missing.fill(self._hosts.stream.process, self._text_of)
+        done = sum((each.total for each in counts), Counters())
         return {
             "rollout/preemptions": done.preemptions,
             "rollout/bubble_ratio": done.bubble_ratio,
@@ -376,31 +375,6 @@ class RolloutBackend:
             **(self._ranking.end() if self._ranking is not None and not self._round else {}),
             **(self._history.end(learned, done) if self._history is not None else {}),
         }
-
-    def _own_counts(self) -> RoundCounts:
-        """What this process has counted in the round."""
-        if isinstance(self.engine, PacedWorkers):
-            workers = self.engine.counted()
-        else:
-            engines = zip(self.engine.engines, self._before, strict=True)
-            workers = [engine.counters.since(before) for engine, before in engines]
-        preemptions = [each.preemptions for each in workers]
-        return RoundCounts(
-            workers,
-            self.worker.recompiles - self._recompiles,
-            self._verdicts.own.end(),
-            {} if self._layouts is None else self._layouts.end(preemptions),
-        )
-
-    def _bring_tokens(self, ordered: OrderedEvents, result: RoundResult | None) -> None:
-        """Brings what other processes have drawn of the samples that leave the round, or are carried on."""
-        if result is None or self._hosts is None:
-            return
-        groups = (*result.groups, *(result.judged if self._history is not None else ()))
-        samples = [sample for group in groups for sample in group.samples] + result.carried
-        missing = MissingTokens([(sample, ordered.owner_of(sample.key)) for sample in samples])
-        self._exchange(missing.samples, missing.owners)
-        missing.fill(self._hosts.process, self._text_of)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -435,7 +409,7 @@ class RolloutBackend:
         request = Request(
             next(self._request_ids), key, prompt.token_ids, self._params, share=prompt.key, history=history
         )
-        start = self.engine.add if isinstance(self.engine, Workers) else self._in_order.launch
+        start = self.direct.add if self._ordered is None else self._ordered.launch
         start(request if begun is None else resume(request, begun), worker)
         return request.request_id
 
@@ -449,11 +423,13 @@ class RolloutBackend:
             return
         if self._interrupted():
             ordered.ask_stop()
-        worker = None if self._is_stuck else self.engine.turn
+        if self._plans.stuck is not None:
+            ordered.ask_stop(self._plans.stuck)
+        worker = None if self._plans.stuck is not None else self.engine.turn
         rows = self.engine.num_rows
         if worker is not None:
             self._has_judged(busy_rows(self.engine.num_unfinished, rows))
-            self._run_paced(self.engine, worker)
+            self._show(self._plans.run_paced(self.engine, worker))
         elif not self._has_judged(0):
             ordered.wait(POLL_S)
             self._beat()
@@ -472,24 +448,10 @@ class RolloutBackend:
             if self._history is not None:
                 self._history.ended([sample])
 
-    def _run_paced(self, workers: PacedWorkers, worker: int) -> None:
-        """Makes a plan of a worker, or waits for one."""
-        makes_plan, place = workers.makes_plan(worker), workers.numbers.index(worker)
-        if makes_plan:
-            workers.prepare(worker)
-            self._change_layout(place)
-            if self._is_stuck:
-                return
-            self._draft_from_group()
-        with self._lanes.step(place):
-            workers.step(worker)
-        if not makes_plan:
-            self._show(place)
-
     def _abort(self, keys: Sequence[SampleKey], keep: bool) -> None:
         """Ends requests. `Abort` says what the round hears of those that had ended already without being told."""
         if keep:
-            self._tell_finished(self._direct.drain(), is_stopping=True)
+            self._tell_finished(self.direct.drain(), is_stopping=True)
         else:
             gone = set(keys)
             untold = [e for e in self._events if isinstance(e, SampleFinished) and e.sample.key in gone]
@@ -498,7 +460,7 @@ class RolloutBackend:
                 self._tell_aborted(replace(event.sample, finish_reason="abort"), event.dispatch)
         live = [key for key in keys if key in self._requests]
         last = self.engine.counters.plans - 1
-        for sample in self._direct.abort([self._requests.pop(key) for key in live]):
+        for sample in self.direct.abort([self._requests.pop(key) for key in live]):
             self._tell_aborted(sample, last)
 
     def _tell_aborted(self, sample: Sample, dispatch: int) -> None:
@@ -527,60 +489,23 @@ class RolloutBackend:
                 done, launched = list(self._under_way.values()).count(0), len(self._under_way)
             self._stream.ended([len(one.sample) for one in finished], done, launched, is_stopping=is_stopping)
 
-    def _change_layout(self, worker: int) -> None:
-        """Lets the layout change; a failure that leaves nothing usable stops the run at the last boundary."""
-        if self._layouts is None:
-            return
-        try:
-            self._layouts.before_plan(worker)
-        except SwitchFailed as failure:
-            _log.error("the run stops: %s", failure)
-            if self._ordered is None:
-                raise Interrupted(str(failure)) from failure
-            self._is_stuck = True
-            self._ordered.ask_stop(str(failure))  # raises Interrupted where this process leads
-
     def _run_plan(self) -> None:
-        """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone."""
-        engine = self._direct
-        worker = engine.turn
-        if worker is None:  # what ended in one is told, now that another's requests have been aborted
-            self._tell_finished(engine.step())
-            return
-        if engine.makes_plan(worker):
-            self._change_layout(worker)
-            self._draft_from_group()
-        waits = engine.waits(worker)
-        with self._lanes.step(worker):
-            finished = engine.step(worker)
+        """Serves the worker whose turn it is."""
+        finished, collected = self._plans.run(self.direct)
         self._tell_finished(finished)
         if self._stream is not None:
             self._stream.after_plan()
         if self._ranking is not None:
             self._ranking.after_plan(self._requests)
-        if waits:
-            self._show(worker)
+        self._show(collected)
 
-    def _draft_from_group(self) -> None:
-        """Gives requests of prompts without history what others of their group have brought."""
-        if self._history is None:
-            return
-        for prompt_key, index in self._history.before_plan():
-            for key, request_id in self._requests.items():
-                if (key.epoch, key.prompt_index) == prompt_key:
-                    self.engine.set_history(request_id, index)
+    def _show(self, worker: int | None) -> None:
+        """A plan of a worker has been collected. Where nothing is generated, all its rows had stopped before."""
+        if worker is not None:
+            self._plans.show(worker, self._progress if self.generating else None)
 
-    def _show(self, worker: int) -> None:
-        """A plan of a worker has been collected."""
-        if self._layouts is not None:
-            self._layouts.after_plan(worker)
-        busy = self.engine.num_running
-        if self._timeline is not None:
-            self._timeline.counter("rows", busy=busy)
-        if self.generating:  # else all rows of the plan had stopped before: nothing is new
-            counts = zip(self.engine.engines, self._before, strict=True)
-            tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
-            self._on_progress(busy, self.engine.num_rows, tokens, self._num_finished, self._num_launched)
+    def _progress(self, busy: int, rows: int, tokens: int) -> None:
+        self._on_progress(busy, rows, tokens, self._num_finished, self._num_launched)
 
     def _cancel_score(self, keys: Sequence[SampleKey]) -> None:
         gone = set(keys)

@@ -49,7 +49,7 @@ from jaxrl.scheduling.rounds.scale_down import halves
 from jaxrl.scheduling.tokens.draft_rule import StepCosts
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import By, Ticks, Workers, step_ticks
+from jaxrl.scheduling.tokens.workers import By, Workers, step_ticks
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.halves import Half
 from jaxrl.sharding.layout import Layout
@@ -361,7 +361,7 @@ def build_engines(
     draft_profile: Profile | None = None,
     process: int = 0,
 ) -> Workers | PacedWorkers:
-    """The engines of this process's workers as one.
+    """The engines of all workers as one; of several processes, those of this one.
 
     Args:
       profile: the checked one, where layouts switch: logical time is then what it predicts, because workers in
@@ -381,7 +381,7 @@ def build_engines(
         )
         for executor in workers.executors
     ]
-    ticks: Ticks = step_ticks
+    ticks = step_ticks
     if profile is not None:
         ticks = PredictedTicks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
     return workers_of(config, engines, ticks, process)
@@ -395,7 +395,7 @@ def row_sizes(config: Config, workers: WorkerSet) -> dict[int, tuple[int, ...]]:
 
 def build_stream(
     trainer: Trainer,
-    engines: Workers,
+    engines: Workers | PacedWorkers,
     workers: WorkerSet,
     journal: Journal,
     drawing: Drawing,
@@ -409,6 +409,7 @@ def build_stream(
 
     Raises ValueError where the devices have no halves (`jaxrl.sharding.halves.Half`).
     """
+    assert isinstance(engines, Workers), "gradients beside the rollout move requests between workers"
     streams = {
         freed: TrainStream(trainer, Half(trainer.mesh, index))
         for index, freed in enumerate(halves(len(engines.engines)))

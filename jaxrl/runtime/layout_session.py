@@ -201,10 +201,10 @@ class LayoutSessions:
             session.load_state_dict(saved[str(worker % len(saved))])
 
 
-def together(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
     """The metrics of several workers, or of equally many workers in several processes each, as those of all."""
     if len(found) == 1:
-        return dict(found[0])
+        return found[0]
     return {
         name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
         for name in dict.fromkeys(chain(*found))

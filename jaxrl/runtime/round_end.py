@@ -14,11 +14,29 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from jaxrl.runtime.layout_session import together
+from jaxrl.runtime.ordered import Stream
+from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Sample, SampleKey
 
 Exchange = Callable[[Sequence[Sample], Sequence[int]], object]
 """(samples with their right lengths, the process that has the content of each) -> fills in those of other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The other processes of a run.
+
+    Attributes:
+      stream: what they and this one tell each other.
+      exchange: called at a round's end with samples, the same everywhere and in the same order, and the process that
+        has drawn each: fills in, in place, what others have drawn.
+    """
+
+    stream: Stream
+    exchange: Exchange
+
+
 _LARGEST = frozenset({"reward/busy_s"})
 
 
@@ -29,7 +47,7 @@ class RoundCounts:
     workers: Sequence[Counters]
     recompiles: int
     scoring: Mapping[str, float]
-    layouts: Mapping[str, float]
+    layouts: dict[str, float]
 
     @property
     def total(self) -> Counters:
@@ -59,6 +77,12 @@ def merged(counts: Sequence[RoundCounts]) -> dict[str, float]:
     layouts = [each.layouts for each in counts if each.layouts]
     recompiles = {"rollout/recompiles": sum(each.recompiles for each in counts)}
     return recompiles | scoring | (together(layouts) if layouts else {})
+
+
+def samples_of(result: RoundResult) -> list[Sample]:
+    """The samples of a round that are looked at after it: trained on, judged, and carried."""
+    groups = (*result.groups, *result.judged)
+    return [*(sample for group in groups for sample in group.samples), *result.carried]
 
 
 class MissingTokens:

@@ -26,9 +26,8 @@ from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
-from jaxrl.runtime.ordered import Stream
 from jaxrl.runtime.ranking import build_ranking
-from jaxrl.runtime.round_end import Exchange
+from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config, workers_of
 from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
 from jaxrl.runtime.streaming import GradientStream, StreamSession
@@ -89,7 +88,7 @@ def build(
     layout_log: LayoutLog | None = None,
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
     feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
-    hosts: tuple[Stream, Exchange] | None = None,
+    hosts: Hosts | None = None,
 ) -> Simulation:
     """Puts a simulated run together.
 
@@ -99,8 +98,7 @@ def build(
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
       feeding: stands between the stream session and each stream, to compare other ways to feed it.
-      hosts: as `RolloutBackend` has them: the run is one of several, each with its part of the workers and a clock of
-        its own; None: it has all workers.
+      hosts: the other processes, each with its part of the workers and a clock of its own; None: there are none.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     adapts = config.rollout.layout.adapts
@@ -108,21 +106,15 @@ def build(
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
     drafts = draft_config(config, PLATFORM, step_costs(config, cost))
-    num_processes, process = (1, 0) if hosts is None else (hosts[0].num_processes, hosts[0].process)
-    num_workers = config.rollout.num_workers // num_processes
-    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts, num_workers)
+    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts, hosts)
     engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
-    degrees = tuple(layouts)
-    sessions = _layouts(config, cost, degrees, engines, clock, phases, layout_log) if adapts else None
-    own = config.rollout.num_devices
-    total = num_devices_of(config) if own else sizes.num_devices * config.rollout.num_workers
-    trainer = SimulatedTrainer(cost, total - own, clock)
-    pace = layout_predictor(config, cost, degrees)
-    workers = workers_of(config, engines, step_ticks if pace is None else PredictedTicks(pace, engines), process)
-    stream = None
-    if config.trainer.stream.enable:
-        assert isinstance(workers, Workers)
-        stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)
+    sessions = _layouts(config, cost, tuple(layouts), engines, clock, phases, layout_log) if adapts else None
+    total = _num_devices(config, sizes)
+    trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
+    pace = layout_predictor(config, cost, tuple(layouts))
+    ticks = step_ticks if pace is None else PredictedTicks(pace, engines)
+    workers = workers_of(config, engines, ticks, hosts.stream.process if hosts else 0)
+    stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)
     history, timeouts = history_session(config, clock), AdaptiveTimeouts.configured(config)
     backend = RolloutBackend(
         workers,
@@ -138,13 +130,19 @@ def build(
         stream=stream,
         history=history,
         timeouts=timeouts,
-        **({} if hosts is None else {"hosts": hosts[0], "exchange": hosts[1]}),
         tally=VerdictTally.configured(config),
+        hosts=hosts,
     )
     ranking = _ranking(config, cost, history, sizes, backend, executors)
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
+
+
+def _num_devices(config: Config, sizes: MachineSizes) -> int:
+    """Of all workers, of `sizes` each, and of the trainer's own."""
+    own = config.rollout.num_devices
+    return num_devices_of(config) if own else sizes.num_devices * config.rollout.num_workers
 
 
 def _layouts(
@@ -174,9 +172,8 @@ def _ranking(
     if not config.rollout.ranking_groups.enable:
         return None
     assert history is not None, "ranks by lengths that nothing keeps"
-    assert isinstance(backend.engine, Workers)
     predictor = worker_predictor(config, cost, [sizes.tp])
-    ranking, by = build_ranking(config, history.store, backend.engine, predictor)
+    ranking, by = build_ranking(config, history.store, backend.direct, predictor)
     backend.rank(ranking, executors, by)
     return ranking
 
@@ -190,9 +187,10 @@ def _executors(
     sizes: MachineSizes,
     layouts: Mapping[int, MachineSizes],
     drafts: DraftConfig | None,
-    num_workers: int,
+    hosts: Hosts | None,
 ) -> SimulatedWorkers:
     """One for each worker of this process; their plans are drawn in tracks of their own."""
+    num_workers = config.rollout.num_workers // (1 if hosts is None else hosts.stream.num_processes)
 
     def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
         drawn = {"rows": len(plan.decode), "steps": result.num_steps}
@@ -228,13 +226,16 @@ def _stream(
     cost: CostModel,
     clock: SimulatedClock,
     phases: SimulatedPhases,
-    workers: Workers,
+    workers: Workers | PacedWorkers,
     executors: SimulatedWorkers,
     num_devices: int,
     pace: LatencyPredictor | None,
     feeding: Callable[[GradientStream], GradientStream],
-) -> StreamSession:
-    """The stream trainer on either half of so many devices."""
+) -> StreamSession | None:
+    """The stream trainer on either half of so many devices; None: there is none."""
+    if not config.trainer.stream.enable:
+        return None
+    assert isinstance(workers, Workers)
 
     def prepare(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
         return preparation.prepared(config, groups, step, logprobs)

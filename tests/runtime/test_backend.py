@@ -360,7 +360,7 @@ def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any, b
 def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(houses: Any, order: list[tuple[int, str]]):
     """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
     house, places = houses(LENGTHS, Pool()), []
-    house.backend._layouts = SimpleNamespace(
+    house.backend._layouts = house.backend._plans.layouts = SimpleNamespace(
         begin=lambda *place: places.append(place),
         before_plan=lambda worker: None,
         after_plan=lambda worker: None,

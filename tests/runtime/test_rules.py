@@ -12,13 +12,17 @@ from rounds import rule_sections
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.config.options import FilterGroupsSection
 from jaxrl.config.rollouts import PartialRolloutSection, TailBatchingSection
-from jaxrl.runtime.rules import batch_rule, batcher_config, carried, draft_config
+from jaxrl.runtime.rules import batch_rule, batcher_config, carried, draft_config, lookahead, workers_of
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.composition import composition_problem
 from jaxrl.scheduling.rounds.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.rounds.tail_batching import TailBatching
 from jaxrl.scheduling.tokens.draft_rule import DraftConfig, Window
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.sim.replay import ReplayExecutor
 
 LONGEST = 77  # tokens of a response
 RULES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "rollout-rules.md"
@@ -193,3 +197,30 @@ def test_a_group_of_one_with_a_group_relative_advantage_is_refused():
 def test_what_the_summary_says_of_carried_prompts():
     assert carried("tail batching", 0) == {}
     assert carried("tail batching", 3) == {"prompts begun and not trained on": "3 (tail batching)"}
+
+
+# ---------------------------------------------------------------- several workers
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, None),
+        ({"rollout": {"num_workers": 2}}, 4 * (16 * 256 + 512)),
+        ({"hosts": {"num": 3}}, 4 * (16 * 256 + 512)),
+        ({"rollout": {"num_workers": 4, "decode_steps": 2, "max_num_batched_tokens": 100}}, 4 * (2 * 256 + 100)),
+        ({"rollout": {"num_workers": 2}, "trainer": {"stream": {"enable": True}}}, None),
+    ],
+)
+def test_commands_take_effect_four_plans_later_with_several_workers(sections: dict[str, Any], expected: int | None):
+    assert lookahead(from_mapping({"model": {"path": "x"}, **sections})) == expected
+
+
+def test_the_workers_of_a_process_have_the_numbers_of_their_place():
+    several = from_mapping({"model": {"path": "x"}, "rollout": {"num_workers": 6}, "hosts": {"num": 3}})
+    engines = [Engine(ReplayExecutor({}, 1, 4, 99, 4, 64), batcher_config(several)) for _ in range(2)]
+    workers = workers_of(several, engines, process=2)
+    assert isinstance(workers, PacedWorkers)
+    assert (workers.numbers, workers.ledger.num_workers) == ((4, 5), 6)
+    alone = workers_of(from_mapping({"model": {"path": "x"}}), engines[:1])
+    assert isinstance(alone, Workers)

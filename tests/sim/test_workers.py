@@ -235,7 +235,7 @@ def test_each_worker_has_a_track():
         yield
         drawn.append(f"{track}, {name} {args['index']} ends")
 
-    machine.backend._lanes = PlanLanes(machine.backend.engine.engines, SimpleNamespace(span=span, counter=None))
+    machine.backend._plans.lanes = PlanLanes(machine.backend.engine.engines, SimpleNamespace(span=span, counter=None))
     machine.round(2, 1)
     assert drawn[:8] == [
         "engine 0, plan 0 begins",

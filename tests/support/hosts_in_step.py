@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from jaxrl.config import Config
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.round_end import Hosts
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, SampleAborted, SampleFinished, Verdict
 from jaxrl.sim.cost_model import RooflineCost
@@ -44,6 +46,7 @@ class Baton:
         self._alive = list(range(count))
         self._num_turns = 0
         self.failures: dict[int, BaseException] = {}
+        self.arrived = Counter[str]()  # at each barrier
 
     def pass_on(self, process: int, times: int = 1) -> None:
         """Lets others go on, as often as is said; returns when it is this one's turn."""
@@ -120,8 +123,8 @@ class SharedBoard:
             del self.values[key]
 
     def barrier(self, name: str, timeout_s: float) -> None:
-        self.values[f"barrier/{name}/{self.process}"] = b""
-        while sum(key.startswith(f"barrier/{name}/") for key in self.values) < self.num_processes:
+        self.baton.arrived[name] += 1
+        while self.baton.arrived[name] % self.num_processes:
             self.baton.pass_on(self.process)
 
     def _pause(self) -> None:
@@ -184,7 +187,7 @@ class Process:
         self,
         config: Config,
         workload: Workload,
-        hosts: tuple[HostStream, MemoryExchange] | None = None,
+        hosts: Hosts | None = None,
         slow: Callable[[Simulation], None] = lambda simulation: None,
         state: str | None = None,
     ) -> None:
@@ -194,8 +197,8 @@ class Process:
             return self.stop_after is not None and len(self.events) >= self.stop_after
 
         def agreed() -> bool:
-            ordered = simulation.loop._backend._ordered  # type: ignore[attr-defined]
-            return ordered.stop_agreed if hosts is not None else stop()
+            backend: Any = simulation.loop._backend
+            return backend.stop_agreed if hosts is not None else stop()
 
         hooks = Hooks(lambda *_: None, self._step, lambda *_: None, self._save, stop)
         simulation = self.simulation = build(config, RooflineCost(SMALL, H100), workload, hooks, hosts=hosts)
@@ -226,19 +229,7 @@ class Process:
 
     def decided(self) -> Any:
         """All results but seconds."""
-        times = (
-            "timing_s/",
-            "perf/",
-            "hosts/",
-            "reward/busy_s",
-            "reward/hidden_s",
-            "reward/seconds",
-            "reward/num_scored",
-        )
-        metrics = {
-            step: {name: value for name, value in values.items() if not name.startswith(times)}
-            for step, values in self.metrics.items()
-        }
+        metrics = {step: _without_times(values) for step, values in self.metrics.items()}
         trained = {
             step: [
                 (s.key, s.token_ids.tolist(), s.versions.tolist(), s.sampled_logprobs.tolist(), s.reward, s.text)
@@ -247,7 +238,20 @@ class Process:
             ]
             for step, groups in self.groups.items()
         }
-        return metrics, trained, self.saved
+        saved: dict[int, str] = {}
+        for step, text in self.saved.items():
+            state = load_state(text, "test")
+            if state["ahead"] is not None:
+                state["ahead"]["metrics"] = _without_times(state["ahead"]["metrics"])
+            saved[step] = dump_state(state)
+        return metrics, trained, saved
+
+
+def _without_times(metrics: Metrics) -> Metrics:
+    """Without seconds, and without the number of verdicts, which counts those that nobody waited for."""
+    scoring = (f"reward/{name}" for name in ("busy_s", "hidden_s", "seconds", "num_scored", "timeouts"))
+    times = ("timing_s/", "perf/", "hosts/", *scoring)
+    return {name: value for name, value in metrics.items() if not name.startswith(times)}
 
 
 class HostsInStep:
@@ -271,7 +275,7 @@ class HostsInStep:
         def one(process: int) -> None:
             board = self.boards[process]
             stream = HostStream(board, clock=lambda: 0.0)
-            hosts = stream, MemoryExchange(board, self._left)
+            hosts = Hosts(stream, MemoryExchange(board, self._left))
 
             def slow(simulation: Simulation) -> None:
                 self._slow_down(process, simulation)

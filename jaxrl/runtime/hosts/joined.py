@@ -20,6 +20,7 @@ from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.hosts.tokens import TokenExchange
 from jaxrl.runtime.hosts.world import World, refuse_crossing
+from jaxrl.runtime.round_end import Hosts
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, Verdict
 from jaxrl.types import Sample
 
@@ -53,6 +54,11 @@ class Joined:
             self.first = first_of(gate.board, beat)
             later_s = 0.0 if self._world.process == 0 else _LATER_S
             self.stream = HostStream(gate.board, stalls_s=gate.stall_timeout_s + later_s, stalled=self._stalled)
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """What the backend has of the others."""
+        return None if self.stream is None else Hosts(self.stream, self.exchange)
 
     @property
     def tell(self) -> Tell | None:

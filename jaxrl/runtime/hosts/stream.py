@@ -1,8 +1,8 @@
 """How processes tell each other what happened in a round: notices to process 0, and one stream from it to all.
 
 Purpose: `HostStream` carries the notices and items of `jaxrl.runtime.hosts.notices` over a board, a store of small
-values that all processes can read (`jax.distributed` has one). What is told between two pumps goes as one value. Reading
-never waits, but for `wait`, which is woken by the very value that is needed next.
+values that all processes can read (`jax.distributed` has one). What is told between two pumps goes as one value.
+Reading never waits, but for `wait`, which is woken by the very value that is needed next.
 
 Keys: `<name>/notices/<process>/<number>` and `<name>/items/<number>`. Process 0 removes a notice once it has read it,
 and a batch of the stream once all others have said that they have. So the board's memory does not grow with the run.

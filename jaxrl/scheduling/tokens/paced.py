@@ -178,7 +178,7 @@ class PacedWorkers:
       lookahead: ticks after which a command takes effect; the same everywhere.
       num_workers: of all processes; by default there are no others.
       deal: see `jaxrl.scheduling.tokens.order.Deal`.
-      ticks: what a plan costs; a pure function.
+      ticks: what a plan costs, by the place of its engine among those of this process; a pure function.
 
     Attributes:
       engines: those of this process. numbers: their workers' numbers.
@@ -202,7 +202,8 @@ class PacedWorkers:
             raise ValueError(f"workers: numbers {sorted(by_number)} must be of the {count} workers of all processes")
         self.ledger = Ledger(count, lookahead, deal)
         self.numbers, self.engines = tuple(by_number), tuple(by_number.values())
-        self._workers = {number: _Worker(engine, partial(ticks, number)) for number, engine in by_number.items()}
+        costs = (partial(ticks, place) for place in range(len(by_number)))
+        self._workers = {n: _Worker(engine, cost) for (n, engine), cost in zip(by_number.items(), costs, strict=True)}
         self._reports: dict[int, list[End]] = {}  # of the workers that have something to report
         self.floor = 0
 
@@ -366,6 +367,11 @@ class PacedWorkers:
     def num_running(self) -> int:
         """Requests that have a row in this process."""
         return sum(engine.batcher.num_running for engine in self.engines)
+
+    @property
+    def num_open(self) -> int:
+        """Workers of all processes; all take requests."""
+        return self.ledger.num_workers
 
     @property
     def num_unfinished(self) -> int:

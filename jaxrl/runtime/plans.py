@@ -1,0 +1,130 @@
+"""Plans of the workers, one after another, and what a run does around each.
+
+Purpose: `PlanRunner` is the part of the backend between its events and its workers. Before a plan a layout may change
+and requests may get something to draft from; after it the timeline and the live view are told.
+
+Source: docs/architecture.md. Departures: of several workers that keep one order (`PacedWorkers`), one that cannot
+change its layout stops all processes at the same event, so it raises nothing here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jaxrl.runtime.history import HistorySession
+from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
+from jaxrl.scheduling.layouts.control import Layouts
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
+from jaxrl.scheduling.rounds.events import Interrupted
+from jaxrl.scheduling.tokens.engine import Finished
+from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.scheduling.tokens.workers import Workers
+from jaxrl.types import SampleKey
+
+_log = logging.getLogger(__name__)
+
+
+class PlanRunner:
+    """Runs plans.
+
+    Args:
+      workers: of this process. requests: the live ones, by key; the caller keeps them.
+      timeline, layouts, history: as in `jaxrl.runtime.backend.RolloutBackend`.
+
+    Attributes:
+      lanes: where plans are drawn.
+      stuck: why a worker that keeps one order with others cannot go on; None: all can.
+    """
+
+    def __init__(
+        self,
+        workers: Workers | PacedWorkers,
+        requests: Mapping[SampleKey, int],
+        timeline: PlanTimeline | None = None,
+        layouts: Layouts | None = None,
+        history: HistorySession | None = None,
+    ) -> None:
+        self.layouts, self.stuck = layouts, None
+        self.lanes = PlanLanes(workers.engines, timeline, several=isinstance(workers, PacedWorkers))
+        self._workers, self._requests, self._timeline, self._history = workers, requests, timeline, history
+        self._before = [Counters() for _ in workers.engines]
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._before = [replace(engine.counters) for engine in self._workers.engines]
+
+    def counted(self) -> list[Counters]:
+        """What each worker of this process has done in the round."""
+        if isinstance(self._workers, PacedWorkers):
+            return self._workers.counted()
+        engines = zip(self._workers.engines, self._before, strict=True)
+        return [engine.counters.since(before) for engine, before in engines]
+
+    def run(self, workers: Workers) -> tuple[list[Finished], int | None]:
+        """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone. Returns
+        what can be told, and the worker of which a plan has been collected.
+
+        Raises Interrupted where a layout switch leaves nothing usable.
+        """
+        worker = workers.turn
+        if worker is None:  # what ended in one is told, now that another's requests have been aborted
+            return workers.step(), None
+        if workers.makes_plan(worker):
+            failure = self._change_layout(worker)
+            if failure is not None:
+                raise Interrupted(failure)
+            self._draft_from_group()
+        waits = workers.waits(worker)
+        with self.lanes.step(worker):
+            finished = workers.step(worker)
+        return finished, worker if waits else None
+
+    def run_paced(self, workers: PacedWorkers, worker: int) -> int | None:
+        """Makes a plan of a worker, or waits for one; returns the place among the workers of this process of one of
+        which a plan has been collected."""
+        makes_plan, place = workers.makes_plan(worker), workers.numbers.index(worker)
+        if makes_plan:
+            workers.prepare(worker)
+            self.stuck = self._change_layout(place)
+            if self.stuck is not None:
+                return None
+            self._draft_from_group()
+        with self.lanes.step(place):
+            workers.step(worker)
+        return None if makes_plan else place
+
+    def show(self, worker: int, on_progress: Callable[[int, int, int], None] | None) -> None:
+        """A plan of a worker has been collected. `on_progress`: called with (rows busy, rows, tokens of the round so
+        far); None: nothing is new."""
+        if self.layouts is not None:
+            self.layouts.after_plan(worker)
+        busy = self._workers.num_running
+        if self._timeline is not None:
+            self._timeline.counter("rows", busy=busy)
+        if on_progress is not None:
+            counts = zip(self._workers.engines, self._before, strict=True)
+            tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
+            on_progress(busy, self._workers.num_rows, tokens)
+
+    def _change_layout(self, worker: int) -> str | None:
+        """Lets the layout change; why nothing is usable where that failed."""
+        if self.layouts is None:
+            return None
+        try:
+            self.layouts.before_plan(worker)
+        except SwitchFailed as failure:
+            _log.error("the run stops: %s", failure)
+            return str(failure)
+        return None
+
+    def _draft_from_group(self) -> None:
+        """Gives requests of prompts without history what others of their group have brought."""
+        if self._history is None:
+            return
+        for prompt_key, index in self._history.before_plan():
+            for key, request_id in self._requests.items():
+                if (key.epoch, key.prompt_index) == prompt_key:
+                    self._workers.set_history(request_id, index)

@@ -1,0 +1,292 @@
+"""Rounds of process 0 beside hosts that are made up: what merging, deciding and publishing cost there.
+
+`LeadingHost` is process 0 with the run's own code: stream, order, round and rule (tail batching). The other hosts are
+`MadeUpWorker`s with a row for each response under way, plans of equal steps and responses of drawn lengths. They report
+as a process does: what they tell is written before the clock runs, and read by process 0 while it runs.
+
+Departures: the worker of process 0 itself has nothing to do, so that only process 0's part is timed; the board is in
+memory, so what its calls cost is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config.rollouts import TailBatchingSection
+from jaxrl.runtime.hosts.notices import Batch, Counted, Notice, Scored, encode, joined
+from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.ordered import OrderedEvents
+from jaxrl.runtime.verdicts import Arrival, OwnScoring
+from jaxrl.scheduling.rounds.batches import RoundTime
+from jaxrl.scheduling.rounds.events import Abort, CancelScore, Command, Launch, RoundStarted, Score, Verdict
+from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.tail_batching import TailBatching
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
+from jaxrl.scheduling.tokens.paced import PacedWorkers
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.sim.replay import ReplayExecutor
+from jaxrl.types import Prompt, SampleKey, SamplingParams
+
+STEPS, TICKS = 16, 16 * 256  # of a plan
+LOOKAHEAD = 4 * TICKS
+
+
+@dataclass
+class Board:
+    """A board in memory, as process 0 sees it. `written`: bytes of the stream so far."""
+
+    num_processes: int
+    process: int = 0
+    values: dict[str, bytes] = field(default_factory=dict)
+    written: int = 0
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+        self.written += len(value)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        return self.values.get(key)
+
+    def folder(self, prefix: str) -> list[tuple[str, bytes]]:
+        return sorted((key, value) for key, value in self.values.items() if key.startswith(f"{prefix}/"))
+
+    def delete(self, key_or_prefix: str) -> None:
+        del self.values[key_or_prefix]
+
+
+class Prompts:
+    """Prompts without end."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        first, self._count = self._count, self._count + num_prompts
+        return [self.get(0, index) for index in range(first, self._count)]
+
+    def get(self, epoch: int, index: int) -> Prompt:
+        return Prompt(epoch, index, (1,) * 64, "", "made up")
+
+
+class NoScoring:
+    """Of process 0, which draws nothing and so scores nothing."""
+
+    num_pending = 0
+
+    def submit(self, *_: Any) -> None: ...
+
+    def cancel(self, keys: Any) -> None: ...
+
+    def completed(self) -> list[Verdict]:
+        return []
+
+    def wait(self, timeout_s: float) -> list[Verdict]:
+        return []
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class MadeUpWorker:
+    """A worker of another host; `pace`: plans that it makes while the fastest makes one."""
+
+    def __init__(self, number: int, num_rows: int, pace: float) -> None:
+        self.number, self._num_rows, self._pace = number, num_rows, pace
+        self.begin()
+
+    def begin(self) -> None:
+        self.tick = self.stretch = self._plans = 0
+        self._credit = 0.0
+        self.waiting: deque[tuple[int, int, int]] = deque()  # (request id, length, effect)
+        self.rows = np.zeros((3, 0), np.int64)  # request ids, tokens left, lengths
+
+    def add(self, request_id: int, length: int, effect: int) -> None:
+        self.waiting.append((request_id, length, effect))
+
+    def done(self, request_id: int) -> int:
+        """Tokens of a response so far."""
+        found = np.flatnonzero(self.rows[0] == request_id)
+        return int(self.rows[2, found[0]] - self.rows[1, found[0]]) if len(found) else 0
+
+    def drop(self, gone: set[int]) -> None:
+        self.rows = self.rows[:, ~np.isin(self.rows[0], list(gone))]
+        self.waiting = deque(each for each in self.waiting if each[0] not in gone)
+
+    def plan(self, floor: int) -> Report | None:
+        """Runs a plan, where the floor allows it and its turn has come."""
+        self._credit = min(self._credit + self._pace, 1.0 + self._pace)
+        busy = self.rows.shape[1] > 0
+        if self._credit < 1.0 or not (busy or self.waiting):
+            return None
+        tick = self.tick if busy else max(self.tick, self.waiting[0][2])
+        if tick - LOOKAHEAD > floor:
+            return None
+        self._credit -= 1.0
+        started: list[tuple[int, int, int]] = []
+        while self.waiting and self.rows.shape[1] + len(started) < self._num_rows and self.waiting[0][2] <= tick:
+            request_id, length, _ = self.waiting.popleft()
+            started.append((request_id, length, length))
+        if started:
+            self.rows = np.concatenate([self.rows, np.array(started, np.int64).T], axis=1)
+        self.tick = tick + TICKS
+        self.rows[1] -= STEPS
+        over = self.rows[1] <= 0
+        ends = tuple(
+            End(request_id, Place(self.tick, self.number, self._plans, 0, slot), length, "stop")
+            for slot, (request_id, _, length) in enumerate(self.rows[:, over].T.tolist())
+        )
+        self.rows = self.rows[:, ~over]
+        self._plans += 1
+        return Report(self.number, self.stretch, self.tick, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """What a round has cost process 0: seconds, events that its round has handled, plans that the fastest worker could
+    have made meanwhile, bytes of the stream, and bytes and number of the batches of notices."""
+
+    seconds: float
+    events: int
+    plans: int
+    stream_bytes: int
+    notice_bytes: int
+    batches: int
+
+
+class LeadingHost:
+    """Process 0, beside `num_hosts` others.
+
+    Args:
+      num_rows: of each other host's worker. samples: of a prompt.
+      spread: the slowest worker is so much slower than the fastest, as a share.
+      median, sigma, longest: of lognormal lengths, tokens.
+    """
+
+    def __init__(
+        self,
+        num_hosts: int,
+        num_rows: int,
+        samples: int,
+        spread: float,
+        lengths: tuple[float, float, int],
+        seed: int = 0,
+    ) -> None:
+        self._rng, self._lengths = random.Random(seed), lengths
+        self.board = Board(num_hosts + 1)
+        self.stream = HostStream(self.board, "s")
+        executor = ReplayExecutor({}, 1, 1, 1 << 20, 16, 64)
+        self.workers = PacedWorkers({0: Engine(executor, BatcherConfig())}, LOOKAHEAD, num_hosts + 1)
+        scoring = OwnScoring(NoScoring(), time.perf_counter)
+        self.ordered = OrderedEvents(self.workers, scoring, lambda _: "", time.perf_counter, None, self.stream)
+        self.others = [
+            MadeUpWorker(number, num_rows, 1.0 - spread * self._rng.random()) for number in range(1, num_hosts + 1)
+        ]
+        batch = BatchSettings(num_hosts * num_rows // samples, samples)
+        self.rule = TailBatching(batch, TailBatchingSection(enable=True, at_end="leave"))
+        self._prompts, self._params = Prompts(), SamplingParams(max_tokens=lengths[2])
+        self._num_ids = self._step = 0
+        self._written = [0] * (num_hosts + 1)  # batches of notices, by host
+        self._requests: dict[SampleKey, int] = {}
+        self._told: dict[int, list[Notice]] = {}  # by host, with its next report
+
+    def round(self) -> RoundCost:
+        """Plays a round."""
+        self._step += 1
+        self._requests.clear()
+        self._num_scores = 0
+        for worker in self.others:
+            worker.begin()
+        before, plans, notice_bytes, batches, events = self.board.written, 0, 0, 0, 1
+        began = time.thread_time()
+        current = self.rule.plan(self._prompts, RoundTime(self._step, self._step - 1))
+        self.ordered.begin(self._step - 1)
+        self._apply(current.handle(RoundStarted(0.0)))
+        seconds = time.thread_time() - began
+        while not current.done:
+            plans += 1
+            for worker in self.others:
+                size = self._post(worker)
+                notice_bytes, batches = notice_bytes + size, batches + (size > 0)
+            began = time.thread_time()
+            while not current.done and (event := self.ordered.next()) is not None:
+                events += 1
+                self._apply(current.handle(event))
+            seconds += time.thread_time() - began
+        began = time.thread_time()
+        self.rule.settle(current)
+        seconds += time.thread_time() - began
+        for worker in self.others:
+            self._told.setdefault(worker.number, []).append(Counted([{}]))
+            self._post(worker)
+        self.ordered.end({})
+        return RoundCost(seconds, events, plans, self.board.written - before, notice_bytes, batches)
+
+    def _post(self, worker: MadeUpWorker) -> int:
+        """What a host tells after a plan, in a batch; its bytes."""
+        notices = self._told.pop(worker.number, [])
+        report = worker.plan(self.workers.floor)
+        if report is not None:
+            notices.append(report)
+        if not notices:
+            return 0
+        batch = Batch(self._step, self.stream._num_written, notices)
+        value = joined(batch, encode(batch))
+        number = self._written[worker.number]
+        self._written[worker.number] = number + 1
+        self.board.values[self.stream._notice_key(worker.number, number)] = value
+        return len(value)
+
+    def _apply(self, commands: Sequence[Command]) -> None:
+        """Carries out what the round commands, and has the made-up hosts hear of it."""
+        ledger = self.workers.ledger
+        for command in commands:
+            match command:
+                case Launch(prompt=prompt, keys=keys):
+                    for key in keys:
+                        request = Request(self._num_ids, key, prompt.token_ids, self._params, share=prompt.key)
+                        self._requests[key], self._num_ids = self._num_ids, self._num_ids + 1
+                        chosen = min(range(1, ledger.num_workers), key=ledger.outstanding)
+                        self.ordered.launch(request, chosen)
+                        home = ledger.home(request.request_id)
+                        assert home is not None
+                        self.others[chosen - 1].add(request.request_id, self._length(), home.effect)
+                case Score(prompt=prompt, sample=sample):
+                    self.ordered.score(prompt, sample)
+                    host = self.ordered.owner_of(sample.key)
+                    verdict = Verdict(0.0, sample.key, 1.0, "ok", {"acc": 1.0}, 0.25)
+                    assert host is not None
+                    self._told.setdefault(host, []).append(Scored(self._num_scores, Arrival(verdict)))
+                    self._num_scores += 1
+                case Abort(keys=keys, keep=keep):
+                    self._abort([self._requests[key] for key in keys], keep)
+                case CancelScore(keys=keys):
+                    self.ordered.cancel_scores(keys)
+
+    def _abort(self, ids: Sequence[int], keep: bool) -> None:
+        ledger, of_hosts = self.workers.ledger, dict[int, set[int]]()
+        for request_id in ids:
+            home = ledger.home(request_id)
+            assert home is not None
+            of_hosts.setdefault(home.worker, set()).add(request_id)
+        self.ordered.abort(ids, keep=keep)
+        for host, gone in of_hosts.items():
+            worker = self.others[host - 1]
+            answers = [Answer(i, worker.done(i), "abort", 0) for i in ids if i in gone]
+            self._told.setdefault(host, []).extend(answers)
+            worker.drop(gone)
+            if ledger.stretch(host) != worker.stretch:
+                worker.tick, worker.stretch = ledger.now, ledger.stretch(host)
+
+    def _length(self) -> int:
+        median, sigma, longest = self._lengths
+        return max(min(round(self._rng.lognormvariate(math.log(median), sigma)), longest), 1)

@@ -1,0 +1,98 @@
+"""Several processes of one simulated run, whose progress is interleaved at random, handle the same events, train on the
+same groups and carry the same state as one process with all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hosts_in_step import HostsInStep, assert_same, one_process, with_hosts
+from simulated_runs import make_config, make_workload
+
+from jaxrl.config import Config
+from jaxrl.runtime.hosts.stream import MAX_UNREAD
+
+ON = {"enable": True}
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capped": {"rollout.max_active_requests": 3, "rollout.n": 3},
+    "over-provisioning": {"rollout.over_provisioning": {"enable": True, "prompt_factor": 1.5, "response_factor": 1.5}},
+    "tail batching": {
+        "rollout.tail_batching": {"enable": True, "prompt_factor": 1.5, "response_factor": 1.5},
+        "algorithm.filter_groups": ON,
+    },
+    "partial rollout": {"rollout.partial_rollout": ON},
+    "partial rollout, filtered": {"rollout.partial_rollout": ON, "algorithm.filter_groups": ON},
+    "one step off": {"rollout.partial_rollout": ON, "trainer.one_step_off": True, "trainer.test_freq": 2},
+    "prompts stay together": {"rollout.deal": "prompts", "algorithm.filter_groups": ON, "rollout.n": 3},
+}
+SEEDS = 25
+
+
+def config_of(rule: str, seed: int, num_workers: int, **more: Any) -> Config:
+    """Rounds of many plans, in which rows wait, are preempted, and run ahead of the lookahead."""
+    sizes: dict[str, Any] = {
+        "trainer.num_devices": num_workers,
+        "rollout.num_workers": num_workers,
+        "rollout.max_num_batched_tokens": 16,
+        "rollout.decode_steps": 1 + seed % 3,
+        "rollout.max_num_seqs": 2 + seed % 4,
+        "rollout.num_blocks": 24 + seed % 20,
+    }
+    return make_config(RULES[rule], **{**sizes, **more})
+
+
+def case(rule: str, seed: int, num_processes: int, per_process: int = 1) -> None:
+    config, workload = config_of(rule, seed, num_processes * per_process), make_workload(seed)
+    alone = one_process(config, workload)
+    assert alone.finished
+    assert_same(HostsInStep(with_hosts(config, num_processes), workload, num_processes, seed).run(), alone)
+
+
+@pytest.mark.parametrize(("rule", "num_processes"), [*zip(RULES, (2, 3, 2, 4, 3, 2, 2, 3), strict=True)])
+def test_processes_handle_the_events_of_one(rule: str, num_processes: int):
+    case(rule, 1 + num_processes, num_processes)
+
+
+def test_processes_of_several_workers_each():
+    case("tail batching", 2, 2, per_process=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+@pytest.mark.parametrize("rule", RULES)
+def test_processes_handle_the_events_of_one_whoever_is_slow(rule: str, num_processes: int):
+    for seed in range(SEEDS):
+        case(rule, seed, num_processes)
+
+
+@pytest.mark.parametrize("asked_by", [0, 1, 2])
+def test_a_stop_asked_of_any_process_ends_all_at_the_same_event_and_the_run_goes_on(asked_by: int):
+    config, workload = config_of("tail batching", 5, 3), make_workload(5)
+    alone = one_process(config, workload)
+    run = HostsInStep(with_hosts(config, 3), workload, 3, seed=asked_by)
+    run.processes[asked_by].stop_after = 60
+    run.run()
+    first = run.processes[0]
+    assert 60 <= len(first.events) < len(alone.events)
+    for process in run.processes:
+        assert process.finished is False
+        assert process.events == first.events
+        assert process.saved == first.saved
+    (step,) = {max(process.saved) for process in run.processes}
+    rest = HostsInStep(with_hosts(config, 3), workload, 3, seed=7).run(first.saved[step])
+    assert rest.processes[0].finished
+    for process in rest.processes:
+        assert process.saved == {at: state for at, state in alone.saved.items() if at > step}
+
+
+def test_the_board_holds_no_more_after_many_rounds():
+    """What lies there at once does not grow with the steps, and little is left."""
+    workload = make_workload(4)
+    most: list[int] = []
+    for steps in (3, 24):
+        config = config_of("plain", 4, 2, **{"trainer.total_training_steps": steps, "trainer.save_freq": 100})
+        run = HostsInStep(with_hosts(config, 2), workload, 2, seed=4).run()
+        most.append(max(run.boards[0].most))
+        assert len(run.boards[0].values) < MAX_UNREAD + 4
+    assert most[0] <= most[1] < 2 * MAX_UNREAD

@@ -1,0 +1,47 @@
+"""The benchmark of process 0 beside other hosts, tried with `--quick`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benches import ROOT, assert_refused
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench_hosts
+
+
+def test_a_record_has_what_every_number_of_hosts_costs(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench_hosts.py"), "--quick", f"--json={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.iterdir()
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert record["bench"] == "hosts"
+    assert [case["hosts"] for case in record["results"]] == [2, 4]
+    for case in record["results"]:
+        assert case["events"] > case["hosts"] * 8, "a batch has as many responses as there are rows"
+        assert case["us_per_event"] > 0
+        assert case["share"] > 0
+        assert case["keys_left"] < 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--hosts", "4", "0"], r"--hosts \(0\) must be at least 1"),
+        (["--spread", "1"], r"--spread \(1.0\) must be at least 0 and below 1"),
+        (["--hosts", "2", "--rows", "4", "--samples", "9"], r"--samples \(9\) must be at most --hosts × --rows"),
+    ],
+)
+def test_refusals(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+    assert_refused(bench_hosts.main, "bench_hosts", arguments, sentence, capsys)
