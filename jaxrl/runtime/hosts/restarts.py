@@ -40,7 +40,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What watched a process is gone, and the process with it; `why`: a half-sentence that follows `host 1: `."""
+    """What watched a process is gone, and the process with it; `why`: the half-sentence after `host 1:`."""
 
     process: int
     why: str
