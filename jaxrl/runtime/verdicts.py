@@ -143,7 +143,7 @@ class Verdicts:
         """The round is over; its counts. A step that runs again counts the same. `reward/busy_s`: the seconds in which
         anything was being scored."""
         assert not self._due, "a round ends while something of it is being scored"
-        measured = self._scoring.take_metrics() | self._tally.take()
+        measured = self._tally.take(self._scoring.take_metrics())
         measured["reward/busy_s"] = self._busy.take()
         return measured | ({} if self._timeouts is None or self._round else self._timeouts.take_metrics())
 
