@@ -310,8 +310,7 @@ class Run:
 
     def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend]:
         config, journal, timeline = self.config, record.journal, record.timeline
-        assert journal is not None, "only a simulated run goes without"
-        assert timeline is not None, "only a simulated run goes without"
+        assert journal is not None and timeline is not None, "only a simulated run goes without"
         self._executors()
         workers = self.workers
         engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile, self.place.process)

@@ -56,7 +56,7 @@ class VerdictTally:
         return cls(domains(config.reward) if is_staged(config.reward) else None)
 
     def _clear(self) -> None:
-        self._whole, self._timeouts = Counter[str](), Counter[str]()
+        self._whole, self._replayed, self._timeouts = Counter[str](), Counter[str](), Counter[str]()
         self._status: dict[str, Counter[str]] = {source: Counter() for source in self._names}
         self._seconds: dict[str, list[float]] = {source: [] for source in self._names}
         self._own: list[float] = []
@@ -66,6 +66,7 @@ class VerdictTally:
         """Counts a verdict on a sample of a prompt from `source`."""
         self._whole[verdict.status] += 1
         self._timeouts += timeouts_of(verdict)
+        self._replayed[verdict.status] += verdict.is_replayed
         if not self._names:
             return
         domain = source if source in self._names else ""
@@ -82,11 +83,17 @@ class VerdictTally:
         """The round is dropped: what it has counted is not."""
         self._clear()
 
-    def take(self) -> dict[str, float]:
-        """`reward/{num_scored,errors,timeouts,crashes}`, and `reward/timeouts/<kind>` (`TIMEOUTS`). With domains
+    def take(self, pool: Mapping[str, float]) -> dict[str, float]:
+        """What `pool` has counted, and besides `reward/timeouts/<kind>` (`TIMEOUTS`). Of `reward/{num_scored,errors,
+        timeouts,crashes}` a pool's own stay, with what the journal gave in its place: it has also scored what was not
+        wanted any more. With domains they are counted here, where a sample has one verdict, and so are
         `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, the seconds of scoring; `reward/part/<name>/mean`
         and `reward/own/mean`, of parts and of the scorers' own rewards, before any weight."""
-        measured = _counts("reward", self._whole)
+        if self._names:
+            measured = {**pool, **_counts("reward", self._whole)}
+        else:
+            added = _counts("reward", self._replayed)
+            measured = {**pool, **{name: pool.get(name, 0.0) + count for name, count in added.items()}}
         measured |= {f"reward/timeouts/{kind}": float(self._timeouts[kind]) for kind in TIMEOUTS}
         for source in sorted(self._seen):
             prefix = f"reward/{self._names[source]}"

@@ -26,7 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.data.stops import TextDecoder
 from jaxrl.record.journal import Journal
@@ -35,7 +35,7 @@ from jaxrl.runtime.head_start import HeadStarts, Offer, WeightBuffer
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanTimeline
 from jaxrl.runtime.ordered import OrderedEvents
-from jaxrl.runtime.plans import PlanRunner
+from jaxrl.runtime.plans import PlanRunner, Worker
 from jaxrl.runtime.ranking import RankingSession
 from jaxrl.runtime.round_end import Hosts, MissingTokens, RoundCounts, merged, samples_of
 from jaxrl.runtime.streaming import StreamSession
@@ -67,21 +67,6 @@ from jaxrl.scheduling.tokens.workers import By, Workers
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 POLL_S = 0.5  # how long to wait for a verdict before looking again
-
-
-class Worker(Protocol):
-    """What the backend needs of executors besides running plans: of one (`jaxrl.rollout.executor.MeshExecutor` and
-    `jaxrl.sim.executor.SimulatedExecutor` have it), or of all workers' together. `allocate` makes pools where there
-    are none, and leaves others as they are."""
-
-    @property
-    def recompiles(self) -> int: ...
-
-    def sync_weights(self, train_params: Any, policy_version: int, /) -> None: ...
-
-    def allocate(self) -> None: ...
-
-    def release(self, *, weights: bool = False) -> None: ...
 
 
 def text_by(tokenizer: TextDecoder) -> Callable[[Sample], str]:
@@ -368,8 +353,7 @@ class RolloutBackend:
             "rollout/decode_steps": done.steps,
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
-            **merged(counts),
-            **self._tally.take(),
+            **self._tally.take(merged(counts)),
             **self._verdicts.own.limit_metrics(),
             **(self._stream.end() if self._stream is not None else {}),
             **(self._ranking.end() if self._ranking is not None and not self._round else {}),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, Protocol
 
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
@@ -25,6 +26,21 @@ from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.types import SampleKey
 
 _log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """What a run needs of executors besides running plans: of one (`jaxrl.rollout.executor.MeshExecutor` and
+    `jaxrl.sim.executor.SimulatedExecutor` have it), or of all workers' together. `allocate` makes pools where there
+    are none, and leaves others as they are."""
+
+    @property
+    def recompiles(self) -> int: ...
+
+    def sync_weights(self, train_params: Any, policy_version: int, /) -> None: ...
+
+    def allocate(self) -> None: ...
+
+    def release(self, *, weights: bool = False) -> None: ...
 
 
 class PlanRunner:

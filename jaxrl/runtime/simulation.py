@@ -109,9 +109,8 @@ def build(
     executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts, hosts)
     engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
     sessions = _layouts(config, cost, tuple(layouts), engines, clock, phases, layout_log) if adapts else None
-    total = _num_devices(config, sizes)
+    total, pace = _num_devices(config, sizes), layout_predictor(config, cost, tuple(layouts))
     trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
-    pace = layout_predictor(config, cost, tuple(layouts))
     ticks = step_ticks if pace is None else PredictedTicks(pace, engines)
     workers = workers_of(config, engines, ticks, hosts.stream.process if hosts else 0)
     stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)

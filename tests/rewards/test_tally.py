@@ -23,13 +23,16 @@ def verdict(reward: float = 1.0, status: Any = "ok", seconds: float = 0.5, **inf
 
 
 def test_a_run_without_domains():
+    """Its pool counts, and what the journal gave is added."""
     tally = VerdictTally.configured(config())
     for status in ("ok", "error", "timeout", "timeout", "crash"):
-        tally.add("math", verdict(status=status))
-    whole = {"reward/num_scored": 5, "reward/errors": 1, "reward/timeouts": 2, "reward/crashes": 1}
+        tally.add("math", replace(verdict(status=status), is_replayed=status in ("timeout", "crash")))
+    pool = {"reward/num_scored": 3.0, "reward/errors": 1.0, "reward/timeouts": 1.0, "reward/seconds": 7.0}
+    whole = {"reward/num_scored": 6, "reward/errors": 1, "reward/timeouts": 3, "reward/crashes": 1}
     kinds = dict.fromkeys(TIMEOUTS, 0.0) | {"sample": 2.0}
-    assert tally.take() == whole | {f"reward/timeouts/{kind}": count for kind, count in kinds.items()}
-    assert not any(tally.take().values())
+    expected = pool | whole | {f"reward/timeouts/{kind}": count for kind, count in kinds.items()}
+    assert tally.take(pool) == expected
+    assert not any(tally.take({}).values())
 
 
 def test_by_domain():
@@ -37,7 +40,7 @@ def test_by_domain():
     for status, seconds in (("ok", 1.0), ("timeout", 3.0), ("ok", 2.0)):
         tally.add("math", verdict(0.5, status, seconds))
     tally.add("judged", verdict(0.5, seconds=9.0, own_reward=1.0, parts={"tags": 1.0}))
-    metrics = tally.take()
+    metrics = tally.take({})
     assert (metrics["reward/num_scored"], metrics["reward/timeouts"]) == (4, 1)
     of_math = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("reward/math/")}
     assert of_math == {
@@ -49,7 +52,7 @@ def test_by_domain():
     assert metrics["reward/part/tags/mean"] == 1.0
     assert not any(name.startswith("reward/default/") for name in metrics), "all samples had domains"
     tally.add("other", verdict())
-    metrics = tally.take()
+    metrics = tally.take({})
     assert metrics["reward/default/num_scored"] == 1
     assert metrics["reward/math/num_scored"] == 0
     assert "reward/math/p50_s" not in metrics
@@ -59,7 +62,7 @@ def test_what_the_journal_gives_counts_but_its_seconds_are_not_known():
     tally = VerdictTally.configured(config(**STAGED))
     tally.add("math", replace(verdict(status="timeout", seconds=0.0), is_replayed=True))
     tally.add("math", verdict(seconds=2.0))
-    metrics = tally.take()
+    metrics = tally.take({})
     assert (metrics["reward/math/num_scored"], metrics["reward/math/timeouts"]) == (2, 1)
     assert metrics["reward/math/p50_s"] == 2.0
 
@@ -68,7 +71,7 @@ def test_a_round_that_is_dropped_counts_nothing():
     tally = VerdictTally.configured(config(**STAGED))
     tally.add("math", verdict())
     tally.clear()
-    assert not any(tally.take().values())
+    assert not any(tally.take({}).values())
 
 
 @pytest.mark.parametrize(
