@@ -64,6 +64,7 @@ from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.stop import Stop
 from jaxrl.runtime.streaming import StreamSession, refuse_devices
+from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.batches import BatchRule
@@ -310,9 +311,9 @@ class Run:
 
     def _loop(self, record: RunRecord, stack: ExitStack) -> tuple[Loop, RolloutBackend]:
         config, journal, timeline = self.config, record.journal, record.timeline
-        assert journal is not None and timeline is not None, "only a simulated run goes without"
-        self._executors()
-        workers = self.workers
+        assert journal is not None, "only a simulated run goes without"
+        assert timeline is not None, "only a simulated run goes without"
+        workers = self._executors()
         engines = build_engines(config, workers, self.tokenizer, self.profile, self.draft_profile, self.place.process)
         layouts: LayoutSessions | None = None
         if config.rollout.layout.adapts:
@@ -387,18 +388,18 @@ class Run:
         if committed is not None:
             journal.cut(committed)
 
-    def _executors(self) -> None:
-        """The workers, and the judge beside them where there is one."""
+    def _executors(self) -> WorkerSet:
+        """The workers, with the judge beside them where there is one."""
         config = self.config
         # with devices of the rollout's own an update may be going on: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.trainer.params
         self.workers = build_workers(config, self.model, self.rollout_mesh, weights, self.place, self.joined.meet)
-        if judge_kind(config.reward) is None:
-            return
-        self.watchdog.beat("loading the judge")
-        self.judge = build_judge(config, self.rollout_mesh, self.workers.wait_quiet)
-        assert isinstance(self.pool, RewardStage), "a judge scores in a stage"
-        self.pool.join("devices", self.judge)
+        if judge_kind(config.reward) is not None:
+            self.watchdog.beat("loading the judge")
+            self.judge = build_judge(config, self.rollout_mesh, self.workers.wait_quiet)
+            assert isinstance(self.pool, RewardStage), "a judge scores in a stage"
+            self.pool.join("devices", self.judge)
+        return self.workers
 
     def _ranking(self, backend: RolloutBackend, history: HistorySession | None) -> RankingGroups:
         """What ranks the backend's rounds; with a latency profile, by predicted times."""
