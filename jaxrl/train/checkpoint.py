@@ -76,12 +76,13 @@ class _Items(ocp.CompositeCheckpointHandler):
     and leaves the others to themselves, and a draft can be removed only when they have ended as well."""
 
     def __init__(self) -> None:
+        among = _processes()
         super().__init__(
-            composite_options=ocp.CompositeOptions(async_options=_ASYNC),
+            composite_options=ocp.CompositeOptions(async_options=_ASYNC, multiprocessing_options=among),
             **{
-                STATE: ocp.PyTreeCheckpointHandler(),
-                HOST: ocp.JsonCheckpointHandler(),
-                ARRAYS: ocp.PyTreeCheckpointHandler(),
+                STATE: ocp.PyTreeCheckpointHandler(multiprocessing_options=among),
+                HOST: ocp.JsonCheckpointHandler(multiprocessing_options=among),
+                ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=among),
             },
         )
         self.writing: list[Any] = []
@@ -143,7 +144,7 @@ class Checkpointer:
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         self._items = _Items()
         _tell_one_error()
-        self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC)
+        self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC, multiprocessing_options=_processes())
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
 
@@ -337,6 +338,13 @@ class Checkpointer:
         return step
 
 
+def _processes() -> ocp.options.MultiprocessingOptions:
+    """Of several processes, all by name: Orbax then lets them meet at barriers, which name who is missing after 300 s.
+    By default it runs a collective on all devices, which gloo gives up after 30 s where it is the first one."""
+    count = jax.process_count()
+    return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
+
+
 def _remove(folder: Path) -> None:
     """Removes what is no checkpoint (any more); a failure costs no more than its room."""
     try:
@@ -367,7 +375,9 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
     target = {"params": abstract_params}
     refuse_other_model(place, abstract_params)
     _tell_one_error()
-    with _naming(place), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    among = _processes()
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
+    with _naming(place), ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=_leaf_args(target), partial_restore=True)
         return reader.restore(place / STATE, args=arguments)["params"]
 

@@ -47,7 +47,7 @@ MODEL = ModelConfig(
     tie_word_embeddings=True,
 )
 STEPS = 4
-PATIENCE_S = 200.0
+PATIENCE_S = 400.0
 
 
 def config_of(num_processes: int, **options: Any) -> Config:

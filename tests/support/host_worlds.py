@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300.0
+PATIENCE_S = 500.0
 
 
 def run_world(case: str, out: Path, num_processes: int, devices: int, **options: Any) -> list[dict[str, np.ndarray]]:
