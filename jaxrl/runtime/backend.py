@@ -354,6 +354,7 @@ class RolloutBackend:
             "rollout/prefill_tokens": done.prefill_tokens,
             "rollout/shared_tokens": done.shared_tokens,
             **self._tally.take(merged(counts)),
+            **({} if self._hosts is None else self._hosts.stream.take_metrics()),
             **self._verdicts.own.limit_metrics(),
             **(self._stream.end() if self._stream is not None else {}),
             **(self._ranking.end() if self._ranking is not None and not self._round else {}),

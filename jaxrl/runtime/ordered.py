@@ -79,6 +79,10 @@ class Stream(Protocol):
         """The next item of the stream that has come; of a process other than 0."""
         ...
 
+    def take_metrics(self) -> dict[str, float]:
+        """What telling and waiting have cost since the last call (`hosts/...`)."""
+        ...
+
 
 class OrderedEvents:
     """What happens in a round, in one order.

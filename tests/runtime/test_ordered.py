@@ -81,6 +81,9 @@ class Wire:
     def next_item(self) -> Item | None:
         return self.coming.pop(0) if self.coming else None
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
 
 class Log:
     """A journal that keeps what was appended."""

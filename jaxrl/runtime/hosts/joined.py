@@ -139,9 +139,10 @@ class Joined:
         self._count("hosts/exchange_bytes", float(moved.bytes))
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call, of this host: seconds at gates and in exchanges, and of the stream."""
+        """Since the last call, of this host: seconds at gates (`hosts/gate_s`) and in exchanges of tokens
+        (`hosts/exchange_s`), and the bytes that these brought. (A round's metrics have those of the stream.)"""
         found, self._metrics = self._metrics, {}
-        return found | ({} if self.stream is None else self.stream.take_metrics())
+        return found
 
     def _count(self, name: str, amount: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + amount

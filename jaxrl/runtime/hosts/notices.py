@@ -2,7 +2,7 @@
 
 Purpose: a *notice* says what happened in one process; an *item* of the stream is what every process handles, in one
 sequence (`jaxrl.runtime.hosts.stream`). Neither has tokens. Written, each is a short JSON list that begins with a
-letter; a batch is `[version, number of the round, number of the last batch that was read, [...]]`.
+letter; a batch is a list of the version, the number of the round, that of the last batch that was read, and these.
 
 Source: docs/architecture.md. Departures: of what a scorer says besides its reward, only what the journal would keep
 goes through (`jaxrl.runtime.verdicts.recorded`). A number in it that is not finite arrives as text, as in the journal.

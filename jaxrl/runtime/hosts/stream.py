@@ -4,8 +4,8 @@ Purpose: `HostStream` carries the notices and items of `jaxrl.runtime.hosts.noti
 values that all processes can read (`jax.distributed` has one). What is told between two pumps goes as one value.
 Reading never waits, but for `wait`, which is woken by the very value that is needed next.
 
-Keys: `<name>/notices/<process>/<number>` and `<name>/items/<number>`. Process 0 removes a notice once it has read it,
-and a batch of the stream once all others have said that they have. So the board's memory does not grow with the run.
+Keys: ``<name>/notices/<process>/<number>`` and ``<name>/items/<number>``. Process 0 removes a notice once it has read
+it, and a batch of the stream once all others have said that they have. So the board does not grow with the run.
 
 Rounds are counted by every process for itself. A process may be a round ahead of process 0, which keeps its notices
 until it is there; notices and items of a round that was dropped are left out.

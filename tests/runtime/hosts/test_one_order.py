@@ -95,4 +95,7 @@ def test_the_board_holds_no_more_after_many_rounds():
         run = HostsInStep(with_hosts(config, 2), workload, 2, seed=4).run()
         most.append(max(run.boards[0].most))
         assert len(run.boards[0].values) < MAX_UNREAD + 4
+        assert all(
+            values["hosts/stream_batches"] > 0 for process in run.processes for values in process.metrics.values()
+        )
     assert most[0] <= most[1] < 2 * MAX_UNREAD
