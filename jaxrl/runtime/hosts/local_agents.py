@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from jaxrl.config.hosts import HostsSection
 from jaxrl.rewards.frames import BadFrame, Channel, read_message, to_bytes
-from jaxrl.rewards.processes import kill
+from jaxrl.rewards.processes import adopt_orphans, kill, kill_descendants
 from jaxrl.runtime.hosts.agent import MAX_MESSAGE_BYTES, Start
 from jaxrl.runtime.hosts.restarts import End, Ended, Lost, Refused
 
@@ -172,11 +172,15 @@ class AgentProcess:
 class LocalAgents:
     """An agent on this machine for each process of a run. See `Agents`.
 
+    All that is below this process belongs to it: where a guard and its agent were killed at once, what they leave comes
+    here, and `close` kills it.
+
     Args:
       run_dir: whose checkpoints they look for.
     """
 
     def __init__(self, hosts: HostsSection, run_dir: str) -> None:
+        adopt_orphans()
         self._agents = [AgentProcess(run_dir, LOOPBACK) for _ in range(hosts.num)]
         self._silent_s = silence_s(hosts)
         self._heard_s: dict[int, float] = {}
@@ -218,6 +222,7 @@ class LocalAgents:
         deadline_s = time.monotonic() + END_S
         for agent in self._agents:
             agent.finish_end(deadline_s)
+        kill_descendants(())
 
 
 def silence_s(hosts: HostsSection) -> float:

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from jaxrl.config.hosts import HostsSection
 from jaxrl.rewards.frames import Channel, read_message, to_bytes
+from jaxrl.rewards.processes import adopt_orphans, kill_descendants
 from jaxrl.rewards.ray_actors import MAX_FRAME, begin, connect
 from jaxrl.runtime.hosts.local_agents import END_S, AgentProcess, silence_s
 from jaxrl.runtime.hosts.local_devices import FLAGS, with_device_count
@@ -73,6 +74,7 @@ class HostActor:
     """What one ray actor does: it has a host's agent."""
 
     def __init__(self, run_dir: str, host: str, silent_s: float) -> None:
+        adopt_orphans()  # as `LocalAgents` does
         self._agent = AgentProcess(run_dir, host)
         self._lock = threading.Lock()
         self._asked_s, self._silent_s = time.monotonic(), silent_s
@@ -101,6 +103,7 @@ class HostActor:
         with self._lock:
             self._agent.begin_end()
             self._agent.finish_end(time.monotonic() + END_S)
+            kill_descendants(())
 
     def _end_when_forgotten(self) -> None:
         while time.monotonic() - self._asked_s < self._silent_s:
@@ -118,6 +121,7 @@ class _Host:
     answered_s: float = field(default_factory=time.monotonic)
     broken_s: float | None = None  # since when it cannot be reached
     is_lost: bool = False
+    is_there: bool = True  # the actor, for all that is known
 
 
 class RayHosts:
@@ -172,7 +176,7 @@ class RayHosts:
         """Ends agents and actors; what cannot be reached ends by itself (`HostActor`)."""
         failures = self._ray.exceptions.RayError
         with contextlib.suppress(failures):
-            refs = [host.actor.end.remote() for host in self._hosts if not host.is_lost]
+            refs = [host.actor.end.remote() for host in self._hosts if host.is_there]
             if refs:
                 self._ray.wait(refs, num_returns=len(refs), timeout=END_S)
         for host in self._hosts:
@@ -255,12 +259,12 @@ class RayHosts:
         for message in answer["messages"]:
             self._say({**message, "host": host.process, "address": host.address})
         if answer["ended"]:
-            self._lose(host, "its agent is gone")
+            self._lose(host, "its agent is gone", is_there=True)
         else:
             host.asked = host.actor.listen.remote()
 
-    def _lose(self, host: _Host, why: str) -> None:
-        host.is_lost, host.asked = True, None
+    def _lose(self, host: _Host, why: str, is_there: bool = False) -> None:
+        host.is_lost, host.is_there, host.asked = True, is_there, None
         self._say({"lost": host.process, "why": f"{why}, on node {host.address}"})
 
 
