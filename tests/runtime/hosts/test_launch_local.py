@@ -49,6 +49,7 @@ DEATHS = {
     "killed": ({"1.1": {"3": "signal SIGKILL"}}, "host 1 was ended by SIGKILL"),
     "process-0-killed": ({"1.0": {"3": "signal SIGKILL"}}, "host 0 was ended by SIGKILL"),
     "agent-killed": ({"1.1": {"3": "kill-agent"}}, "host 1: its agent is gone"),
+    "both-killed": ({"1.1": {"3": "kill-both"}}, "host 1: its agent is gone"),
     "guard-of-0-killed": ({"1.0": {"3": "kill-guard"}}, "host 0: its agent is gone"),
 }
 
