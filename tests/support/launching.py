@@ -57,6 +57,8 @@ class Launched:
             out, err = self.process.communicate(timeout=patience_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            for pid in self.living():
+                os.kill(pid, signal.SIGKILL)  # who holds our pipes would be waited for
             out, err = self.process.communicate()
             raise AssertionError(f"did not end: {out}\n{err}") from None
         self.assert_nothing_left()

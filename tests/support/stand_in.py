@@ -45,6 +45,13 @@ def go_wrong(what: str) -> None:
         case ["kill-guard"]:
             stat = Path(f"/proc/{os.getppid()}/stat").read_text()
             os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        case ["kill-both"]:
+            agent = os.getppid()
+            guard = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(guard, signal.SIGSTOP)  # or it might have time to clean up
+            os.kill(agent, signal.SIGSTOP)
+            os.kill(guard, signal.SIGKILL)
+            os.kill(agent, signal.SIGKILL)
         case ["stop-agent"]:
             os.kill(os.getppid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,7 @@ process of the run, each the parent of the next:
   wherever it has moved (`jaxrl.rewards.processes`);
 - the guard ends when the agent does, and kills what was below that; where the launcher is gone and the agent does not
   end (it may be stopped), the guard kills it after `GUARD_S`;
-- where both are killed at once, the kernel kills the process of the run.
+- where both are killed at once, the kernel kills the process of the run, and who started the guard kills the rest.
 
 So each of them may be killed at any moment, the launcher too, and nothing is left. On other systems than Linux only the
 process's group is killed.

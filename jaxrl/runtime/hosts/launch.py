@@ -104,7 +104,7 @@ def launch(
     if hosts.launcher == "local":
         given = tuple(environments(hosts, os.environ))
         what = Launch(hosts, command, run_dir, given, relay=False)
-        return Launcher(what, lambda _: LocalAgents(hosts.num, place, hosts.heartbeat_s), stop).run()
+        return Launcher(what, lambda _: LocalAgents(hosts, place), stop).run()
     from jaxrl.runtime.hosts.ray_agents import RayAgents
 
     what = Launch(hosts, command, run_dir, (), relay=True)

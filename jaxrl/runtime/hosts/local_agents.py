@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jaxrl.config.hosts import HostsSection
 from jaxrl.rewards.frames import BadFrame, Channel, read_message, to_bytes
-from jaxrl.rewards.processes import kill
+from jaxrl.rewards.processes import adopt_orphans, kill, kill_descendants
 from jaxrl.runtime.hosts.agent import MAX_MESSAGE_BYTES, Start
 from jaxrl.runtime.hosts.restarts import End, Ended, Lost, Refused
 
@@ -172,19 +172,19 @@ class AgentProcess:
 class LocalAgents:
     """An agent on this machine for each process of a run. See `Agents`.
 
+    All that is below this process belongs to it: where a guard and its agent were killed at once, what they leave comes
+    here, and `close` kills it.
+
     Args:
-      heartbeat_s: an agent that was there and has been silent for so long is lost.
+      run_dir: whose checkpoints they look for.
     """
 
-    def __init__(self, num: int, run_dir: str, heartbeat_s: float) -> None:
-        self._agents = [AgentProcess(run_dir, LOOPBACK) for _ in range(num)]
-        self._heartbeat_s = heartbeat_s
+    def __init__(self, hosts: HostsSection, run_dir: str) -> None:
+        adopt_orphans()
+        self._agents = [AgentProcess(run_dir, LOOPBACK) for _ in range(hosts.num)]
+        self._silent_s = silence_s(hosts)
         self._heard_s: dict[int, float] = {}
         self._lost: set[int] = set()
-
-    @property
-    def agents(self) -> Sequence[AgentProcess]:
-        return self._agents
 
     def events(self, timeout_s: float) -> list[Event]:
         poll = select.poll()
@@ -205,9 +205,9 @@ class LocalAgents:
             number,
             heard_s,
         ) in self._heard_s.items():  # after all has been read that came while this process was stopped
-            if number not in self._lost and time.monotonic() - heard_s > self._heartbeat_s:
+            if number not in self._lost and time.monotonic() - heard_s > self._silent_s:
                 self._lost.add(number)
-                found.append(Lost(number, f"its agent has said nothing for {self._heartbeat_s:g} s"))
+                found.append(Lost(number, f"its agent has said nothing for {self._silent_s:g} s"))
         return found
 
     def start(self, process: int, start: Start) -> None:
@@ -222,6 +222,13 @@ class LocalAgents:
         deadline_s = time.monotonic() + END_S
         for agent in self._agents:
             agent.finish_end(deadline_s)
+        kill_descendants(())
+
+
+def silence_s(hosts: HostsSection) -> float:
+    """For how long an agent may say nothing. Less than the other processes wait: what they end with is an answer
+    (`restarts`), and not this loss."""
+    return 0.8 * hosts.heartbeat_s
 
 
 def events_of(process: int, message: dict[str, Any], address: str) -> list[Event]:

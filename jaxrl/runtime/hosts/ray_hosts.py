@@ -11,7 +11,7 @@ world has started is gone after that time at the latest.
 
 How a loss is seen: every actor is asked all the time, and answers after a second at the latest. Ray says at once that
 an actor is dead; a node that breaks off is unreachable first, for which it has `UNREACHABLE_S`; a node that is silent
-has `heartbeat_s`.
+has `silence_s`.
 
 Source: ray 2.60 (placement groups, actors); what was tried is in docs/several-hosts.md.
 """
@@ -31,12 +31,14 @@ from typing import Any, NoReturn
 
 from jaxrl.config.hosts import HostsSection
 from jaxrl.rewards.frames import Channel, read_message, to_bytes
+from jaxrl.rewards.processes import adopt_orphans, kill_descendants
 from jaxrl.rewards.ray_actors import MAX_FRAME, begin, connect
-from jaxrl.runtime.hosts.local_agents import END_S, AgentProcess
+from jaxrl.runtime.hosts.local_agents import END_S, AgentProcess, silence_s
 from jaxrl.runtime.hosts.local_devices import FLAGS, with_device_count
 from jaxrl.types import RunFailed
 
-UNREACHABLE_S = 2.0
+UNREACHABLE_S = 1.0
+"""Less than `restarts.SETTLE_S`: others may have failed by then because of it."""
 NOTE_S = 5.0
 """After so long of waiting for room, what is missing is said."""
 ALIVE_EVERY_S = 5.0
@@ -72,6 +74,7 @@ class HostActor:
     """What one ray actor does: it has a host's agent."""
 
     def __init__(self, run_dir: str, host: str, silent_s: float) -> None:
+        adopt_orphans()  # as `LocalAgents` does
         self._agent = AgentProcess(run_dir, host)
         self._lock = threading.Lock()
         self._asked_s, self._silent_s = time.monotonic(), silent_s
@@ -100,6 +103,7 @@ class HostActor:
         with self._lock:
             self._agent.begin_end()
             self._agent.finish_end(time.monotonic() + END_S)
+            kill_descendants(())
 
     def _end_when_forgotten(self) -> None:
         while time.monotonic() - self._asked_s < self._silent_s:
@@ -115,7 +119,9 @@ class _Host:
     actor: Any
     asked: Any = None  # ref of the listen() under way
     answered_s: float = field(default_factory=time.monotonic)
+    broken_s: float | None = None  # since when it cannot be reached
     is_lost: bool = False
+    is_there: bool = True  # the actor, for all that is known
 
 
 class RayHosts:
@@ -155,8 +161,8 @@ class RayHosts:
                 continue
             if host.asked in done:
                 self._take(host)
-            elif time.monotonic() - host.answered_s > self._setup.hosts.heartbeat_s:
-                self._lose(host, f"its ray actor has said nothing for {self._setup.hosts.heartbeat_s:g} s")
+            elif time.monotonic() - host.answered_s > (silent_s := silence_s(self._setup.hosts)):
+                self._lose(host, f"its ray actor has said nothing for {silent_s:g} s")
 
     def tell(self, process: int, message: dict[str, Any]) -> None:
         if "start" in message:
@@ -170,7 +176,7 @@ class RayHosts:
         """Ends agents and actors; what cannot be reached ends by itself (`HostActor`)."""
         failures = self._ray.exceptions.RayError
         with contextlib.suppress(failures):
-            refs = [host.actor.end.remote() for host in self._hosts if not host.is_lost]
+            refs = [host.actor.end.remote() for host in self._hosts if host.is_there]
             if refs:
                 self._ray.wait(refs, num_returns=len(refs), timeout=END_S)
         for host in self._hosts:
@@ -222,7 +228,7 @@ class RayHosts:
             arguments = self._setup.run_dir, host, self._setup.hosts.heartbeat_s
             actor = remote.options(scheduling_strategy=where).remote(*arguments)
             # the first answer waits for the actor's process
-            until_s = max(self._deadline_s - self._setup.hosts.heartbeat_s, time.monotonic())
+            until_s = max(self._deadline_s - silence_s(self._setup.hosts), time.monotonic())
             self._hosts.append(_Host(process, address, actor, actor.listen.remote(), until_s))
 
     def _of_cluster(self) -> dict[str, str]:
@@ -240,7 +246,8 @@ class RayHosts:
         try:
             answer = read_message(self._ray.get(host.asked, timeout=_GET_S))
         except errors.ActorUnavailableError:
-            if time.monotonic() - host.answered_s > UNREACHABLE_S:
+            host.broken_s = host.broken_s or time.monotonic()
+            if time.monotonic() - host.broken_s > UNREACHABLE_S:
                 self._lose(host, "its node cannot be reached")
             else:
                 host.asked = host.actor.listen.remote()
@@ -248,16 +255,16 @@ class RayHosts:
         except (errors.RayError, errors.GetTimeoutError) as error:
             self._lose(host, f"its ray actor is gone ({type(error).__name__})")
             return
-        host.answered_s = time.monotonic()
+        host.answered_s, host.broken_s = time.monotonic(), None
         for message in answer["messages"]:
             self._say({**message, "host": host.process, "address": host.address})
         if answer["ended"]:
-            self._lose(host, "its agent is gone")
+            self._lose(host, "its agent is gone", is_there=True)
         else:
             host.asked = host.actor.listen.remote()
 
-    def _lose(self, host: _Host, why: str) -> None:
-        host.is_lost, host.asked = True, None
+    def _lose(self, host: _Host, why: str, is_there: bool = False) -> None:
+        host.is_lost, host.is_there, host.asked = True, is_there, None
         self._say({"lost": host.process, "why": f"{why}, on node {host.address}"})
 
 

@@ -19,7 +19,7 @@ import signal
 from dataclasses import dataclass
 from enum import IntEnum
 
-SETTLE_S = 2.0
+SETTLE_S = 3.0
 LAST_S = 15.0
 """Beyond `stall_timeout_s`, for the last process to end once another one has ended with 0."""
 
