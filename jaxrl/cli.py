@@ -464,9 +464,15 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _hosts(options: argparse.Namespace) -> int:
+    config = _config(options, launches=True)
+    if config.hosts.launcher != "none":
+        from jaxrl.commands.start import launched
+
+        written = ["--json", options.json] if options.json else []
+        return launched(config, ["hosts", *written, *_given(options)], options.signals, writes=False)
     from jaxrl.commands.hosts import hosts
 
-    hosts(_config(options), options.json or "", stop=options.signals, removing=_removing(options))
+    hosts(config, options.json or "", stop=options.signals, removing=_removing(options))
     return 0
 
 
