@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from sim_machine import SMALL
 from simulated_runs import Metrics
@@ -320,9 +320,6 @@ def one_process(config: Config, workload: Workload, state: str | None = None) ->
     process = Process()
     process.run(config, workload, state=state)
     return process
-
-
-How = Literal["events", "all"]
 
 
 def assert_same(run: HostsInStep, alone: Process) -> None:

@@ -2,7 +2,8 @@
 
 Purpose: `Workers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each engine has an executor on devices of its
 own, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when they are added, and may move
-later; a worker may be closed, so that its devices do something else, and opened again.
+later; a worker may be closed, so that its devices do something else, and opened again. Where nothing of that is wanted,
+several workers are `jaxrl.scheduling.tokens.paced.PacedWorkers`, which several processes may share.
 
 A round in ranking groups says which worker each request goes to (`jaxrl.scheduling.rounds.ranking_groups`).
 
