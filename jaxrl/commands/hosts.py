@@ -53,12 +53,12 @@ class Bandwidth:
     """Of a collective over all devices.
 
     Attributes:
-      bytes: of the whole array that every device ends with.
+      num_bytes: of the whole array that every device ends with.
       seconds: the median.
       bytes_per_s: that a device must receive from others, by the least that the collective can do.
     """
 
-    bytes: int
+    num_bytes: int
     seconds: float
     bytes_per_s: float
 
@@ -93,7 +93,7 @@ class HostsReport:
             f"{name:<12}  p50 {each.p50_ms:.2f} ms  p95 {each.p95_ms:.2f} ms" for name, each in self.board.items()
         ]
         lines += [
-            f"{name:<12}  {in_bytes(each.bytes)} in {each.seconds * 1e3:.2f} ms  {each.bytes_per_s / 1e9:.3g} GB/s"
+            f"{name:<12}  {in_bytes(each.num_bytes)} in {each.seconds * 1e3:.2f} ms  {each.bytes_per_s / 1e9:.3g} GB/s"
             for name, each in self.collectives.items()
         ]
         return lines

@@ -44,7 +44,7 @@ class Stop:
         self._held = 0
         self._drafts: list[os.PathLike[str]] = []
         self._waiting: signal.Signals | None = None  # came while held
-        self._end: Callable[[str, int], object] = end
+        self._end: Callable[[str, int], object] | None = None  # in place of `end`
         self._lock = threading.Lock()
 
     def __call__(self) -> bool:
@@ -134,7 +134,7 @@ class Stop:
                 self._end_by(number)
 
     def _end_by(self, number: signal.Signals) -> None:
-        self._end(WORDS[number], 128 + number)
+        (self._end or end)(WORDS[number], 128 + number)
 
 
 def _forget() -> None:

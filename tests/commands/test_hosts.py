@@ -80,7 +80,7 @@ def test_two_that_agree(pair: Pair):
     report = json.loads((pair.folder / "hosts.json").read_text())
     assert [row["process"] for row in report["hosts"]] == [0, 1]
     assert all(0 < each["p50_ms"] <= each["p95_ms"] < 1000 for each in report["board"].values())
-    assert [each["bytes"] for each in report["collectives"].values()] == [2**22] * 2
+    assert [each["num_bytes"] for each in report["collectives"].values()] == [2**22] * 2
     for name, passes in (("all-gather", 1), ("all-reduce", 2)):
         found = report["collectives"][name]
         assert found["bytes_per_s"] == pytest.approx(passes * 2**21 / found["seconds"])

@@ -174,7 +174,7 @@ REFUSALS = (
         "yaml-merged-value",
         (
             "unknown option x: known here: model, data, rollout, actor, algorithm, reward, trainer, "
-            "simulate (run.yaml, line 1)"
+            "hosts, simulate (run.yaml, line 1)"
         ),
         "x: &x {n: 0}\nrollout:\n  <<: *x\n",
     ),

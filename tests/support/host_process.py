@@ -226,7 +226,7 @@ def tokens(world: World) -> None:
             samples.append(sample)
             owners.append(owner)
         done = exchange.exchange(samples, owners)
-        figures.append((done.num_tokens, done.bytes, done.turns, done.seconds))
+        figures.append((done.num_tokens, done.num_bytes, done.turns, done.seconds))
         for sample in samples:
             keep_sample(world, "sample", sample)
     world.kept["figures"] = np.asarray(figures)

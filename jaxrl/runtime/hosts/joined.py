@@ -136,7 +136,7 @@ class Joined:
         moved = self._exchange.exchange(samples, owners)
         self.leave()
         self._count("hosts/exchange_s", moved.seconds)
-        self._count("hosts/exchange_bytes", float(moved.bytes))
+        self._count("hosts/exchange_bytes", float(moved.num_bytes))
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call, of this host: seconds at gates (`hosts/gate_s`) and in exchanges of tokens

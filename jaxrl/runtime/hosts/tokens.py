@@ -47,20 +47,20 @@ class Exchanged:
 
     Attributes:
       num_samples, num_tokens: of all hosts.
-      bytes: that this host's devices received from others, padding included.
+      num_bytes: that this host's devices received from others, padding included.
       turns: runs of a program.
       seconds: from the first word packed to the last one unpacked, on this host; waiting for others counts.
     """
 
     num_samples: int = 0
     num_tokens: int = 0
-    bytes: int = 0
+    num_bytes: int = 0
     turns: int = 0
     seconds: float = 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        return self.bytes / self.seconds if self.seconds else 0.0
+        return self.num_bytes / self.seconds if self.seconds else 0.0
 
 
 class TokenExchange:

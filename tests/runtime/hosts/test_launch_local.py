@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from launching import BITS, PATIENCE_S, Launched
 from jaxrl.runtime.hosts.restarts import SETTLE_S
 
 DETECTION_S = 2.0
+INT = signal.SIGINT
 QUICK = ("killed", "guard-of-0-killed", "cannot-go-on", "all-refused")  # the others are slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_ignored() -> Iterator[None]:
+    """A shell's background hands an ignored SIGINT on, here and in what we start. A signal with a handler is not."""
+    earlier = signal.signal(INT, signal.default_int_handler)
+    yield
+    signal.signal(INT, earlier)
 
 
 def some_slow(names: Iterable[str]) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.hosts.notices import Decided, Failed, Floor, Stop
-from jaxrl.runtime.hosts.stream import MAX_BATCH_BYTES, MAX_UNREAD, HostStream, ToldJournal
+from jaxrl.runtime.hosts.stream import MAX_BATCH_BYTES, MAX_UNREAD, HostStream
 
 
 @dataclass
@@ -166,7 +166,7 @@ def test_a_journal_elsewhere_reads_the_file_and_tells_process_0(tmp_path: Path):
     journal = Journal(path, 4)
     journal.append(5, "layout", (0, 3), {"switch": None})
     journal.append(4, "layout", (0, 1), {"switch": 1})
-    other = ToldJournal(path, 4, second)
+    other = Journal(path, 4, begin=False, tell=second.decided)
     assert other.find(5, "layout", (0, 3)) == {"step": 5, "kind": "layout", "key": [0, 3], "switch": None}
     assert other.find(4, "layout", (0, 1)) is None, "a checkpoint has it"
     before = path.read_text()
@@ -182,6 +182,6 @@ def test_a_journal_elsewhere_reads_the_file_and_tells_process_0(tmp_path: Path):
     other.close()
     journal.close()
     assert len([json.loads(line) for line in before.splitlines()]) == 3
-    missing = ToldJournal(tmp_path / "none.jsonl", 0, second)
+    missing = Journal(tmp_path / "none.jsonl", 0, begin=False, tell=second.decided)
     assert missing.find(1, "layout", ()) is None
     assert not (tmp_path / "none.jsonl").exists()
