@@ -22,13 +22,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxrl
-from jaxrl.config import Config
+from jaxrl.config import Config, ConfigError
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.outputs import inputs_of, refuse_overwriting
-from jaxrl.runtime.build import device_bytes
+from jaxrl.runtime.build import device_bytes, host_problem
 from jaxrl.runtime.hosts.agreement import agree
 from jaxrl.runtime.hosts.gate import PROGRAM
-from jaxrl.runtime.hosts.world import World, open_world, refuse_crossing
+from jaxrl.runtime.hosts.world import World, open_world
 from jaxrl.runtime.memory import in_bytes
 from jaxrl.runtime.stop import Stop
 from jaxrl.sharding.mesh import platform_of
@@ -123,7 +123,8 @@ def hosts(
             refuse_file(out, "--json")
             refuse_overwriting(out, "--json", inputs_of(config))
         started_s = time.monotonic()
-        refuse_crossing(config, len(world.local_devices))
+        if (problem := host_problem(config, len(world.local_devices))) is not None:
+            raise ConfigError(problem)
         agreed = agree(world.gate, config, world.local_devices)
         agreed_s = time.monotonic()
         rows = _rows(world)

@@ -19,7 +19,7 @@ from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
 from jaxrl.runtime.hosts.place import HostPlace
 from jaxrl.runtime.hosts.stream import HostStream
 from jaxrl.runtime.hosts.tokens import TokenExchange
-from jaxrl.runtime.hosts.world import World, refuse_crossing
+from jaxrl.runtime.hosts.world import World
 from jaxrl.runtime.round_end import Hosts
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, Verdict
 from jaxrl.types import Sample
@@ -72,11 +72,9 @@ class Joined:
 
         Raises:
           Disagreement: on every process, with the same sentence.
-          ConfigError: a worker would reach over several hosts.
         """
         if self._world is None:
             return place
-        refuse_crossing(config, len(place.local_devices))
         agreed = agree(self._world.gate, config, place.local_devices)
         self._exchange = TokenExchange(place, meet=self.meet)
         return place.with_least(agreed.device_bytes)

@@ -24,9 +24,8 @@ from typing import Any
 
 import jax
 
-from jaxrl.config import Config, ConfigError
-from jaxrl.config.devices import possible_workers, prime_factors
-from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
+from jaxrl.config import ConfigError
+from jaxrl.config.hosts import HostsSection
 from jaxrl.runtime.hosts.board import Board, CoordinationBoard, Disagreement, MemoryBoard, MissingHosts
 from jaxrl.runtime.hosts.gate import GRACE_S, Gate
 from jaxrl.runtime.stop import Stop, end
@@ -96,38 +95,6 @@ def open_world(hosts: HostsSection, stop: Stop | None = None) -> Iterator[World]
         yield World(gate.board, gate, host, everyone, local)
         gate.close()
     _disconnect()
-
-
-def refuse_crossing(config: Config, num_local: int) -> None:
-    """Raises ConfigError where a tensor-parallel group or a worker would reach over several hosts; not for one host.
-
-    Args:
-      num_local: devices of each host.
-    """
-    num, tp = config.hosts.num, 1 if config.is_tp_open else config.rollout.tp
-    total = num * num_local
-    if num == 1:
-        return
-    if prime_factors(total)[: len(prime_factors(num_local))] != prime_factors(num_local):
-        raise ConfigError(
-            f"hosts.num ({num}) with {num_local} devices each: the minor axes of the mesh of all {total} devices must "
-            f"lie inside a host, so the prime factors of {num_local} must be the smallest of {total}; set "
-            "hosts.devices_per_host"
-        )
-    workers = with_workers_of_hosts(config.rollout.num_workers, num) // num
-    if workers not in possible_workers(num_local):
-        raise ConfigError(
-            f"rollout.num_workers ({config.rollout.num_workers}) is {workers} on each of {num} hosts, and must cut "
-            f"the {num_local} devices of a host along the major axes of their mesh, into one of "
-            f"{', '.join(map(str, possible_workers(num_local)))} workers"
-        )
-    own = num_local // workers
-    if tp > own or own % tp:
-        of = f" / {workers} workers" if workers > 1 else ""
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size ({tp}) must divide the devices of a host ({num_local}{of}): tensor "
-            "parallelism across hosts is refused, since each host rolls out by itself"
-        )
 
 
 def _coordinates(hosts: HostsSection) -> tuple[str | None, int | None] | None:

@@ -97,6 +97,21 @@ def test_workers_stay_inside_their_hosts():
     assert "must cut the devices of a host (2) along the major axes" in (problem(2, num_workers=8) or "")
 
 
+@pytest.mark.parametrize(
+    ("num", "local", "rollout"),
+    [
+        (2, 4, {"tensor_model_parallel_size": 4}),
+        (2, 3, {}),
+        (3, 2, {}),
+        (5, 6, {"num_workers": 15}),
+        (4096, 8, {"tensor_model_parallel_size": 8}),
+    ],
+)
+def test_what_fits(num: int, local: int, rollout: dict[str, int]):
+    config = from_mapping({"model": {"path": "m"}, "rollout": rollout, "hosts": {"num": num}})
+    assert host_problem(config, local) is None
+
+
 def test_training_counts_all_devices_and_the_rollout_those_of_a_host():
     def plan(hosts: int, **rollout: int) -> MemoryPlan:
         config = from_mapping({"model": {"path": "m"}, "rollout": rollout, "hosts": {"num": hosts}})

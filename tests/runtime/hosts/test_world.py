@@ -10,9 +10,9 @@ import jax
 import pytest
 from worlds import Done, ended, free_port, script, started, wait_for
 
-from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.runtime.hosts.world import COORDINATOR, PROCESS_ID, open_world, refuse_crossing
+from jaxrl.runtime.hosts.world import COORDINATOR, PROCESS_ID, open_world
 
 WHOLE = """
 sys.path.insert(0, "tests/support")
@@ -353,45 +353,3 @@ def test_another_number_of_processes():
         2,
         "hosts.num (3) must be the number of processes that were started (2)",
     )
-
-
-# ---------------------------------------------------------------- what would cross hosts
-
-
-def config(num: int, **rollout: int) -> Config:
-    return from_mapping({"hosts": {"num": num}, "model": {"path": "m"}, "data": {"task": "t"}, "rollout": rollout})
-
-
-@pytest.mark.parametrize(
-    ("num", "local", "rollout", "words"),
-    [
-        (2, 4, {"tensor_model_parallel_size": 8}, "(8) must divide the devices of a host (4): tensor parallelism"),
-        (
-            2,
-            4,
-            {"tensor_model_parallel_size": 4, "num_workers": 4},
-            "must divide the devices of a host (4 / 2 workers)",
-        ),
-        (2, 4, {"num_workers": 6}, "rollout.num_workers (6) is 3 on each of 2 hosts, and must cut the 4 devices"),
-        (2, 3, {}, "hosts.num (2) with 3 devices each: the minor axes of the mesh of all 6 devices must lie inside"),
-    ],
-)
-def test_what_would_cross_hosts(num: int, local: int, rollout: dict[str, int], words: str):
-    with pytest.raises(ConfigError) as caught:
-        refuse_crossing(config(num, **rollout), local)
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("num", "local", "rollout"),
-    [
-        (1, 8, {"num_workers": 3}),  # of one host it says nothing
-        (2, 4, {"tensor_model_parallel_size": 4}),
-        (2, 4, {"num_workers": 4, "tensor_model_parallel_size": 2}),
-        (3, 2, {}),
-        (5, 6, {"num_workers": 15}),
-        (4096, 8, {"tensor_model_parallel_size": 8}),
-    ],
-)
-def test_what_fits(num: int, local: int, rollout: dict[str, int]):
-    refuse_crossing(config(num, **rollout), local)
