@@ -85,7 +85,7 @@ def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World 
     with ExitStack() as stack:
         folder, process = config.trainer.run_dir, 0 if world is None else world.process
         run_dir = stack.enter_context(closing(FollowedRun(folder, process) if process else RunDir(folder)))
-        watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1))
+        watchdog = _watchdog(config, world)
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)
         earlier = run_dir.earlier
@@ -109,6 +109,15 @@ def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World 
         joined = Joined(world, stop, watchdog.beat)
         begun = Start(config, rule, run_dir, earlier, problems, pool, stop, watchdog, told, began_s, joined)
         return Run(begun).go()
+
+
+def _watchdog(config: Config, world: World | None) -> Watchdog:
+    """The run's watchdog. Of several processes it ends all, and what it hears of progress counts for the gate too."""
+    timeout_s = config.trainer.hang_timeout_s
+    if world is None or world.num_processes == 1:
+        return Watchdog(timeout_s, partial(end, status=1))
+    gate = world.gate
+    return Watchdog(timeout_s, gate.fail, lambda doing: gate.at(doing) if doing else gate.beat())
 
 
 def _silent(line: str) -> None:

@@ -271,7 +271,8 @@ class Run:
             self.stop.save_first(record.view.message)
             finished = loop.run()
             self.watchdog.beat("waiting for the last checkpoint")
-            self.store.wait()
+            with self.joined.waiting("the last checkpoint"):
+                self.store.wait()
             self.watchdog.beat("closing the run's files")
         self.watchdog.beat("writing the report")
         report = self.run_dir.report(write_report)
@@ -375,12 +376,8 @@ class Run:
             record.on_phase(step, name)
             self.joined.on_phase(step, name)
 
-        def beat() -> None:
-            self.watchdog.beat()
-            self.joined.beat()
-
         stepped, save = partial(self._stepped, record), partial(self._save, journal)
-        return Hooks(on_phase, stepped, record.on_eval, save, self.joined.stops, beat)
+        return Hooks(on_phase, stepped, record.on_eval, save, self.joined.stops, self.watchdog.beat)
 
     def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
         committed = self.store.latest_step()  # for sure only then: saving waits for the save before
@@ -424,8 +421,10 @@ class Run:
 
     def _restored(self) -> dict[str, Any]:
         """Brings the trainer to the checkpoint; returns the host's part of it."""
+        self.joined.enter(f"the restore of step {self.step}")
         state, host = self.store.restore(self.trainer.abstract_state(), self.step)
         self.trainer.load_state(state)
+        self.joined.leave()
         return join_arrays(host.values, host.arrays)
 
     def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:

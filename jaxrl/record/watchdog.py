@@ -25,6 +25,7 @@ from jaxrl.record.timeline import Timeline
 _STDERR = 2
 _LOOK_EVERY_S = 1.0
 _SUSPENDED_PERIODS = 5  # between two looks that are made every period; fewer are a machine under load
+_END_S = 15.0  # for the end, which may have to tell other hosts first
 
 
 class Watchdog:
@@ -33,14 +34,17 @@ class Watchdog:
     Args:
       timeout_s: 0 turns it off.
       end: ends the process with a sentence; it is called from the watchdog's thread.
+      heard: hears of every beat, and what it says is done next; among several hosts, their own clocks.
 
     Attributes:
       saved_step: of the last checkpoint, which the last sentence names.
     """
 
-    def __init__(self, timeout_s: float, end: Callable[[str], None]) -> None:
+    def __init__(
+        self, timeout_s: float, end: Callable[[str], None], heard: Callable[[str], None] = lambda doing: None
+    ) -> None:
         self.saved_step: int | None = None
-        self._timeout_s, self._end = timeout_s, end
+        self._timeout_s, self._end, self._heard = timeout_s, end, heard
         self._report: Callable[[str], None] = lambda text: print(f"jaxrl: {text}", file=sys.stderr)
         self._timeline: Timeline | None = None
         self._doing = "starting"
@@ -53,10 +57,11 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str = "") -> None:
-        """The run has made progress; `doing`: what comes next, where no timeline knows it. Costs less than 1 µs."""
+        """The run has made progress; `doing`: what comes next, where no timeline knows it. Costs about 1 µs."""
         self._last_s = time.monotonic()
         if doing:
             self._doing = doing
+        self._heard(doing)
 
     def follow(self, timeline: Timeline, report: Callable[[str], None]) -> None:
         """From now on the open spans of a timeline say where the run is, and reports go to `report`."""
@@ -78,6 +83,7 @@ class Watchdog:
             self._arm(max(self._timeout_s - silent_s, 0.0))
             if silent_s >= self._timeout_s:
                 faulthandler.dump_traceback(_STDERR, all_threads=True)
+                faulthandler.dump_traceback_later(_END_S, exit=True, file=_STDERR)
                 self._end(
                     f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {self._kept()}"
                 )

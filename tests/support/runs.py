@@ -69,13 +69,14 @@ class Runs:
         devices: int = 1,
         stdout: Any = subprocess.PIPE,
         program: Sequence[str] = ("-m", "jaxrl", "train"),
+        flags: str = "",
     ) -> subprocess.Popen[str]:
-        """`program`: what python runs in place of the command."""
+        """`program`: what python runs in place of the command; `flags`: XLA's, beside the number of devices."""
         file = self.folder / "config.yaml"
         file.write_text(yaml.safe_dump(self.config))
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}".strip(),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
         }

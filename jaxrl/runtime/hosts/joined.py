@@ -10,6 +10,7 @@ Source: docs/architecture.md (several processes).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from jaxrl.config import Config
 from jaxrl.record.journal import Tell
@@ -110,10 +111,9 @@ class Joined:
         if self._world is not None:
             self._world.gate.note(STREAM, _told(event))
 
-    def beat(self) -> None:
-        """Something has made progress."""
-        if self._world is not None:
-            self._world.gate.beat()
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Inside, this process waits for what all do together."""
+        return nullcontext() if self._world is None else self._world.gate.waiting(what)
 
     def stops(self) -> bool:
         """Whether the run stops at this boundary; the same on every host."""
