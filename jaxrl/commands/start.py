@@ -117,7 +117,7 @@ def _watchdog(config: Config, world: World | None) -> Watchdog:
     if world is None or world.num_processes == 1:
         return Watchdog(timeout_s, partial(end, status=1))
     gate = world.gate
-    return Watchdog(timeout_s, gate.fail, lambda doing: gate.at(doing) if doing else gate.beat())
+    return Watchdog(timeout_s, gate.fail, lambda doing: gate.at(doing) if doing else gate.beat(), lambda: gate.waits)
 
 
 def _silent(line: str) -> None:

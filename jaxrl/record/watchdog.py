@@ -35,16 +35,21 @@ class Watchdog:
       timeout_s: 0 turns it off.
       end: ends the process with a sentence; it is called from the watchdog's thread.
       heard: hears of every beat, and what it says is done next; among several hosts, their own clocks.
+      waits: whether this process waits for other hosts now, which have a watchdog each.
 
     Attributes:
       saved_step: of the last checkpoint, which the last sentence names.
     """
 
     def __init__(
-        self, timeout_s: float, end: Callable[[str], None], heard: Callable[[str], None] = lambda doing: None
+        self,
+        timeout_s: float,
+        end: Callable[[str], None],
+        heard: Callable[[str], None] = lambda doing: None,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self.saved_step: int | None = None
-        self._timeout_s, self._end, self._heard = timeout_s, end, heard
+        self._timeout_s, self._end, self._heard, self._waits = timeout_s, end, heard, waits
         self._report: Callable[[str], None] = lambda text: print(f"jaxrl: {text}", file=sys.stderr)
         self._timeline: Timeline | None = None
         self._doing = "starting"
@@ -79,6 +84,8 @@ class Watchdog:
             before_s, looked_s = looked_s, time.monotonic()
             if looked_s - before_s > _SUSPENDED_PERIODS * self._period_s:
                 self._last_s = min(self._last_s + looked_s - before_s, looked_s)
+            if self._waits():
+                self._last_s = looked_s
             silent_s = looked_s - self._last_s
             self._arm(max(self._timeout_s - silent_s, 0.0))
             if silent_s >= self._timeout_s:

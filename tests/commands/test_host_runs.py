@@ -5,7 +5,6 @@ That one has called `jax.distributed.initialize` as well, because collectives on
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,42 +14,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import pytest
-from runs import PATIENCE_S, Runs, assert_same_end, end
-
-WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
-RULES = {
-    "plain": (),
-    "tail batching and dynamic sampling": (
-        "rollout.tail_batching.enable=true",
-        "algorithm.filter_groups.enable=true",
-        "algorithm.filter_groups.max_num_gen_batches=20",
-    ),
-    "partial rollout": ("rollout.partial_rollout.enable=true",),
-    "one step off": ("trainer.one_step_off=true", "actor.old_logprobs=rollout"),
-}
-TIMES = (
-    "time",
-    "timing_s/",
-    "perf/",
-    "hosts/",
-    "reward/busy_s",
-    "reward/seconds",
-    "reward/hidden",
-    "rollout/recompiles",
-    "actor/rec",
-)
+from host_runs import RULES, WIDE, assert_same_run, lines
+from runs import PATIENCE_S, Runs, end
 
 
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
-
-
-def lines(file: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def several(num: int, per_host: int) -> tuple[str, ...]:
@@ -63,18 +35,6 @@ def one(runs: Runs, name: str, num: int, per_host: int, overrides: Sequence[str]
     alone = (f"hosts.coordinator=127.0.0.1:{free_port()}", f"rollout.num_workers={num}")
     runs.finish(run_dir, *WIDE, *overrides, *alone, devices=num * per_host)
     return run_dir
-
-
-def assert_same_run(run_dir: Path, other: Path) -> None:
-    """The same checkpoint (queues included), metrics without times, and samples."""
-    with jax.enable_x64(True):
-        assert_same_end(run_dir, other)
-    assert lines(run_dir / "samples.jsonl") == lines(other / "samples.jsonl")
-    ours, theirs = lines(run_dir / "metrics.jsonl"), lines(other / "metrics.jsonl")
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        differing = {name: (a.get(name), b.get(name)) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
-        assert not [name for name in differing if not name.startswith(TIMES)], differing
 
 
 def children_of(process: subprocess.Popen[str]) -> list[int]:

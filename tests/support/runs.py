@@ -70,22 +70,25 @@ class Runs:
         stdout: Any = subprocess.PIPE,
         program: Sequence[str] = ("-m", "jaxrl", "train"),
         flags: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """`program`: what python runs in place of the command; `flags`: XLA's, beside the number of devices."""
+        """`program`: what python runs in place of the command; `flags`: XLA's, beside the number of devices;
+        `environment`: more variables."""
         file = self.folder / "config.yaml"
         file.write_text(yaml.safe_dump(self.config))
-        environment = os.environ | {
+        variables = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}".strip(),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
+            **(environment or {}),
         }
         return subprocess.Popen(
             [sys.executable, *program, f"--config={file}", f"trainer.run_dir={run_dir}", *overrides],
             stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=variables,
         )
 
     def finish(self, run_dir: Path, *overrides: str, devices: int = 1) -> str:

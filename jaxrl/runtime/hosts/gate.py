@@ -147,6 +147,11 @@ class Gate:
         yield
         self._move(before.name, before.kind)
 
+    @property
+    def waits(self) -> bool:
+        """Whether this process waits for others now, at a gate or elsewhere."""
+        return self._place.kind in ("gate", "waiting")
+
     def beat(self) -> None:
         """The phase, or the wait, has made progress. Costs less than 1 µs."""
         self._beat_s = time.monotonic()

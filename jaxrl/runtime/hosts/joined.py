@@ -36,6 +36,7 @@ class Joined:
     Args:
       world: that is open; None: this process is alone.
       asked: whether this process was asked to stop.
+      beat: tells this process's watchdog that it waits for others, and does not hang itself.
 
     Attributes:
       first: how all hear what process 0 has found out.
@@ -54,7 +55,8 @@ class Joined:
             gate = self._world.gate
             self.first = first_of(gate.board, beat)
             later_s = 0.0 if self._world.process == 0 else _LATER_S
-            self.stream = HostStream(gate.board, stalls_s=gate.stall_timeout_s + later_s, stalled=self._stalled)
+            limit_s = gate.stall_timeout_s + later_s
+            self.stream = HostStream(gate.board, stalls_s=limit_s, stalled=self._stalled, waited=beat)
 
     @property
     def hosts(self) -> Hosts | None:

@@ -54,6 +54,7 @@ class HostStream:
       clock: seconds from any origin.
       stalls_s, stalled: what is called with (process, seconds) once nothing that was waited for has come from that
         process for so many seconds.
+      waited: called after each wait.
 
     Attributes:
       process, num_processes: of the board.
@@ -66,10 +67,11 @@ class HostStream:
         clock: Callable[[], float] = time.perf_counter,
         stalls_s: float = math.inf,
         stalled: Callable[[int, float], None] = lambda process, seconds: None,
+        waited: Callable[[], None] = lambda: None,
     ) -> None:
         self.process, self.num_processes = board.process, board.num_processes
         self._board, self._name, self._clock = board, name, clock
-        self._stalls_s, self._stalled = stalls_s, stalled
+        self._stalls_s, self._stalled, self._waited = stalls_s, stalled, waited
         self._waits: tuple[int, float] | None = None  # for whom, and since when nothing has come
         self._round = 0
         self._told: list[Notice | Item] = []  # since the last pump
@@ -137,6 +139,7 @@ class HostStream:
         elif not self._items:
             self._receive_item(timeout_s)
         self._waited_s[holder] += self._clock() - began
+        self._waited()
         self.pump()
         if self._num_read[holder] > before[holder] or self._waits is None or self._waits[0] != holder:
             self._waits = holder, self._clock()
