@@ -10,6 +10,9 @@ each signal into a pipe, and a thread reads it. So a main thread that waits in n
 nothing. Only native code that holds the interpreter's lock does; that is the watchdog's business
 (`jaxrl.record.watchdog`).
 
+A launcher passes the wish to stop on as a signal of its own (`WISH`), which does what a first SIGTERM does and never
+counts as a second one: a service or a batch system may send SIGTERM to the launcher and to all its processes at once.
+
 Imports nothing heavy, so that it is in place before anything else is.
 """
 
@@ -24,6 +27,8 @@ from contextlib import contextmanager, suppress
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 """What the last line on stderr calls the end by a signal. The exit status is 128 plus its number: 130 or 143."""
+WISH = signal.SIGUSR2
+"""From a launcher: somebody has asked the run to stop."""
 
 _FLUSH_S = 1.0  # a reader of our output that has stopped reading does not hold the end up
 _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
@@ -40,6 +45,7 @@ class Stop:
     def __init__(self) -> None:
         self.asked = False
         self.number: signal.Signals | None = None
+        self._by_wish = False  # asked by a launcher alone, so far
         self._say: Callable[[str], None] | None = None
         self._held = 0
         self._drafts: list[os.PathLike[str]] = []
@@ -59,6 +65,7 @@ class Stop:
         for number in WORDS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell ignores SIGINT for what it starts with `&`
                 signal.signal(number, _nothing)
+        signal.signal(WISH, _nothing)
         os.register_at_fork(after_in_child=_forget)
         # multiprocessing has a process that cleans up after one that was ended at once; it need not warn of that
         ours = "ignore:resource_tracker:UserWarning"
@@ -105,11 +112,15 @@ class Stop:
     def _listen(self, reader: int) -> None:
         while True:
             number = os.read(reader, 1)[0]
-            if number in WORDS:
+            if number in WORDS or number == WISH:
                 self._take(signal.Signals(number))
 
     def _take(self, number: signal.Signals) -> None:
         with self._lock:
+            if self.asked and (number == WISH or self._by_wish):
+                self._by_wish &= number == WISH
+                return
+            self._by_wish, number = number == WISH, signal.SIGTERM if number == WISH else number
             if self._say is not None and not self.asked:
                 self.asked, self.number = True, number
                 text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
@@ -140,7 +151,7 @@ class Stop:
 def _forget() -> None:
     """In a forked child: its signals are its own, and not bytes in the pipe that it shares with us."""
     signal.set_wakeup_fd(-1)
-    for number in WORDS:
+    for number in (*WORDS, WISH):
         if signal.getsignal(number) == _nothing:
             signal.signal(number, signal.SIG_DFL)
 

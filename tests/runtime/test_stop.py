@@ -1,11 +1,14 @@
 """A signal ends the process whatever state its threads and modules are in. `tests/refusals/test_signals.py` has whole
 commands."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from jaxrl.runtime.stop import WISH, Stop
 
 SIGNAL = """
 import os, signal, sys, threading, time, types
@@ -79,3 +82,33 @@ class Drafts(list):
 stop._drafts = Drafts()
 """
     assert run(before).returncode == 143
+
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+WISHES = {
+    "wish": ([WISH], TERM, []),
+    "again": ([WISH, WISH], TERM, []),
+    "then-terminated": ([WISH, TERM], TERM, []),
+    "after-terminated": ([TERM, WISH], TERM, []),
+    "after-interrupted": ([INT, WISH], INT, []),
+    "then-terminated-twice": ([WISH, TERM, INT], TERM, [130]),
+    "twice-with-a-wish-between": ([TERM, WISH, TERM], TERM, [143]),
+}
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_a_launchers_wish_is_no_second_signal(name: str):
+    numbers, asked_by, statuses = WISHES[name]
+    stop, ended = Stop(), []
+    stop.save_first(lambda text: None)
+    with stop.ending_by(lambda sentence, status: ended.append(status)):
+        for number in numbers:
+            stop._take(number)
+    assert (stop.number, ended) == (asked_by, statuses)
+
+
+def test_a_launchers_wish_ends_what_cannot_save_yet():
+    stop, ended = Stop(), []
+    with stop.ending_by(lambda sentence, status: ended.append((sentence, status))):
+        stop._take(WISH)
+    assert ended == [("terminated", 143)]

@@ -57,6 +57,7 @@ def go_wrong(what: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case ["hang"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
             time.sleep(600)
 
 
@@ -72,7 +73,7 @@ def main() -> None:
         world = int(read(FOLDER / "worlds", "0")) + 1
         write(FOLDER / "worlds", str(world))
         write(FOLDER / f"coordinator.{COORDINATOR}", str(world))
-        signal.signal(signal.SIGTERM, lambda *_: write(FOLDER / "stop", ""))
+        signal.signal(signal.SIGUSR2, lambda *_: write(FOLDER / "stop", ""))  # `jaxrl.runtime.stop.WISH`
     else:  # which world this is, process 0 knows
         while not (FOLDER / f"coordinator.{COORDINATOR}").exists():
             time.sleep(0.005)

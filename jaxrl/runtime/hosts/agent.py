@@ -12,6 +12,8 @@ process of the run, each the parent of the next:
 So each of them may be killed at any moment, the launcher too, and nothing is left. On other systems than Linux only the
 process's group is killed.
 
+SIGTERM to a guard is passed on to its agent, and an agent tells the launcher of it, which stops the run at a boundary.
+
 An agent reports what happens as it happens: it sleeps until its socket, an output or a child wakes it. It imports
 nothing heavy, and nothing of the user's runs in it.
 """
@@ -29,6 +31,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -91,6 +94,11 @@ class _Agent:
         self._waiting: tuple[Start, float] | None = None  # for the lock, since when
         self._seen: int | None = None  # checkpoint
         self._looked_s = time.monotonic()
+        self._asked = False
+
+    def ask(self) -> None:
+        """Somebody wants the run to stop; called by a signal."""
+        self._asked = True
 
     def run(self) -> NoReturn:
         """Returns when the launcher or the guard is gone, with nothing left below."""
@@ -128,6 +136,9 @@ class _Agent:
             self._relay(source)
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
+        if self._asked:
+            self._asked = False
+            self._say({"asked": True})
         self._reap()
         if time.monotonic() - self._looked_s >= ALIVE_EVERY_S:
             self._looked_s = time.monotonic()
@@ -307,10 +318,18 @@ def main() -> NoReturn:
         os.setpgid(0, 0)  # who kills the guard's group has not killed the agent
         os.close(held)
         os.close(launcher)
-        _Agent(Channel(sock, MAX_MESSAGE_BYTES), lifeline, *sys.argv[4:6]).run()
+        own = _Agent(Channel(sock, MAX_MESSAGE_BYTES), lifeline, *sys.argv[4:6])
+        _on_sigterm(own.ask)
+        own.run()
+    _on_sigterm(lambda: os.kill(agent, signal.SIGTERM))
     sock.close()
     os.close(lifeline)
     _guard(agent, launcher)
+
+
+def _on_sigterm(act: Callable[[], None]) -> None:
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, lambda *_: act())
 
 
 def _guard(agent: int, launcher: int) -> NoReturn:

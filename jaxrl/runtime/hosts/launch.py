@@ -11,8 +11,8 @@ What processes find in their environment: `JAXRL_PROCESS_ID`, `JAXRL_NUM_PROCESS
 Process 0 owns the terminal: on this machine it writes to the launcher's own streams, so that it has its live view; from
 another one its output is passed on as it comes. The others write to `hosts/<process>.log` in the run directory.
 
-A signal to the launcher is passed on to process 0 as SIGTERM, which stops the run at a boundary. A second one ends the
-launcher at once, and with it everything.
+A signal to the launcher, or SIGTERM to an agent, is passed on to process 0 (`jaxrl.runtime.stop.WISH`), which stops the
+run at a boundary. A second one to the launcher ends it at once, and with it everything.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import refuse_folder
 from jaxrl.record.run_dir import RUN_FILE
 from jaxrl.runtime.hosts.agent import Start, newest_checkpoint
-from jaxrl.runtime.hosts.local_agents import Agents, Event, LocalAgents, Note, Output, Ready, Saved
+from jaxrl.runtime.hosts.local_agents import Agents, Asked, Event, LocalAgents, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.local_devices import environments
 from jaxrl.runtime.hosts.restarts import Again, End, Ended, Lost, Over, Refused, Restarts, signal_of, told
-from jaxrl.runtime.stop import WORDS, Stop
+from jaxrl.runtime.stop import WISH, WORDS, Stop
 
 PROCESS, NUM_PROCESSES, COORDINATOR = "JAXRL_PROCESS_ID", "JAXRL_NUM_PROCESSES", "JAXRL_COORDINATOR"
 LOGS = "hosts"
@@ -201,7 +201,7 @@ class _World:
         self._what, self._agents, self._restarts = what, agents, restarts
         self._stop, self._clock, self._world = stop, clock, world
         self._ready: dict[int, Ready] = {}
-        self._passed_on = False
+        self._asked = self._passed_on = False
         self._began_s = clock()
 
     def run(self) -> Again | Over:
@@ -209,15 +209,14 @@ class _World:
         while True:
             for event in self._agents.events(_LOOK_EVERY_S):
                 self._take(event)
-            if self._stop() and not self._passed_on:
-                number = self._stop.number
-                assert number is not None
+            if (self._stop() or self._asked) and not self._passed_on:
+                number = self._stop.number or signal.SIGTERM
                 if not self._is_started:
                     say(WORDS[number])
                     return Over(128 + number)
                 self._passed_on = True
                 self._restarts.ask(number)
-                self._agents.signal(0, signal.SIGTERM)
+                self._agents.signal(0, WISH)
             self._overdue()
             decision = self._restarts.decide(self._clock())
             if decision is not None:
@@ -243,6 +242,8 @@ class _World:
                     self._start()
             case Saved(step):
                 self._restarts.saved(step)
+            case Asked():
+                self._asked = True
             case Output(process, stream, data):
                 if process == 0:
                     _write(stream, data)

@@ -50,6 +50,11 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """An agent got a signal that asks the run to stop."""
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What a process wrote to its stdout (`stream` 1) or stderr (2)."""
 
@@ -65,7 +70,7 @@ class Note:
     text: str
 
 
-Event = Ready | Saved | Output | Note | End
+Event = Ready | Saved | Asked | Output | Note | End
 
 
 class Agents(Protocol):
@@ -238,6 +243,8 @@ def events_of(process: int, message: dict[str, Any], address: str) -> list[Event
             return [Ready(process, address, port, checkpoint)]
         case {"saved": step}:
             return [Saved(step)]
+        case {"asked": _}:
+            return [Asked()]
         case {"output": text, "stream": stream}:
             return [Output(process, stream, text.encode("latin-1"))]
         case {"ended": status, "tail": tail}:

@@ -19,6 +19,8 @@ import signal
 from dataclasses import dataclass
 from enum import IntEnum
 
+from jaxrl.runtime.stop import WISH
+
 SETTLE_S = 3.0
 LAST_S = 15.0
 """Beyond `stall_timeout_s`, for the last process to end once another one has ended with 0."""
@@ -99,7 +101,7 @@ def kind_of(end: End) -> Kind:
     number = signal_of(end.status)
     if number is None:  # a status that is none of ours is nobody's answer
         return {0: Kind.DONE, 1: Kind.FAILED, 2: Kind.REFUSED}.get(end.status, Kind.DEATH)
-    if number in (signal.SIGINT, signal.SIGTERM):
+    if number in (signal.SIGINT, signal.SIGTERM, WISH):  # the last one before Python has a handler for it
         return Kind.STOPPED
     return Kind.ABORTED if number == signal.SIGABRT else Kind.DEATH
 

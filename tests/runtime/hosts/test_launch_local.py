@@ -171,6 +171,26 @@ def test_a_signal_to_the_launcher_stops_the_run_at_a_boundary(tmp_path: Path, nu
     assert run.bits == BITS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["agent", "guard", "all"])
+def test_sigterm_to_an_agent_stops_the_run_at_a_boundary(tmp_path: Path, kind: str):
+    """And so does SIGTERM to the launcher and all that it has started, once."""
+    run = Launched(tmp_path)
+    run.until("at.1.1")
+    agents = [pid for pid, command in run.living().items() if "hosts.agent" in command]
+    guards = [pid for pid in agents if _parent_of(pid) == run.process.pid]
+    (agent, *_) = [pid for pid in agents if _parent_of(pid) == guards[1]]
+    for pid in {"agent": [agent], "guard": [guards[1]], "all": [*agents, run.process.pid]}[kind]:
+        os.kill(pid, signal.SIGTERM)
+    status, _, err = run.end()
+    assert (status, err) == (0, "")
+    assert not (tmp_path / "run" / "bits").exists()
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_a_second_signal_ends_all_at_once(tmp_path: Path):
     run = Launched(tmp_path, {f"1.{i}": {"1": "hang"} for i in (0, 1)})  # deaf to SIGTERM
     run.until("at.1.0")
