@@ -1,8 +1,8 @@
 """The real command, over processes that tell where they are and go wrong as planned: `python watched_run.py train ...`.
 
 As the command it is `jaxrl`, but for what it starts on each host: this program again. There it is `jaxrl` with a gate
-that keeps the process's place in a file, which outlives a SIGKILL, and that looks into a plan. `WATCHED_RUN` in the
-environment names the folder of both: `places/<process>`, and `plan.json` with a list of `Fault`s as objects.
+that keeps the process's place in a file, which outlives a SIGKILL, and that looks into a plan. `JAXRL_WATCHED_RUN` in
+the environment names the folder of both: `places/<process>`, and `plan.json` with a list of `Fault`s as objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FOLDER = "WATCHED_RUN"
+FOLDER = "JAXRL_WATCHED_RUN"
 PLACE_BYTES = 200
 COMPILING = "compiling"
 
