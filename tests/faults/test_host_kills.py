@@ -148,6 +148,42 @@ def test_killed_hosts_end_with_the_same_bits(tmp_path: Path, tiny_model: Path, r
     assert not list((tmp_path / "killed" / "checkpoints").glob("*.draft*"))
 
 
+def seconds_of(trace: list[tuple[float, str]], began_s: float) -> dict[str, float]:
+    """What a start has cost up to the end of its first step, by what a process was doing. Waiting counts."""
+    kinds = {"importing": "import", "connecting": "connect", COMPILING: "compile", "the restore of": "restore"}
+    found = {"launch": trace[0][0] - began_s, **dict.fromkeys(kinds.values(), 0.0), "other": 0.0}
+    for (at_s, place), (next_s, _) in zip(trace, trace[1:], strict=False):
+        found[next((kind for word, kind in kinds.items() if word in place), "other")] += next_s - at_s
+        if "sync of step" in place:
+            return found | {"all": next_s - began_s}
+    raise AssertionError("the first step does not end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [("nothing kept", ""), ("trainer.compilation_cache_dir", "programs")])
+def test_what_a_start_costs(tmp_path: Path, tiny_model: Path, rows: tuple[str, str]):
+    """Prints a table: seconds of the first start, and of one after a SIGKILL of process 1, up to the first step's end."""
+    runs, (name, cache) = Runs(tmp_path, tiny_model), rows
+    options = ("trainer.total_training_steps=6", f"trainer.compilation_cache_dir={cache and tmp_path / cache}")
+    with HostRun(runs, tmp_path / "run", *options, keeps=False) as run:
+        began_s = time.time()
+        run.start()
+        run.until_at(1, "gen of step 4")
+        killed_s = time.time()
+        os.kill(run.where(1)[0], signal.SIGKILL)
+        run.end()
+        print(f"{name}\nstart, process  " + "  ".join(seconds_of(run.trace(0)[0], began_s)))
+        for process in range(2):
+            first, again = run.trace(process)
+            for what, trace, since_s in (("first", first, began_s), ("again", again, killed_s)):
+                costs = "  ".join(f"{seconds:.1f}" for seconds in seconds_of(trace, since_s).values())
+                print(f"{what}, {process}  {costs}")
+        again = seconds_of(run.trace(0)[1], killed_s)
+    assert again["restore"] < again["all"]
+    if cache:
+        assert again["compile"] < seconds_of(run.trace(0)[0], began_s)["compile"] / 2
+
+
 def forget_programs(run: HostRun, chance: random.Random) -> None:
     """Some of the programs will be compiled again."""
     for file in run.cache.iterdir():

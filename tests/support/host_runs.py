@@ -14,11 +14,11 @@ from pathlib import Path
 
 import jax
 from runs import PATIENCE_S, Runs, assert_same_end
-from watched_run import FOLDER, Fault
+from watched_run import FOLDER, KEEPS, Fault
 
 PROGRAM = Path(__file__).with_name("watched_run.py")
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Programs compile in half the time; each run here has them."""
+"""Programs compile in half the time."""
 WIDE = ("rollout.dtype=float64", "actor.dtype=float64", "actor.param_dtype=float64")
 SMALL = ("rollout.block_size=128", "rollout.num_blocks=8", "actor.ppo_max_token_len_per_gpu=128")
 """Few programs."""
@@ -61,7 +61,8 @@ class HostRun:
 
     Args:
       overrides: on top of `runs.config`.
-      address: of the command's hosts, in place of `hosts.launcher=local`.
+      hosts: what starts the processes.
+      keeps: whether all processes find their compiled programs again, and not only process 0, and compile quickly.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class HostRun:
         *overrides: str,
         num: int = 2,
         hosts: Sequence[str] = ("hosts.launcher=local", "hosts.devices_per_host=1"),
+        keeps: bool = True,
     ) -> None:
         self.run_dir, self.watched = run_dir, run_dir.with_name(f"{run_dir.name}.watched")
         self.watched.mkdir()
-        self._runs, self._num = runs, num
+        self._runs, self._num, self._keeps = runs, num, keeps
         self._overrides = (*WIDE, f"hosts.num={num}", *hosts, *overrides)
         self._command: subprocess.Popen[str] | None = None
         self._outputs = 0
@@ -95,10 +97,11 @@ class HostRun:
                 *overrides,
                 stdout=output,
                 program=(str(PROGRAM), "train"),
-                flags=FLAGS,
+                flags=FLAGS if self._keeps else "",
                 environment={
                     FOLDER: str(self.watched),
-                    "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+                    **({KEEPS: "1"} if self._keeps else {}),
+                    "JAX_COMPILATION_CACHE_DIR": str(self.cache) if self._keeps else "",
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
                 },
@@ -208,6 +211,14 @@ class HostRun:
 
     def place(self, process: int) -> str:
         return self.where(process)[1]
+
+    def trace(self, process: int) -> list[list[tuple[float, str]]]:
+        """Of each start of a process, when (`time.time`) it came to which place."""
+        starts: dict[int, list[tuple[float, str]]] = {}
+        for line in (self.watched / "traces" / str(process)).read_text().splitlines():
+            at_s, pid, place = line.split(" ", 2)
+            starts.setdefault(int(pid), []).append((float(at_s), place))
+        return list(starts.values())
 
     def until(self, is_there: Callable[[], bool], patience_s: float = PATIENCE_S, look_s: float = 0.0005) -> None:
         """Waits while the command goes on."""

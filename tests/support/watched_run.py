@@ -3,6 +3,7 @@
 As the command it is `jaxrl`, but for what it starts on each host: this program again. There it is `jaxrl` with a gate
 that keeps the process's place in a file, which outlives a SIGKILL, and that looks into a plan. `JAXRL_WATCHED_RUN` in
 the environment names the folder of both: `places/<process>`, and `plan.json` with a list of `Fault`s as objects.
+`traces/<process>` has all places of all starts, with their times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FOLDER = "JAXRL_WATCHED_RUN"
+FOLDER, KEEPS = "JAXRL_WATCHED_RUN", "JAXRL_WATCHED_KEEPS"
 PLACE_BYTES = 200
 COMPILING = "compiling"
 
@@ -46,8 +47,12 @@ class Places:
             made.write(b" " * PLACE_BYTES)
         with file.open("r+b") as opened:
             self._map = mmap.mmap(opened.fileno(), PLACE_BYTES)
+        trace = file.parents[1] / "traces" / file.name
+        trace.parent.mkdir(exist_ok=True)
+        self._trace = trace.open("ab", buffering=0)
 
     def tell(self, place: str) -> None:
+        self._trace.write(f"{time.time():.6f} {os.getpid()} {place}\n".encode())
         self._map[:] = f"{os.getpid()} {place}".encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
 
 
@@ -122,7 +127,8 @@ def process(folder: Path, number: int) -> None:
                 return Exchanged()
             return super().exchange(samples, owners)
 
-    keep_programs()
+    if KEEPS in os.environ:
+        keep_programs()
     jax.monitoring.register_event_duration_secs_listener(watcher.compile)
     world.Gate = WatchedGate  # type: ignore[misc]
     joined.TokenExchange = SkippedExchange  # type: ignore[misc]
