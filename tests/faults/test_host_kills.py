@@ -14,6 +14,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def seconds_of(trace: list[tuple[float, str]], began_s: float) -> dict[str, floa
     """What a start has cost up to the end of its first step, by what a process was doing. Waiting counts."""
     kinds = {"importing": "import", "connecting": "connect", COMPILING: "compile", "the restore of": "restore"}
     found = {"launch": trace[0][0] - began_s, **dict.fromkeys(kinds.values(), 0.0), "other": 0.0}
-    for (at_s, place), (next_s, _) in zip(trace, trace[1:], strict=False):
+    for (at_s, place), (next_s, _) in pairwise(trace):
         found[next((kind for word, kind in kinds.items() if word in place), "other")] += next_s - at_s
         if "sync of step" in place:
             return found | {"all": next_s - began_s}
@@ -162,7 +163,7 @@ def seconds_of(trace: list[tuple[float, str]], began_s: float) -> dict[str, floa
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [("nothing kept", ""), ("trainer.compilation_cache_dir", "programs")])
 def test_what_a_start_costs(tmp_path: Path, tiny_model: Path, rows: tuple[str, str]):
-    """Prints a table: seconds of the first start, and of one after a SIGKILL of process 1, up to the first step's end."""
+    """Prints a table: seconds of the first start and of one after a SIGKILL, up to the end of their first steps."""
     runs, (name, cache) = Runs(tmp_path, tiny_model), rows
     options = ("trainer.total_training_steps=6", f"trainer.compilation_cache_dir={cache and tmp_path / cache}")
     with HostRun(runs, tmp_path / "run", *options, keeps=False) as run:
