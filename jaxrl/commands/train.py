@@ -195,6 +195,7 @@ class Run:
             on_progress=self.watchdog.beat,
             meet=self.joined.meet,
         )
+        self.trainer.programs.dispatched = self.joined.dispatched
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)
 

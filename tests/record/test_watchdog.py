@@ -85,6 +85,25 @@ def test_zero_turns_it_off_and_closing_does_not_wait_for_the_limit():
     assert ends == []
 
 
+def test_a_wait_for_other_hosts_is_no_hang_of_this_one():
+    ends, waits = Said(), [True]
+    watchdog = Watchdog(1.0, ends, waits=lambda: waits[0])
+    time.sleep(2.0)
+    assert ends == []
+    waits[0] = False
+    assert ends.wait().startswith("no progress for 1")
+    watchdog.close()
+
+
+def test_others_hear_of_progress():
+    heard: list[str] = []
+    watchdog = Watchdog(60.0, Said(), heard.append)
+    watchdog.beat()
+    watchdog.beat("reading the weights")
+    watchdog.close()
+    assert heard == ["", "reading the weights"]
+
+
 def test_a_beat_costs_little():
     watchdog = Watchdog(60.0, Said())
     began = time.thread_time()

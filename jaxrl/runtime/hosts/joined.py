@@ -79,7 +79,7 @@ class Joined:
         if self._world is None:
             return place
         agreed = agree(self._world.gate, config, place.local_devices)
-        self._exchange = TokenExchange(place, meet=self.meet)
+        self._exchange = TokenExchange(place, meet=self.meet, dispatched=self.dispatched)
         return place.with_least(agreed.device_bytes)
 
     # -- the run -----------------------------------------------------------------------------------------------------
@@ -93,6 +93,11 @@ class Joined:
     def meet(self, name: str) -> None:
         """All have compiled the program of a name, and are about to run it for the first time."""
         self.enter(f"the first run of {name}")
+
+    def dispatched(self, name: str) -> None:
+        """A program of all hosts is about to run: all run the same ones in the same order."""
+        if self._world is not None:
+            self._world.gate.note(PROGRAM, name)
 
     def leave(self) -> None:
         """This process goes on by itself."""

@@ -71,11 +71,17 @@ class TokenExchange:
     Args:
       place: of this process. With one process there is nothing to exchange.
       max_bytes: that a device holds at most of what a turn has gathered.
-      meet: where all hosts meet once they have compiled a program.
+      meet: where all hosts meet once they have compiled a program. dispatched: hears of each program that is run.
     """
 
-    def __init__(self, place: HostPlace, max_bytes: int = DEFAULT_MAX_BYTES, meet: Meet = alone) -> None:
-        self._place, self._meet = place, meet
+    def __init__(
+        self,
+        place: HostPlace,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        meet: Meet = alone,
+        dispatched: Callable[[str], None] = alone,
+    ) -> None:
+        self._place, self._meet, self._dispatched = place, meet, dispatched
         self._programs: dict[int, Callable[[jax.Array], jax.Array]] = {}
         most = max_bytes // 4 // place.num_processes
         self._most_words = max(1 << (most.bit_length() - 1), _LEAST_WORDS)
@@ -150,6 +156,7 @@ class TokenExchange:
             words = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._own)
             self._programs[size] = jax.jit(lambda x: x, out_shardings=self._gathered).lower(words).compile()
             self._meet(f"tokens {size}")
+        self._dispatched(f"tokens {size}")
         return self._programs[size]
 
 
