@@ -103,11 +103,9 @@ def test_a_stopped_process_ends_the_run(runs: Runs, phase: str, process: int):
 def test_a_skipped_exchange_ends_the_run(runs: Runs, process: int):
     """The others wait in a collective for a host that has gone on to the next phase."""
     seconds, output = wrong(runs, f"skip {process}", Fault(process, "data of step 2", "skip"))
-    assert seconds < FAILURE_S, "found at the next pulse, and not when the others give up"
+    assert seconds < STALL_S, "found at the next pulse, and not when the others give up"
     (sentence, *_) = said(output)
-    assert sentence.startswith(
-        f"jaxrl: process {process} ({HOST}) has skipped a program of all hosts: it is at the gate"
-    )
+    assert sentence.startswith(f"jaxrl: process {process} ({HOST}) has skipped a program of all hosts: it is at ")
     assert "is in the exchange of tokens" in sentence
 
 

@@ -78,7 +78,7 @@ class Watcher:
                 self._go_wrong(fault.do)
                 return
 
-    def compile(self, event: str, seconds: float, **_: Any) -> None:
+    def compile(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         """Hears of the ends of lowering and of compiling."""
         if event.endswith("/jaxpr_to_mlir_module_duration"):
             before = self._place
