@@ -149,6 +149,34 @@ def test_killed_hosts_end_with_the_same_bits(tmp_path: Path, tiny_model: Path, r
     assert not list((tmp_path / "killed" / "checkpoints").glob("*.draft*"))
 
 
+@pytest.mark.slow
+def test_restarts_are_counted_from_checkpoint_to_checkpoint(tmp_path: Path, tiny_model: Path):
+    runs = Runs(tmp_path, tiny_model)
+    options = (*SMALL, "trainer.total_training_steps=7", "trainer.compilation_cache_dir=", "hosts.max_restarts=1")
+
+    def kill(place: str, saved: int | None, *before: int) -> int:
+        run.until(lambda: run.where(1)[0] not in (0, *before) and place in run.place(1) and run.saved == saved)
+        pid = run.where(1)[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    with HostRun(runs, tmp_path / "whole", *options) as whole:
+        whole.finish()
+    with HostRun(runs, tmp_path / "killed", *options) as run:
+        run.start()
+        kill("step 1", None, kill("step 1", None))
+        assert run.end(1).splitlines()[-1] == (
+            "jaxrl: host 1 was ended by SIGKILL, after 1 restarts without a checkpoint in between (hosts.max_restarts); "
+            "there is no checkpoint yet"
+        )
+        run.start()
+        first = kill("step 3", 2)
+        second = kill("step 5", 4, first)
+        kill("step 7", 6, first, second)
+        assert run.end().count("(restart 1 of 1 without a checkpoint in between)") == 3
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", "reward/retries")
+
+
 def seconds_of(trace: list[tuple[float, str]], began_s: float) -> dict[str, float]:
     """What a start has cost up to the end of its first step, by what a process was doing. Waiting counts."""
     kinds = {"importing": "import", "connecting": "connect", COMPILING: "compile", "the restore of": "restore"}
