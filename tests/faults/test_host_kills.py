@@ -166,8 +166,8 @@ def test_restarts_are_counted_from_checkpoint_to_checkpoint(tmp_path: Path, tiny
         run.start()
         kill("step 1", None, kill("step 1", None))
         assert run.end(1).splitlines()[-1] == (
-            "jaxrl: host 1 was ended by SIGKILL, after 1 restarts without a checkpoint in between (hosts.max_restarts); "
-            "there is no checkpoint yet"
+            "jaxrl: host 1 was ended by SIGKILL, after 1 restarts without a checkpoint in between "
+            "(hosts.max_restarts); there is no checkpoint yet"
         )
         run.start()
         first = kill("step 3", 2)
