@@ -278,7 +278,7 @@ class Gate:
     def _fresh(self) -> dict[int, Place]:
         """Where all are, this process as it knows itself."""
         found = within(_ASK_S, self._pulses.fresh) or {}
-        return found | {self.board.process: self._place}
+        return found | {self.board.process: self._here()}
 
     # ------------------------------------------------------------ threads
 

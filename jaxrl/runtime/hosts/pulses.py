@@ -125,15 +125,18 @@ def listed(processes: Sequence[int], places: Mapping[int, Place]) -> str:
 
 
 def grouped(places: Mapping[int, Place]) -> str:
-    """Who is where, the rarest place first: `process 1 (host-b) in rollout; process 0 (host-a) and 2 more in sync`."""
-    groups: dict[str, list[int]] = {}
+    """Who is where, the rarest place first: `process 1 (host-b) in rollout; process 0 (host-a) and 2 more in sync`. Who
+    has dispatched fewer programs of all hosts than others, which may wait in one of them, is so many behind."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    most = max((place.num_programs for place in places.values()), default=0)
     for process, place in sorted(places.items()):
-        groups.setdefault(place.name, []).append(process)
+        groups.setdefault((place.name, most - place.num_programs), []).append(process)
     said = []
-    for name, processes in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))[:_MOST_NAMED]:
+    for (name, behind), processes in sorted(groups.items(), key=lambda item: (len(item[1]), -item[0][1], item[1])):
         more = f" and {len(processes) - 1} more" if len(processes) > 1 else ""
-        said.append(f"{named(processes[0], places[processes[0]])}{more} in {name}")
-    return "; ".join(said)
+        left = f", {behind} program{'s' if behind > 1 else ''} behind" if behind else ""
+        said.append(f"{named(processes[0], places[processes[0]])}{more} in {name}{left}")
+    return "; ".join(said[:_MOST_NAMED])
 
 
 def _decoded(value: bytes) -> tuple[int, Place]:

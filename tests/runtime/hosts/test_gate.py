@@ -389,3 +389,9 @@ def test_sentences_stay_short():
     assert grouped(places | {50: Place("rollout", "local", 0, "slow")}) == (
         "process 50 (slow) in rollout; process 0 (host-0) and 98 more in update"
     )
+
+
+def test_who_is_behind_is_named():
+    """All are in the same phase, and one of them has not dispatched what the others wait in."""
+    places = {i: Place("update", "global", 4, f"host-{i}", {"program": 9 - 2 * (i == 2)}) for i in range(4)}
+    assert grouped(places) == "process 2 (host-2) in update, 2 programs behind; process 0 (host-0) and 2 more in update"
