@@ -29,7 +29,7 @@ PLACES = {
     "loading": (0, "local loading the weights", "loading the weights"),
     "compiling": (1, "compiling in global old_log_prob of step 1", "old_log_prob of step 1"),
     "rollout": (0, "local gen of step 1", "gen of step 1"),
-    "rollout of another": (1, "local gen of step 2", "in the rollout"),
+    "rollout of another": (1, "local gen of step 2", "gen of step 2"),
     "exchange": (1, "global the exchange of tokens", "the exchange of tokens"),
     "old log-probabilities": (0, "global old_log_prob of step 2", "old_log_prob of step 2"),
     "update": (1, "global update_actor of step 2", "update_actor of step 2"),

@@ -242,11 +242,17 @@ class Gate:
         except BaseException as error:
             if self.board.num_processes == 1:
                 raise
+            if isinstance(error, MissingHosts):
+                self._end_without(error, self._place.name)
             self._ending.by(error, self._who_failed())
 
     def fail(self, sentence: str, status: int = 1) -> NoReturn:
         """Ends the run on all hosts: this process failed, where it is, and why."""
         self._ending.of_all(f"{self._who_failed()}: {sentence}", status)
+
+    def miss(self, process: int, seconds: float) -> NoReturn:
+        """Ends the run on all hosts: another one has kept this one waiting for so long, where it is."""
+        self._end_without(MissingHosts(self._place.name, (process,), round(seconds, 1)), self._place.name)
 
     def close(self) -> None:
         """Waits until all processes have come to the end, without an error. Afterwards nobody is watched."""

@@ -154,9 +154,7 @@ class Joined:
 
     def _stalled(self, process: int, seconds: float) -> None:
         assert self._world is not None
-        self._world.gate.fail(
-            f"waited {seconds:.3g} s (hosts.stall_timeout_s) for word of process {process} in the rollout"
-        )
+        self._world.gate.miss(process, seconds)
 
 
 def _told(event: Event) -> str:
