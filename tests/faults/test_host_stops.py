@@ -14,7 +14,7 @@ from host_runs import SMALL, HostRun, assert_same_run, lines
 from runs import Runs
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
-STEPS = 30
+STEPS = 34
 OPTIONS = (*SMALL, f"trainer.total_training_steps={STEPS}", "trainer.compilation_cache_dir=")
 CASES = [
     # whom, on which host; the signal; and in which process's place (the second time that it comes there)
