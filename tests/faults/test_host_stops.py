@@ -31,8 +31,8 @@ CASES = [
     ("process", 0, TERM, 0, "save of step"),
     ("process", 1, TERM, 1, "save of step"),
     ("command", -1, TERM, 0, "compiling in local gen of step"),
-    ("process", 0, TERM, 0, "compiling in global"),
-    ("process", 1, TERM, 1, "compiling in global"),
+    ("process", 0, TERM, 0, "compiling in global the first run of zeros"),
+    ("process", 1, TERM, 1, "compiling in global old_log_prob"),
     ("all", -1, TERM, 0, "gen of step"),
 ]
 
