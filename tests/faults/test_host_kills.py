@@ -189,10 +189,10 @@ def seconds_of(trace: list[tuple[float, str]], began_s: float) -> dict[str, floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [("nothing kept", ""), ("trainer.compilation_cache_dir", "programs")])
-def test_what_a_start_costs(tmp_path: Path, tiny_model: Path, rows: tuple[str, str]):
+@pytest.mark.parametrize("cache", ["", "programs"], ids=["nothing kept", "programs kept"])
+def test_what_a_start_costs(tmp_path: Path, tiny_model: Path, cache: str):
     """Prints a table: seconds of the first start and of one after a SIGKILL, up to the end of their first steps."""
-    runs, (name, cache) = Runs(tmp_path, tiny_model), rows
+    runs, name = Runs(tmp_path, tiny_model), f"trainer.compilation_cache_dir={cache}"
     options = ("trainer.total_training_steps=6", f"trainer.compilation_cache_dir={cache and tmp_path / cache}")
     with HostRun(runs, tmp_path / "run", *options, keeps=False) as run:
         began_s = time.time()
