@@ -41,14 +41,14 @@ def test_a_run_on_ray_ends_as_the_local_launchers(tmp_path: Path, tiny_model: Pa
     with HostRun(runs, tmp_path / "ray", *OPTIONS, hosts=hosts) as run:
         began_s = time.monotonic()
         run.start()
-        run.until_at(1, "data of step 1")
+        run.until_at(1, "gen of step 1")
         print(f"the first step began after {time.monotonic() - began_s:.1f} s")
-        run.until_at(1, "update_actor of step 4")
+        run.until_at(1, "of step 4")
         both = [run.where(process)[0] for process in range(2)]
         began_s = time.monotonic()
         os.kill(both[1], signal.SIGKILL)
         seconds = gone_after(both, 60)
-        run.until(lambda: run.where(1)[0] not in both and "data of step" in run.place(1))
+        run.until(lambda: run.where(1)[0] not in both and "of step" in run.place(1))
         print(f"gone after {seconds:.2f} s; the step after it began after {time.monotonic() - began_s:.1f} s")
         output = run.end()
     assert seconds < DETECTION_S
