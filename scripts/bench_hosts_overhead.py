@@ -21,11 +21,13 @@ turns; the ratio of each repetition's two medians, here over there.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--longest", type=int, default=128, help="most tokens of a response (128)")
     made.add_argument("--hidden", type=int, default=128, help="the model's hidden size (128)")
     made.add_argument("--repetitions", type=int, default=3, help="runs of each case, in turns (3)")
+    made.add_argument("--folder", type=Path, help="keeps programs and runs: those of earlier times count as well")
     made.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout of this project")
     made.add_argument("--json", nargs="?", type=records.Path, const=records.RECORDS, metavar="FOLDER")
     made.add_argument("--quick", action="store_true", help="few steps of a tiny model: try the benchmark itself")
@@ -72,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     head = records.header("hosts-overhead", records.describe_host(), records.versions(), records.command(arguments))
     records.print_header(head, say)
-    with tempfile.TemporaryDirectory() as folder:
+    with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as folder:
         sizes = ("devices", "devices", "steps", "skip", "prompts", "samples", "longest", "hidden")
-        runs = Runs(Path(folder), Sizes(*(getattr(options, name) for name in sizes)))
+        runs = Runs(Path(folder).resolve(), Sizes(*(getattr(options, name) for name in sizes)))
         if options.against is not None:
             results = _against(runs, options.against.resolve(), options.repetitions)
         else:
@@ -84,18 +87,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+KEPT = "measured.jsonl"
 Measured = dict[str, list[dict[str, float]]]
 
 
-def _in_turns(cases: Mapping[str, Callable[[], dict[str, float]]], repetitions: int) -> Measured:
-    """What each case has measured. A run before the first of each fills the compilation cache."""
-    for name, run in cases.items():
-        say(f"  {name}: {run()['seconds']:.1f} s in all, not counted")
-    found: Measured = {name: [] for name in cases}
-    for name in [*cases] * repetitions:
-        found[name].append(cases[name]())
-        say(f"  {name}: {found[name][-1]['seconds']:.1f} s in all, {found[name][-1]['timing_s/step']:.3f} s a step")
-    return found
+def _in_turns(cases: Mapping[str, Callable[[], dict[str, float]]], repetitions: int, kept: Path) -> Measured:
+    """What each case has measured, here and at earlier times in the same folder. The first run of each fills the
+    compilation cache and does not count.
+
+    Args:
+      kept: a file with a line for each run.
+    """
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    runs: Measured = {name: [] for name in cases}
+    for name, measured in map(json.loads, lines):
+        if name in cases:
+            runs[name].append(measured)
+    filling = [name for name in cases if not runs[name]]
+    for name in filling + [*cases] * repetitions:
+        runs[name].append(cases[name]())
+        last = runs[name][-1]
+        with open(kept, "a", encoding="utf-8") as file:
+            file.write(json.dumps([name, last]) + "\n")
+        counts = "" if len(runs[name]) > 1 else ", not counted"
+        say(f"  {name}: {last['seconds']:.1f} s in all, {last['timing_s/step']:.3f} s a step{counts}")
+    return {name: own[1:] for name, own in runs.items()}
 
 
 def _spread(values: Sequence[float]) -> list[float]:
@@ -105,12 +121,12 @@ def _spread(values: Sequence[float]) -> list[float]:
 
 def _cases(runs: Runs, processes: Sequence[int], repetitions: int) -> list[dict[str, Any]]:
     cases = {f"{count} processes": partial(runs.train, count) for count in processes}
-    measured = _in_turns(cases, repetitions)
+    measured = _in_turns(cases, repetitions, runs.folder / KEPT)
     assert len({each["tokens"] for own in measured.values() for each in own}) == 1, "all draw the same"
     weights, results = runs.weight_bytes, []
     for count, own in zip(processes, measured.values(), strict=True):
         phases = {name: _spread([each[f"timing_s/{name}"] for each in own]) for name in PHASES}
-        result: dict[str, Any] = {"processes": count, "seconds": phases, "weight_bytes": weights}
+        result: dict[str, Any] = {"processes": count, "runs": len(own), "seconds": phases, "weight_bytes": weights}
         result["sync_bytes_per_s"] = _spread([weights / each["timing_s/sync"] for each in own])
         if count > 1:
             names = sorted(name for name in own[0] if name.startswith("hosts/"))
@@ -152,14 +168,15 @@ def _rate(values: Sequence[float]) -> str:
 
 def _against(runs: Runs, other: Path, repetitions: int) -> list[dict[str, Any]]:
     cases = {"here": partial(runs.train, 1, ordered=False), "there": partial(runs.train, 1, other, ordered=False)}
-    measured = _in_turns(cases, repetitions)
+    measured = _in_turns(cases, repetitions, runs.folder / KEPT)
     git = ["git", "-C", str(other), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    result: dict[str, Any] = {"there": commit or "unknown", "here": {}, "before": {}, "ratio": {}}
+    result: dict[str, Any] = {"there": commit or "unknown", "runs": 0, "here": {}, "before": {}, "ratio": {}}
+    result["runs"] = min(map(len, measured.values()))
     say(f"one process, here over {result['there']}")
     for name in PHASES:
         here, there = ([each[f"timing_s/{name}"] for each in own] for own in measured.values())
-        ratios = [a / b if b else 1.0 for a, b in zip(here, there, strict=True)]
+        ratios = [a / b if b else 1.0 for a, b in zip(here, there, strict=False)]  # one may be ahead
         result["here"][name], result["before"][name], result["ratio"][name] = map(_spread, (here, there, ratios))
         median, least, most = result["ratio"][name]
         say(

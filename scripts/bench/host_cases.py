@@ -11,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +46,11 @@ class Sizes:
 
 
 class Runs:
-    """Runs of these sizes, in `folder`."""
+    """Runs of these sizes, in `folder`, in which earlier ones may be."""
 
     def __init__(self, folder: Path, sizes: Sizes) -> None:
         self.folder, self.sizes = folder, sizes
-        self._count = 0
+        folder.mkdir(parents=True, exist_ok=True)
         _write_model(folder / "model", sizes.hidden)
         problems = ({"question": f"{i} and {i * 7 % 11}", "answer": str(i)} for i in range(4 * sizes.prompts))
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems), encoding="utf-8")
@@ -64,8 +65,7 @@ class Runs:
           source: a checkout of this project, whose command it is.
           ordered: as many workers as the sizes say; else the single one of a run that asks for nothing.
         """
-        self._count += 1
-        run_dir = self.folder / f"run {self._count}"
+        run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
         workers = (f"rollout.num_workers={self.sizes.workers}",) if ordered and self.sizes.workers > 1 else ()
         began = time.perf_counter()
         self._command(processes, source, "train", f"trainer.run_dir={run_dir}", *workers)
@@ -147,7 +147,7 @@ def _write_model(folder: Path, hidden: int) -> None:
     """A Llama of four layers without weights, and a tokenizer of bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    folder.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
