@@ -201,6 +201,7 @@ class LayoutSessions:
 
     def heard(self, states: Sequence[Mapping[str, Any]]) -> None:
         """What the processes have told (`told`), by the worker's number."""
+        assert len(states) == self._count, f"the layouts of {len(states)} workers were told, of {self._count}"
         for worker in self._others:
             self._others[worker] = state_of_plain(states[worker])
 
