@@ -327,7 +327,9 @@ class LayoutControl:
 
     def state_dict(self) -> dict[str, Any]:
         """Part of a checkpoint, cut between rounds."""
-        return self.own_state() | self.shared_state()
+        own = self.own_state()
+        measured = {name: own.pop(name) for name in own.keys() & {"correction"}}  # comes last, as it always has
+        return own | self.shared_state() | measured
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from another control's state; what the state lacks stays as it is."""
