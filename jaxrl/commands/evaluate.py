@@ -45,6 +45,7 @@ from jaxrl.runtime.build import (
     use_compilation_cache,
 )
 from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.hosts.single import refuse_several
 from jaxrl.runtime.judge_build import build_judge, read_judge
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
@@ -77,13 +78,14 @@ def evaluate(
       ValueError: what a user can mend.
       RunFailed: every reward failed, so that the figures would say nothing about the model.
     """
+    refuse_several("eval")
     if out:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out", inputs_of(config))
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
-    # nothing is trained: all devices of this host, and no history
-    rollout = replace(config.rollout, num_devices=0, speculation=SpeculationSection())
+    # nothing is trained: one worker on all devices of this host, whatever the run has, and no history
+    rollout = replace(config.rollout, num_devices=0, num_workers=1, speculation=SpeculationSection())
     config = replace(config, rollout=rollout, hosts=HostsSection())
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, said.append)

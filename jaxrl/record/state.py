@@ -46,10 +46,20 @@ def join_arrays(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     return state
 
 
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested state as JSON values alone: an array as an object, and a number that is not finite, which JSON has not, as
+    one with its text. `state_of_plain` is the reverse."""
+    return {key: _plain(value) for key, value in state.items()}
+
+
+def state_of_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `plain_state` was given, but that a tuple is a list."""
+    return json.loads(json.dumps(values, allow_nan=False), object_hook=_special)
+
+
 def dump_state(state: Mapping[str, Any]) -> str:
     """`Loop.host_state` as JSON, arrays included."""
-
-    body = json.dumps({"state": _plain(state)}, allow_nan=False)
+    body = json.dumps({"state": plain_state(state)}, allow_nan=False)
     return f"{_head(body)}\n{body}"
 
 
@@ -58,8 +68,6 @@ def _head(body: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values only: an array as an object, and a number that is not finite, which JSON has not, as one with its
-    text."""
     if isinstance(value, np.ndarray):
         return {"array": value.dtype.str, "shape": value.shape, "values": _plain(value.ravel().tolist())}
     if isinstance(value, Mapping):
@@ -73,23 +81,24 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"host state: {type(value).__name__} is neither a JSON value nor an array")
 
 
+def _special(value: dict[str, Any]) -> Any:
+    """An object of JSON as what it stands for (`_plain`)."""
+    if value.keys() == {"array", "shape", "values"}:
+        return np.asarray(value["values"], np.dtype(value["array"])).reshape(value["shape"])
+    if value.keys() == {"number"}:
+        return float(value["number"])
+    return value
+
+
 def load_state(text: str, where: str) -> dict[str, Any]:
     """What `dump_state` wrote. Raises ValueError for anything else, and for what has changed since."""
-
-    def array(value: dict[str, Any]) -> Any:
-        if value.keys() == {"array", "shape", "values"}:
-            return np.asarray(value["values"], np.dtype(value["array"])).reshape(value["shape"])
-        if value.keys() == {"number"}:
-            return float(value["number"])
-        return value
-
     head, _, body = text.partition("\n")
     if head.startswith(f'{{"simulation": {_STATE_SCHEMA},'):
         if head != _head(body):
             raise ValueError(f"{where}: changed since it was written; bring it back, or remove it to start again")
-        return json.loads(body, object_hook=array)["state"]
+        return json.loads(body, object_hook=_special)["state"]
     try:
-        found = json.loads(text, object_hook=array)
+        found = json.loads(text, object_hook=_special)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where}: not a simulation's state ({error}); remove it to start again") from None
     whole = isinstance(found, dict) and isinstance(found.get("state"), dict)

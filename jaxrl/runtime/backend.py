@@ -37,7 +37,7 @@ from jaxrl.runtime.lanes import PlanTimeline
 from jaxrl.runtime.ordered import OrderedEvents
 from jaxrl.runtime.plans import PlanRunner, Worker
 from jaxrl.runtime.ranking import RankingSession
-from jaxrl.runtime.round_end import Hosts, MissingTokens, RoundCounts, merged, samples_of
+from jaxrl.runtime.round_end import Hosts, MissingTokens, RoundCounts, merged, samples_of, work_metrics
 from jaxrl.runtime.streaming import StreamSession
 from jaxrl.runtime.verdicts import Scoring, Verdicts
 from jaxrl.scheduling.layouts.control import Layouts
@@ -146,8 +146,8 @@ class RolloutBackend:
         self._history = history
         self._judge = judge
         self._request_ids = itertools.count()
-        self._ready = False
-        self._version = 0  # of the rollout's weights
+        self._ready, self._version = False, 0  # of the rollout's weights
+        self._unused: int | None = None  # the same, where no round has begun with them
         self._step, self._round = -1, 0
         self._params = SamplingParams()
         self._events: deque[Event] = deque()
@@ -170,7 +170,9 @@ class RolloutBackend:
     # -- memory phases -----------------------------------------------------------------------------------------------
 
     def enter_rollout(self, policy_version: int) -> None:
-        """Brings the trainer's weights into the rollout layout, on the devices; then allocates the KV pool."""
+        """Brings the weights into the rollout layout and allocates the KV pool, unless they wait there unused."""
+        if self._unused == policy_version:
+            return
         self._version = policy_version
         if self._ranking is not None and self._ranking.ahead.is_on:
             self._ranking.ahead.enter(policy_version)
@@ -179,7 +181,7 @@ class RolloutBackend:
             self._layouts.enter()
         self.worker.sync_weights(self._weights(), policy_version)
         self.worker.allocate()  # also where all but a worker that was freed in the last round have their pools
-        self._ready = True
+        self._ready, self._unused = True, policy_version
 
     def leave_rollout(self) -> None:
         """Gives the memory of the KV pool and the rollout weights to the update; not while the next round has begun."""
@@ -187,7 +189,7 @@ class RolloutBackend:
             self._judge.release()
         if self._ready and not (self._ranking is not None and self._ranking.ahead.is_on):
             self.worker.release(weights=True)
-            self._ready = False
+            self._ready, self._unused = False, None
 
     @property
     def stop_agreed(self) -> bool:
@@ -204,7 +206,7 @@ class RolloutBackend:
         # A step may have two rounds with prompts of the same key, training and evaluation. Their order says nothing:
         # with one-step-off the training round of the next step comes between.
         self._round = int(kind == "eval")
-        self._step, self._params = step, params
+        self._step, self._params, self._unused = step, params, None
         self._verdicts.begin(step, self._round)
         if self._ordered is not None:
             self._ordered.begin(self._version)
@@ -327,32 +329,31 @@ class RolloutBackend:
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
         """The round is over; its metrics. `result`: what its rule has made of it; None: an evaluation's, or none has
         any use for it."""
-        running = self._requests if self._num_ahead else self.engine.unfinished()
-        assert not running, "a round ends while something of it is running"
+        assert not (self._requests if self._num_ahead else self.engine.unfinished()), "a round ends while it is running"
         if not self._num_ahead:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
         self._plans.lanes.follow()
         self._requests.clear()
         assert self._verdicts.due is None, "a round ends while something of it is being scored"
         workers = self._plans.counted()
-        layouts = {} if self._layouts is None else self._layouts.end([each.preemptions for each in workers])
+        layouts, states = {}, []
+        if self._layouts is not None:
+            layouts, states = self._layouts.end([each.preemptions for each in workers]), self._layouts.told()
         recompiles = self.worker.recompiles - self._recompiles
-        counts = [RoundCounts(workers, recompiles, self._verdicts.own.end(), layouts)]
+        counts = [RoundCounts(workers, recompiles, self._verdicts.own.end(), layouts, states)]
         learned = () if result is None else (*result.groups, *result.judged)
         if self._ordered is not None:
             counts = [RoundCounts.read(each) for each in self._ordered.end(counts[0].written())]
-        if self._ordered is not None and self._hosts is not None and result is not None:
-            found = samples_of(result if self._history is not None else replace(result, judged=[]))
-            missing = MissingTokens([(sample, self._ordered.owner_of(sample.key)) for sample in found])
-            self._hosts.exchange(missing.samples, missing.owners)
-            missing.fill(self._hosts.stream.process, self._text_of)
+            if self._layouts is not None:
+                self._layouts.heard([state for each in counts for state in each.states])
+            if self._hosts is not None and result is not None:
+                found = samples_of(result if self._history is not None else replace(result, judged=[]))
+                missing = MissingTokens([(sample, self._ordered.owner_of(sample.key)) for sample in found])
+                self._hosts.exchange(missing.samples, missing.owners)
+                missing.fill(self._hosts.stream.process, self._text_of)
         done = sum((each.total for each in counts), Counters())
         return {
-            "rollout/preemptions": done.preemptions,
-            "rollout/bubble_ratio": done.bubble_ratio,
-            "rollout/decode_steps": done.steps,
-            "rollout/prefill_tokens": done.prefill_tokens,
-            "rollout/shared_tokens": done.shared_tokens,
+            **work_metrics(done),
             **self._tally.take(merged(counts)),
             **({} if self._hosts is None else self._hosts.stream.take_metrics()),
             **self._verdicts.own.limit_metrics(),

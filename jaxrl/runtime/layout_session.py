@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from jaxrl.config.layout import LayoutSection
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
+from jaxrl.record.state import plain_state, state_of_plain
 from jaxrl.scheduling.layouts.control import Decision, LayoutControl
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.tokens.engine import Engine
@@ -146,10 +147,21 @@ class LayoutSession:
 
 
 class LayoutSessions:
-    """Implements `jaxrl.scheduling.layouts.control.Layouts`: the sessions of all workers, by their numbers."""
+    """Implements `jaxrl.scheduling.layouts.control.Layouts`: the sessions of this process's workers, by their numbers.
 
-    def __init__(self, sessions: Sequence[LayoutSession]) -> None:
-        self.sessions = tuple(sessions)
+    Of workers in other processes it knows what these have told at the end of the last round, so that the checkpoint
+    that one process writes has the state of every worker.
+
+    Args:
+      first, count: the number of the first of these workers, and how many workers there are; 0: these are all.
+    """
+
+    def __init__(self, sessions: Sequence[LayoutSession], first: int = 0, count: int = 0) -> None:
+        self.sessions, self._first = tuple(sessions), first
+        self._count = count or len(self.sessions)
+        others = set(range(self._count)) - set(range(first, first + len(self.sessions)))
+        # all begin alike
+        self._others = {worker: self.sessions[0].control.own_state() for worker in sorted(others)}
 
     def enter(self) -> None:
         """A rollout phase begins, with neither weights nor pools."""
@@ -183,22 +195,40 @@ class LayoutSessions:
         others. `preemptions`: of each worker."""
         return together([session.end(count) for session, count in zip(self.sessions, preemptions, strict=True)])
 
+    def told(self) -> list[dict[str, Any]]:
+        """The round is over: what other processes have to know of each of these workers, as JSON values."""
+        return [plain_state(session.control.own_state()) for session in self.sessions]
+
+    def heard(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """What the processes have told (`told`), by the worker's number."""
+        assert len(states) == self._count, f"the layouts of {len(states)} workers were told, of {self._count}"
+        for worker in self._others:
+            self._others[worker] = state_of_plain(states[worker])
+
     def cancel(self) -> None:
         """The round is dropped."""
         for session in self.sessions:
             session.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint. One worker's is its session's."""
-        own, *others = [session.state_dict() for session in self.sessions]
-        return {"workers": {str(i): state for i, state in enumerate((own, *others))}} if others else own
+        """Part of a checkpoint, the same in every process but for what was measured in a round that was dropped. One
+        worker's is its session's."""
+        states = {self._first + i: session.state_dict() for i, session in enumerate(self.sessions)}
+        if self._count == 1:
+            return states[0]
+        for worker, own in self._others.items():
+            states[worker] = own | self.sessions[0].control.shared_state()
+        return {"workers": {str(worker): states[worker] for worker in range(self._count)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where another run was; without a state, where it starts. If that run had fewer workers, the states of
         those are dealt out in turn."""
         saved = state.get("workers", {"0": state})
-        for worker, session in enumerate(self.sessions):
+        for worker, session in enumerate(self.sessions, self._first):
             session.load_state_dict(saved[str(worker % len(saved))])
+        for worker, own in self._others.items():
+            known = saved[str(worker % len(saved))]
+            self._others[worker] = {name: known.get(name, value) for name, value in own.items()}
 
 
 def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -242,7 +272,9 @@ def layout_sessions(
         [
             LayoutSession(control, clock, drawing, log, journal, (worker, count))
             for worker, control in enumerate(controls, first)
-        ]
+        ],
+        first,
+        count,
     )
 
 

@@ -42,12 +42,18 @@ _LARGEST = frozenset({"reward/busy_s"})
 
 @dataclass(frozen=True, slots=True)
 class RoundCounts:
-    """Of one process: the counts of its workers, programs compiled, what its scoring and its layouts say."""
+    """Of one process: the counts of its workers, programs compiled, what its scoring and its layouts say.
+
+    Attributes:
+      states: of its workers' layouts, for the checkpoint (`jaxrl.runtime.layout_session.LayoutSessions.told`); empty
+        where they do not adapt or nobody has to know.
+    """
 
     workers: Sequence[Counters]
     recompiles: int
     scoring: Mapping[str, float]
     layouts: dict[str, float]
+    states: Sequence[Mapping[str, Any]] = ()
 
     @property
     def total(self) -> Counters:
@@ -58,13 +64,24 @@ class RoundCounts:
         """As JSON values."""
         workers = [list(astuple(each)) for each in self.workers]
         told = {"recompiles": self.recompiles, "scoring": dict(self.scoring), "layouts": dict(self.layouts)}
-        return {"workers": workers, **told}
+        return {"workers": workers, **told, "states": list(self.states)}
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> RoundCounts:
         """The reverse."""
         workers = [Counters(*each) for each in written["workers"]]
-        return cls(workers, written["recompiles"], written["scoring"], written["layouts"])
+        return cls(workers, *(written[name] for name in ("recompiles", "scoring", "layouts", "states")))
+
+
+def work_metrics(done: Counters) -> dict[str, float]:
+    """Metrics of what all workers have counted together."""
+    return {
+        "rollout/preemptions": done.preemptions,
+        "rollout/bubble_ratio": done.bubble_ratio,
+        "rollout/decode_steps": done.steps,
+        "rollout/prefill_tokens": done.prefill_tokens,
+        "rollout/shared_tokens": done.shared_tokens,
+    }
 
 
 def merged(counts: Sequence[RoundCounts]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,16 @@ from pathlib import Path
 
 import pytest
 from host_runs import RULES, WIDE, assert_same_run, lines
-from runs import PATIENCE_S, Runs, end
+from runs import PATIENCE_S, Runs, end, num_steps, state_of, wait_for_steps
+
+ADAPTIVE = (
+    "rollout.layout.planner=true",
+    "rollout.n=8",
+    "rollout.max_num_seqs=4",
+    "rollout.num_blocks=9",  # rows are preempted, of which the planners hear
+    "rollout.decode_steps=2",
+    "trainer.save_freq=1",
+)
 
 
 def free_port() -> int:
@@ -87,6 +97,58 @@ def test_processes_end_as_one(tmp_path: Path, tiny_model: Path, rule: str, num: 
     runs = Runs(tmp_path, tiny_model)
     runs.finish(tmp_path / "several", *WIDE, *several(num, 2), *RULES[rule])
     assert_same_run(tmp_path / "several", one(runs, "one", num, 2, RULES[rule]))
+
+
+def planners(run_dir: Path) -> list[list[int]]:
+    """Of each worker, by its number: degree, preemptions of the last round, quiet rounds; from the last checkpoint."""
+    with jax.enable_x64(True):
+        arrays, values = state_of(run_dir)
+    workers = values["layouts"]["workers"]
+    return [arrays[f"host.layouts.workers.{worker}.planner.state"][0].tolist() for worker in workers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 4])
+def test_a_run_goes_on_with_the_layout_of_every_worker(tmp_path: Path, tiny_model: Path, num: int):
+    """Also as one process with as many workers."""
+    runs = Runs(tmp_path, tiny_model)
+    adaptive = (*ADAPTIVE, f"trainer.compilation_cache_dir={tmp_path / 'cache'}")
+    half, whole = (f"trainer.total_training_steps={steps}" for steps in (2, 4))
+    runs.finish(tmp_path / "resumed", *WIDE, *several(num, 2), *adaptive, half)
+    found = planners(tmp_path / "resumed")
+    assert len(found) == num
+    assert found != [found[0]] * num, "one worker's state would not do for all"
+    shutil.copytree(tmp_path / "resumed", tmp_path / "resumed by one")
+    runs.finish(tmp_path / "resumed", *WIDE, *several(num, 2), *adaptive, whole)
+    resumed_by_one = one(runs, "resumed by one", num, 2, (*adaptive, whole))
+    unbroken = one(runs, "unbroken", num, 2, (*adaptive, whole))
+    assert 2 in (degree for degree, *_ in planners(unbroken)), "a planner has doubled its degree"
+    assert_same_run(tmp_path / "resumed", unbroken)
+    assert_same_run(resumed_by_one, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_any_number_of_processes(tmp_path: Path, tiny_model: Path):
+    """From every one of 1, 2 and 4 processes to every other, with four workers and tokens that are carried: what is in
+    a checkpoint comes back to the bit, or the end would be another."""
+    runs = Runs(tmp_path, tiny_model)
+    options = (
+        *RULES["partial rollout"],
+        "rollout.num_workers=4",
+        "trainer.total_training_steps=12",
+        f"trainer.compilation_cache_dir={tmp_path / 'cache'}",
+    )
+    run_dir, legs = tmp_path / "moved", (1, 2, 4, 1, 4, 2, 1)
+    for leg, num in enumerate(legs):
+        placed = several(num, 4 // num) if num > 1 else (f"hosts.coordinator=127.0.0.1:{free_port()}",)
+        with runs.start(run_dir, *WIDE, *options, *placed, devices=4) as process:
+            if leg < len(legs) - 1:
+                wait_for_steps(process, run_dir, num_steps(run_dir) + 1)
+                process.send_signal(signal.SIGTERM)
+            said = end(process)
+        assert (f"resuming {run_dir}" in said) == (leg > 0), said
+        assert (num_steps(run_dir) < 12) == (leg < len(legs) - 1), f"leg {leg}: {num_steps(run_dir)} steps"
+    assert_same_run(run_dir, one(runs, "one", 4, 1, options))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ class Pair:
     """What two processes are given; a test changes what the second one is."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.devices = folder, [1, 1]
+        self.folder, self.devices, self.command = folder, [1, 1], "hosts"
         self.own: dict[str, str] = {}
         write_tiny_model(folder / "model")
         (folder / "train.jsonl").write_text('{"question": "a", "answer": "1"}\n')
@@ -51,7 +51,7 @@ class Pair:
 
     def run(self, *arguments: str) -> list[Done]:
         def command(options: dict[str, str]) -> list[str]:
-            return ["-m", "jaxrl", "hosts", *(f"{name}={value}" for name, value in options.items()), *arguments]
+            return ["-m", "jaxrl", self.command, *(f"{name}={value}" for name, value in options.items()), *arguments]
 
         commands = [command(self.options), command(self.other)]
         with started(commands, devices=self.devices, own={1: self.own}, cwd=self.folder) as both:
@@ -99,16 +99,18 @@ def test_one_alone(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixtu
 
 
 def refused(pair: Pair) -> str:
-    """The sentence that both end with, within ten seconds of being there."""
+    """The sentence that both end with, within ten seconds of being there. `pytest -rP` shows when that was."""
     began_s = time.monotonic()
     first, second = pair.run()
+    print(f"{max(first.ended_s, second.ended_s) - began_s:.1f} s after both were started: {first.sentence}")
     for each in (first, second):
         assert each.status == 2, each
         assert each.err.count("\n") == 1, each.err
         assert table(each.out) == []
         assert each.ended_s - began_s < 40  # importing on a loaded machine, and ten seconds
     assert first.sentence == second.sentence
-    assert not (pair.folder / "run").exists()
+    run = pair.folder / "run"  # of a run, the processes take back what they have made, at the same time
+    assert not list(run.rglob("*.*")) if pair.command == "train" else not run.exists()
     return first.sentence
 
 
@@ -155,7 +157,16 @@ def another_count(pair: Pair) -> None:
     pair.devices[1] = 2
 
 
+def set_option(name: str, value: str) -> Callable[[Pair], None]:
+    return lambda pair: pair.other.update({name: value})
+
+
 DIFFERENT: dict[str, tuple[Callable[[Pair], None], str]] = {
+    "option": (
+        set_option("actor.optim.lr", "0.5"),
+        f"the hosts must agree on the option actor.optim.lr: 1e-06 on process 0 ({HOST}), 0.5 on process 1 ({HOST})",
+    ),
+    "count": (set_option("hosts.num", "3"), "hosts.num "),
     "source": (another_source, "the hosts must agree on the source of jaxrl: "),
     "version": (another_version, "the hosts must agree on the version of optax: "),
     "data": (appended("train.jsonl"), "the hosts must agree on the content of data.train_files[0]: "),
@@ -177,9 +188,11 @@ DIFFERENT: dict[str, tuple[Callable[[Pair], None], str]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["hosts", "train"])
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_differs(pair: Pair, name: str):
+def test_what_differs(pair: Pair, name: str, command: str):
     change, words = DIFFERENT[name]
+    pair.command = command
     change(pair)
     assert refused(pair).startswith(words)
 

@@ -366,6 +366,7 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(houses: 
         after_plan=lambda worker: None,
         finished=lambda length: None,
         end=lambda preemptions: {},
+        told=list,
     )
     for step, kind in order:
         house.run_round(PROMPTS, 1, step, kind)
@@ -631,6 +632,22 @@ def test_plans_of_two_workers_are_drawn_side_by_side(tmp_path: Path):
         assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(drawn))
     assert sum(span["dur"] for own in spans.values() for span in own) > 1.7e6 * now[0], "both at nearly every moment"
     house.close()
+
+
+def test_weights_that_no_round_has_used_are_not_brought_again(houses: Any):
+    """A run compiles its programs with the first ones, and then begins: they come once."""
+    house = houses(LENGTHS, Pool())
+    first = [("sync", "weights", 0), "allocate"]
+    assert house.worker.calls == first
+    house.backend.enter_rollout(0)
+    assert house.worker.calls == first
+    house.run_round(PROMPTS, 2)
+    house.backend.end()
+    house.backend.enter_rollout(0)
+    assert house.worker.calls == [*first, *first], "a round has begun with them"
+    house.backend.leave_rollout()
+    house.backend.enter_rollout(0)
+    assert house.worker.calls == [*first, *first, ("release", True), *first]
 
 
 def test_memory_phases(houses: Any):

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from adaptive_runs import LARGE, WORKLOAD, config
 
 from jaxrl.loop import Hooks
 from jaxrl.record.journal import Journal
+from jaxrl.record.state import dump_state, plain_state, state_of_plain
 from jaxrl.runtime.layout_session import LayoutSession, LayoutSessions
 from jaxrl.runtime.simulation import build
 from jaxrl.sim.cost_model import RooflineCost
@@ -116,6 +118,12 @@ class Control:
     def finished(self, length: int) -> None:
         self.heard.append(length)
 
+    def own_state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.state.items() if name == "planner"}
+
+    def shared_state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.state.items() if name != "planner"}
+
     def state_dict(self) -> dict[str, Any]:
         return self.state
 
@@ -163,3 +171,53 @@ def test_a_checkpoint_goes_to_as_many_workers_as_there_are(before: int, after: i
     controls = [Control({}, {}) for _ in range(after)]
     sessions_of(controls).load_state_dict(saved)
     assert [each.heard for each in controls] == [[{"of": name}] for name in expected]
+
+
+def of_process(process: int, controls: Sequence[Control], num_processes: int = 2) -> LayoutSessions:
+    """Sessions of one of several processes with as many workers each."""
+    drawing: Any = None
+    found: list[Any] = list(controls)
+    first, count = process * len(found), num_processes * len(found)
+    sessions = [
+        LayoutSession(each, lambda: 0.0, drawing, None, None, (first + i, count)) for i, each in enumerate(found)
+    ]
+    return LayoutSessions(sessions, first, count)
+
+
+def stateful(name: str) -> Control:
+    """Of a worker whose planner is at `name`, with what all workers have alike."""
+    return Control({}, {"planner": {"at": name, "counts": np.asarray([[1, 2]])}, "likely": "short", "lengths": [3, 4]})
+
+
+def test_a_checkpoint_of_one_process_has_every_workers_state():
+    """After the first round each process has told the others; until then all workers begin alike."""
+    one, other = (of_process(process, [stateful(name) for name in names]) for process, names in ((0, "ab"), (1, "cd")))
+    before = one.state_dict()["workers"]
+    assert [before[str(worker)]["planner"]["at"] for worker in range(4)] == ["a", "b", "a", "a"]
+    told = json.loads(json.dumps([*one.told(), *other.told()]))
+    assert all(each.keys() == {"planner"} for each in told), "what they have alike is not told"
+    for sessions in (one, other):
+        sessions.heard(told)
+    saved = one.state_dict()
+    expected = sessions_of([stateful(name) for name in "abcd"]).state_dict()
+    assert dump_state(saved) == dump_state(expected) == dump_state(other.state_dict())
+    assert list(saved["workers"]) == ["0", "1", "2", "3"]
+    assert saved["workers"]["3"]["planner"]["counts"].dtype == np.int64
+
+
+@pytest.mark.parametrize(("before", "expected"), [("abcd", "cd"), ("ab", "ab"), ("a", "aa"), ("abc", "ca")])
+def test_each_process_goes_on_with_the_states_of_its_own_workers(before: str, expected: str):
+    saved = sessions_of([stateful(name) for name in before]).state_dict()
+    controls = [stateful("x") for _ in expected]
+    resumed = of_process(1, controls)
+    resumed.load_state_dict(saved)
+    assert [each.heard[0]["planner"]["at"] for each in controls] == list(expected)
+    again = resumed.state_dict()["workers"]
+    assert [again[str(worker)]["planner"]["at"] for worker in (0, 1)] == [before[0], before[1 % len(before)]]
+
+
+def test_a_state_goes_to_other_processes_and_back():
+    state = {"a": np.asarray([0.1, -np.inf]), "b": {"c": [1, float("nan")], "d": None}, "e": np.zeros((0, 3), np.int64)}
+    found = state_of_plain(json.loads(json.dumps(plain_state(state), allow_nan=False)))
+    assert dump_state(found) == dump_state(state)
+    assert found["e"].shape == (0, 3)

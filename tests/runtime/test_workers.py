@@ -187,7 +187,7 @@ def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None, own: 
     workers.release_some([1])
     assert (freed.has_pool, freed.has_weights) == (False, False)
     engines.open(1)
-    backend.enter_rollout(3)
+    backend.enter_rollout(4)
     assert stays._pool is kept
     assert len(run(engines, requests(4, 2, 20))) == 8
     assert freed.has_pool
