@@ -149,14 +149,14 @@ class SimulateSection:
         float,
         Ge(0),
         MAX_WAIT,
-        "Seconds from the moment at which a host has written something to when another reads it.",
+        "Seconds until what a host has written can be read by another.",
     ] = 0.013
     host_call_s: Annotated[
         float,
         Ge(0),
         MAX_WAIT,
-        "Seconds for which each write, read or removal in the shared store holds up its process.",
-    ] = 0.0005
+        "Seconds for which a process is held up by each call of the shared store.",
+    ] = 0.00015
     host_event_s: Annotated[
         float,
         Ge(0),
@@ -165,8 +165,8 @@ class SimulateSection:
     ] = 0.0001
     host_order: Annotated[
         Literal["logical", "arrival"],
-        "The order in which a round of several hosts hears of what ended; logical: as a real run, arrival: as it comes, "
-        "with commands that take effect at once, which no real run does, to compare.",
+        "The order in which a round of several hosts hears of what ended; logical: that of a real run, arrival: as it "
+        "comes, with commands that take effect at once, which no real run does, to compare.",
     ] = "logical"
     model: Annotated[str, Names("folder"), "A named shape, or a folder with a config.json; empty: model.path."] = ""
     num_prompts: Annotated[

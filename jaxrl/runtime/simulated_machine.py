@@ -1,7 +1,7 @@
 """The modelled machine of a simulated run, host by host: executors, engines, layouts and scoring of each.
 
-Purpose: `MachineParts` makes what stands on one host, on the clock of its process; `MachineParts.others` makes the hosts
-beside that of process 0 (`jaxrl.runtime.simulated_hosts`). Never imports jax.
+Purpose: `MachineParts` makes what stands on one host, on the clock of its process; `MachineParts.others` makes the
+hosts beside that of process 0 (`jaxrl.runtime.simulated_hosts`). Never imports jax.
 """
 
 from __future__ import annotations
