@@ -100,12 +100,12 @@ def _run(options: argparse.Namespace, spread: float, seed: int, order: str) -> l
     simulate = {"host_spread": spread, "host_order": order, **times}
     config = configured(options.hosts, options.rows, seed, options.steps, lengths, **simulate)
     steps = play(config)
+    step_s = statistics.mean(step.metrics["timing_s/step"] for step in steps)
     first, last = steps[max(len(steps) // 10, 1) - 1].memory_mib, steps[-1].memory_mib
     say(
-        f"spread {spread:4.2f}  seed {seed}  {order:<7}  {len(steps)} steps of "
-        f"{statistics.mean(step.metrics['timing_s/step'] for step in steps):.1f} s, "
-        f"{sum(step.events for step in steps)} events, process 0 {100 * max(step.share for step in steps):.2f} % of a step at the most, "
-        f"memory {first:.0f} then {last:.0f} MiB"
+        f"spread {spread:4.2f}  seed {seed}  {order:<7}  {len(steps)} steps of {step_s:.1f} s, "
+        f"{sum(step.events for step in steps)} events, process 0 at most "
+        f"{100 * max(step.share for step in steps):.2f} % of a step, memory {first:.0f} then {last:.0f} MiB"
     )
     return steps
 

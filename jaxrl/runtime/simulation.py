@@ -83,6 +83,7 @@ def build(
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
     feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
     hosts: Hosts | None = None,
+    clock: SimulatedClock | None = None,
 ) -> Simulation:
     """Puts a simulated run together.
 
@@ -94,11 +95,12 @@ def build(
       feeding: stands between the stream session and each stream, to compare other ways to feed it.
       hosts: the other processes, each with its part of the workers and a clock of its own; None: those of
         `config.hosts.num` but one are simulated here.
+      clock: of this process; None: a new one.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     adapts = config.rollout.layout.adapts
     layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
-    clock = SimulatedClock()
+    clock = SimulatedClock() if clock is None else clock
     phases = SimulatedPhases(clock, timeline)
     timeouts = AdaptiveTimeouts.configured(config)
     process, num_processes = 0, config.hosts.num
@@ -108,7 +110,7 @@ def build(
     own = parts.host(process, clock, phases, layout_log)
     executors, sessions = own.executors, own.sessions
     others = parts.others(clock, phases) if hosts is None and num_processes > 1 else None
-    workers = own.workers() if others is None else own.timed_workers(others)
+    workers = own.workers() if num_processes == 1 else own.timed_workers(others)
     total = _num_devices(config, sizes)
     trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
     stream = _stream(config, cost, clock, phases, workers, executors, total, parts.pace, feeding)

@@ -98,7 +98,7 @@ def joined(batch: Batch, parts: Sequence[str]) -> bytes:
 
 def decode(value: bytes) -> Batch:
     """The reverse. Raises ValueError for a batch of another version."""
-    version, *rest = json.loads(value)
+    version, *rest = json.loads(value.decode())
     if version != VERSION:
         raise ValueError(f"a batch of version {version} from another process: this one reads version {VERSION}")
     number, read, told = rest
