@@ -20,6 +20,7 @@ status is 1 where process 0 has more than --bar of a step.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 from collections.abc import Sequence
@@ -99,6 +100,7 @@ def _run(options: argparse.Namespace, spread: float, seed: int, order: str) -> l
     times = {"host_latency_s": options.latency_s, "host_call_s": options.call_s, "host_event_s": options.event_s}
     simulate = {"host_spread": spread, "host_order": order, **times}
     config = configured(options.hosts, options.rows, seed, options.steps, lengths, **simulate)
+    gc.collect()  # what is left of the run before
     steps = play(config)
     step_s = statistics.mean(step.metrics["timing_s/step"] for step in steps)
     first, last = steps[max(len(steps) // 10, 1) - 1].memory_mib, steps[-1].memory_mib

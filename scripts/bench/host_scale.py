@@ -10,8 +10,7 @@ devices and for the shared store is left out (`Stopwatch`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,23 +51,18 @@ class Stopwatch:
         self._open = [_ELSEWHERE]
         self._since = time.thread_time()
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._turn()
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._turn()
-            self._open.pop()
-
     def around(self, owner: Any, method: str, name: str) -> None:
         """Has a method of one object timed."""
         own = getattr(owner, method)
 
         def timed(*args: Any, **more: Any) -> Any:
-            with self.part(name):
+            self._turn()
+            self._open.append(name)
+            try:
                 return own(*args, **more)
+            finally:
+                self._turn()
+                self._open.pop()
 
         setattr(owner, method, timed)
 
