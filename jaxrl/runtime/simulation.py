@@ -98,50 +98,52 @@ def build(
       clock: of this process; None: a new one.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
-    adapts = config.rollout.layout.adapts
-    layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
     clock = SimulatedClock() if clock is None else clock
     phases = SimulatedPhases(clock, timeline)
     timeouts = AdaptiveTimeouts.configured(config)
-    process, num_processes = 0, config.hosts.num
-    if hosts is not None:
-        process, num_processes = hosts.stream.process, hosts.stream.num_processes
+    if not config.rollout.layout.adapts:
+        layouts = {}
+    layouts = layout_sizes(config, cost) if layouts is None else layouts
+    process = 0 if hosts is None else hosts.stream.process
+    num_processes = config.hosts.num if hosts is None else hosts.stream.num_processes
     parts = MachineParts(config, cost, workload, sizes, layouts, timeouts, num_processes)
     own = parts.host(process, clock, phases, layout_log)
-    executors, sessions = own.executors, own.sessions
     others = parts.others(clock, phases) if hosts is None and num_processes > 1 else None
     workers = own.workers() if num_processes == 1 else own.timed_workers(others)
     total = _num_devices(config, sizes)
     trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
-    stream = _stream(config, cost, clock, phases, workers, executors, total, parts.pace, feeding)
+    stream = _stream(config, cost, clock, phases, workers, own.executors, total, parts.pace, feeding)
     history = history_session(config, clock)
-    made = RolloutBackend if others is None else partial(LeadingBackend, others)
-    more: dict[str, Any] = {} if hosts is None else {"hosts": hosts}
-    backend = made(
+    kept: dict[str, Any] = {"layouts": own.sessions, "stream": stream, "history": history, "timeouts": timeouts}
+    backend = (RolloutBackend if others is None else partial(LeadingBackend, others))(
         workers,
-        executors,
+        own.executors,
         own.scoring,
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
-        clock=lambda: clock.now_s,
-        timeline=phases,
         on_progress=on_progress,
         interrupted=hooks.stop,
-        layouts=sessions,
-        stream=stream,
-        history=history,
-        timeouts=timeouts,
-        tally=VerdictTally.configured(config),
-        **more,
+        **_around(config, clock, phases, hosts),
+        **kept,
     )
-    ranking = _ranking(config, cost, history, sizes, backend, executors)
-    everywhere = sessions  # those of all hosts are kept, so that each goes on as it was
-    if others is not None and sessions is not None:
-        of_others = [session for host in others.others if host.layouts for session in host.layouts.sessions]
-        everywhere = LayoutSessions([*sessions.sessions, *of_others])
-    kept = {"layouts": everywhere, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
+    ranking = _ranking(config, cost, history, sizes, backend, own.executors)
+    kept |= {"layouts": _of_all_hosts(own.sessions, others), "ranking": ranking}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
-    return Simulation(loop, workers, executors, clock, phases, sessions, stream, others)
+    return Simulation(loop, workers, own.executors, clock, phases, own.sessions, stream, others)
+
+
+def _around(config: Config, clock: SimulatedClock, phases: SimulatedPhases, hosts: Hosts | None) -> dict[str, Any]:
+    """What a backend has around it; what simulates the other hosts brings `hosts` itself."""
+    found = {"clock": lambda: clock.now_s, "timeline": phases, "tally": VerdictTally.configured(config)}
+    return found if hosts is None else found | {"hosts": hosts}
+
+
+def _of_all_hosts(own: LayoutSessions | None, others: SimulatedHosts | None) -> LayoutSessions | None:
+    """The layouts of process 0 with those of the others, as they are kept: each goes on as it was."""
+    if own is None or others is None:
+        return own
+    sessions = [session for host in others.others if host.layouts for session in host.layouts.sessions]
+    return LayoutSessions([*own.sessions, *sessions])
 
 
 def _num_devices(config: Config, sizes: MachineSizes) -> int:

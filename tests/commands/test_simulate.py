@@ -173,7 +173,7 @@ def test_a_run_on_several_hosts(training: Path, tmp_path: Path, capsys: pytest.C
     assert found == expected
     assert all(row["hosts/order_wait_s"] >= 0 for row in read_metrics(two))
     assert '"host 1 engine"' in (two / "timeline.json").read_text()
-    assert "hosts/order_wait_s" in (two / "report.html").read_text()
+    assert "devices idle for the order" in (two / "report.html").read_text()
     assert yaml.safe_load((two / "config.yaml").read_text())["simulate"]["num_hosts"] == 2
 
 

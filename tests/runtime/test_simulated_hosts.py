@@ -14,7 +14,8 @@ from simulated_runs import House, make_config, make_workload
 from jaxrl.config import Config
 from jaxrl.loop import Hooks
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.simulated_hosts import HostTimes, SimulatedBoard
+from jaxrl.runtime.other_host import HostTimes
+from jaxrl.runtime.simulated_hosts import SimulatedBoard
 from jaxrl.runtime.simulation import build
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import RooflineCost
@@ -151,7 +152,7 @@ def test_latency_costs_only_beyond_what_hosts_may_run_ahead():
     """Four plans of lookahead are 32 steps; a decode step takes about 10 µs."""
     near, far = (long_rounds(3, host_latency_s=seconds) for seconds in (1e-5, 1e-2))
     assert near.logical() == far.logical()
-    assert mean_of(far, "timing_s/gen") > 2 * mean_of(near, "timing_s/gen")
+    assert mean_of(far, "timing_s/gen") > 1.5 * mean_of(near, "timing_s/gen")
 
 
 def test_metrics_of_the_stream_are_those_of_a_real_run_and_exchanged_tokens_are_counted():
