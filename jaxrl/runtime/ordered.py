@@ -463,7 +463,7 @@ class OrderedEvents:
                 self._decides = number in self._awaited
                 self._awaited.discard(number)
                 self._scoring.learn(prompt, arrival)
-                return arrival.verdict if self._num_processes == 1 else replace(arrival.verdict, time_s=now_s)
+                return arrival.verdict if self._num_processes == 1 else arrival.verdict.at(now_s)
         raise AssertionError(f"{item}: it is no event")
 
     def _clear(self, workers: Collection[int]) -> None:
