@@ -21,6 +21,8 @@ from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, with_si
 
 SAMPLES = 16
 _ELSEWHERE = ""
+KEPT = ("timing_s/gen", "timing_s/step", "hosts/order_wait_s", "hosts/stream_s", "hosts/waited_s")
+"""The metrics that a step keeps: whoever looks at memory over many steps keeps little."""
 PARTS = ("events", "round", "commands", "end")
 """events: merging, publishing and handing over; round: the rule and the round; commands: carrying out what they say;
 end: of the round."""
@@ -120,7 +122,8 @@ def play(config: Config, on_step: Callable[[int, ScaleStep], None] = lambda *_: 
 
     def ended(step: int, measured: dict[str, float], groups: Any) -> None:
         is_long = measured.get("rollout/long_round", 0.0) == 1.0
-        found.append(ScaleStep(is_long, measured, watch.take(), events[0], resident_mib()))
+        kept = {name: measured[name] for name in KEPT}
+        found.append(ScaleStep(is_long, kept, watch.take(), events[0], resident_mib()))
         events[0] = 0
         on_step(step, found[-1])
 
