@@ -3,8 +3,8 @@
 Each process is a run's own loop, backend, workers and stream over jax's key-value store; only its devices are made up:
 `WallClock` is a simulated clock that sleeps, so a plan takes the seconds that `MadeUpCost` says, whatever the machine
 has besides. `one_process` plays a process of a world, `simulated` the whole world in this one. Both tell the same
-things (`told`): seconds of the rollout, seconds of waiting for the order, and how long a value of the stream takes from
-being written to being read, in the middle; it includes that a process that waits for its devices does not look.
+things (`Told`): seconds of the rollout, seconds of waiting for the order, and when each value of the stream was written
+and read; a process that waits for its devices does not look.
 
 Departures: nothing is scored by a clock, tokens are not exchanged, and updates take no time.
 """
