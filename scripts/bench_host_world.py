@@ -10,8 +10,9 @@ this process; that is what the simulation is given.
 
 Printed for both: seconds of a rollout, seconds for which devices stood idle for the order, and what a notice takes to
 process 0 and a batch of the stream to another from being written to being read, each on average (that is either the
-store's time or half a plan, for who waits for its devices does not read). Both decide the same: that is checked. The exit status is 1 where a figure of one is more than --factor times the other's;
-what is shorter than a decode step in both counts as the same.
+store's time or half a plan, for who waits for its devices does not read). Both decide the same: that is checked. The
+exit status is 1 where a figure of one is more than --factor times the other's; what is shorter than a decode step in
+both counts as the same.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = _world(options, Path(folder))
     told = [Told(**each["told"]) for each in found]
     latency_s = statistics.median(each["latency_s"] for each in found[1:])
-    call_s = statistics.median(each["call_s"] for each in found)
+    call_s = found[0]["call_s"]
     config = configured(options.processes, options.spread, options.steps)
     host_s = host_seconds(config, options.step_s)
     given_ms = ", ".join(f"{1e3 * seconds:.2f} ms" for seconds in (latency_s, call_s, host_s))

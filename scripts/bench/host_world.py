@@ -255,9 +255,15 @@ def _built(config: Config, step_s: float, told: Told, hosts: Hosts | None = None
 
 
 def probed(board: Any) -> tuple[float, float]:
-    """Seconds until a value of process 0 is read by the others, while all of them wait for it, and of a call that finds
-    nothing; each in the middle. Called by all processes at once; only the first may be asked of one that is not 0."""
-    calls, delays = [], []
+    """Seconds until a value of process 0 is read by the others, while all of them wait for it (0 in process 0), and in
+    process 0 those of a call that finds nothing, while the others do nothing (0 in these); each in the middle. Called
+    by all processes at once.
+
+    Calls of all processes at the same moment, on fewer cores, would take several times as long, but processes call at
+    moments of their own.
+    """
+    delays: list[float] = []
+    calls: list[float] = []
     for i in range(_PROBES):
         board.barrier(f"probe {i}", 300.0)
         if board.process == 0:
@@ -266,10 +272,12 @@ def probed(board: Any) -> tuple[float, float]:
         else:
             value = board.get(f"probe/{i}", 300.0)
             delays.append(time.monotonic() - float(value))
+    board.barrier("calls", 300.0)
+    for i in range(_PROBES if board.process == 0 else 0):
         began = time.monotonic()
         board.get(f"nothing/{i}", 0.0)
         calls.append(time.monotonic() - began)
-    return statistics.median(delays) if delays else 0.0, statistics.median(calls)
+    return statistics.median(delays or [0.0]), statistics.median(calls or [0.0])
 
 
 def host_seconds(config: Config, step_s: float) -> float:
