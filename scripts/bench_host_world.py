@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A real world of processes without a model, beside the simulation of the same.
 
-    python scripts/bench_host_world.py [--processes 12] [--step-s 0.02] [--spread 0.1] [--steps 4] [--json]
+    python scripts/bench_host_world.py [--processes 12] [--step-s 0.04] [--spread 0.1] [--steps 3] [--json]
 
 Every process is a run's own loop, backend, workers and stream over jax's key-value store, on this machine; only its
 devices are made up, and sleep for as long as a plan takes (`scripts/bench/host_world.py`). What a value takes from one
@@ -43,9 +43,9 @@ _START_S = 300.0
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--processes", type=int, default=12, help="of the world (12)")
-    made.add_argument("--step-s", type=float, default=0.02, help="seconds of a decode step, 8 to a plan (0.02)")
+    made.add_argument("--step-s", type=float, default=0.04, help="seconds of a decode step, 8 to a plan (0.04)")
     made.add_argument("--spread", type=float, default=0.1, help="how much slower the slowest is, as a share (0.1)")
-    made.add_argument("--steps", type=int, default=4, help="training steps (4)")
+    made.add_argument("--steps", type=int, default=3, help="training steps (3)")
     made.add_argument("--factor", type=float, default=2.0, help="by which the two may differ (2)")
     made.add_argument("--json", nargs="?", type=records.Path, const=records.RECORDS, metavar="FOLDER")
     made.add_argument("--quick", action="store_true", help="two processes, short plans: try the benchmark itself")
