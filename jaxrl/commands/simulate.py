@@ -38,6 +38,7 @@ from jaxrl.sim.configured import (
     model_sizes,
     num_devices_of,
     with_degree,
+    with_simulated_hosts,
     worker_devices_of,
     workload_of,
 )
@@ -56,6 +57,7 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
       stop: the program's signals, if it has any: one ends the process, but not in the middle of a file.
     """
     stop = stop or Stop()
+    config = with_simulated_hosts(config)
     batch_rule(config)  # its settings may be refused, and nothing is written then
     folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
     if not folder:
@@ -71,8 +73,10 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
         layouts = layout_sizes(config, cost, model_sizes(config))
         sources = {"cost_model": cost_source, "workload": workload_source, "host_s": config.simulate.host_s}
         step = 0 if state is None else state["step"]
+        machine = f"{num_devices_of(config)} × {config.simulate.hardware}"
+        machine += f" on {config.hosts.num} hosts" if config.hosts.num > 1 else ""
         said = [
-            f"simulating {num_devices_of(config)} × {config.simulate.hardware}: all seconds below are simulated ones",
+            f"simulating {machine}: all seconds below are simulated ones",
             *(f"  {name.replace('_', ' ')}: {sources[name]}" for name in ("cost_model", "workload")),
             *([f"  {of_degree}"] if of_degree else []),
             *(_started_again(run_dir) if state is None else run_dir.resuming(run_dir.changes(config), step)),

@@ -45,6 +45,7 @@ from jaxrl.sim.configured import (
     model_sizes,
     num_devices_of,
     with_degree,
+    with_simulated_hosts,
     workload_of,
 )
 from jaxrl.sim.hardware import HARDWARE
@@ -162,7 +163,8 @@ def tune(
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:
     """The run's configuration with other options; a degree that these leave open (auto) is the modelled fastest."""
-    return with_degree(config_files.load(Path(run_dir) / "config.yaml", overrides))[0]
+    config = config_files.load(Path(run_dir) / "config.yaml", overrides)
+    return with_degree(with_simulated_hosts(config))[0]
 
 
 def _devices(run_dir: str) -> dict[str, Any]:

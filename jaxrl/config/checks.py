@@ -275,11 +275,20 @@ def _check_hosts(c: Config) -> None:
             f"hosts.coordinator ({hosts.coordinator}) is for hosts.launcher=none: the launcher {hosts.launcher} "
             "chooses one itself"
         )
-    if hosts.num == 1:
+    check_across_hosts(c, "hosts.num", "hosts.devices_per_host")
+
+
+def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
+    """Raises ConfigError for options that exclude several hosts.
+
+    Args:
+      option: that says how many there are (`c.hosts.num`). devices_option: that says how many devices they have.
+    """
+    if c.hosts.num == 1:
         return
-    several = f"hosts.num ({hosts.num})"
+    several = f"{option} ({c.hosts.num})"
     workers = c.rollout.num_workers
-    if workers > 1 and workers % hosts.num:
+    if workers > 1 and workers % c.hosts.num:
         raise ConfigError(
             f"rollout.num_workers ({workers}) counts the workers of all hosts, and must be a multiple of {several}, or "
             "1 for one per host"
@@ -293,7 +302,7 @@ def _check_hosts(c: Config) -> None:
     if c.trainer.num_devices:
         raise ConfigError(
             f"trainer.num_devices ({c.trainer.num_devices}) and {several} exclude each other: all hosts have as many "
-            "devices; set hosts.devices_per_host"
+            f"devices; set {devices_option}"
         )
     if c.trainer.stream.enable:
         raise ConfigError(
@@ -311,6 +320,19 @@ def _check_hosts(c: Config) -> None:
             f"rollout.speculation.within_group and {several} exclude each other: the responses of a group are drawn on "
             "several hosts, and their tokens come to all of them at the end of the round; set it false"
         )
+
+
+def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:
+    """Why the rollout is impossible on the devices of a host, as a sentence; None: it is possible.
+
+    Args:
+      option: that counts the devices, where there is one host.
+    """
+    tp, own = 1 if c.is_tp_open else c.rollout.tp, c.rollout.num_devices
+    if c.hosts.num == 1:
+        return devices_problem(own, num_devices, tp, option, c.workers_per_host)
+    problem = devices_problem(own, num_devices, tp, "the devices of a host", c.workers_per_host)
+    return problem and f"on each of {c.hosts.num} hosts {problem}; a worker stays inside its host"
 
 
 # ---------------------------------------------------------------- options that change nothing

@@ -9,6 +9,8 @@ from annotated_types import Ge, Gt, Interval
 
 from jaxrl.config.declared import Cap, Names
 from jaxrl.config.devices import MAX_DEVICES
+from jaxrl.config.hosts import MAX_HOSTS
+from jaxrl.config.rewards import MAX_WAIT
 
 _MAX_TOKENS = Cap(1_000_000_000, "beyond, every response has the longest length")
 _MAX_SIGMA = Cap(10, "one in six lengths or times would be above 22,000 times the median")
@@ -123,8 +125,49 @@ class SimulateSection:
     ] = ""
     hardware: Annotated[str, "Accelerator: A40, A100, H100, H800, H200 or MI300X."] = "H100"
     num_devices: Annotated[
-        int, Ge(0), MAX_DEVICES, "Simulated devices; 0: trainer.num_devices, or 8 where that is 0 as well."
+        int,
+        Ge(0),
+        MAX_DEVICES,
+        "Simulated devices, of all hosts; 0: trainer.num_devices, or 8 where that is 0 as well, or of several hosts "
+        "hosts.devices_per_host of each, or 8.",
     ] = 0
+    num_hosts: Annotated[
+        int,
+        Ge(0),
+        MAX_HOSTS,
+        "Simulated hosts, each with an equal part of the devices and a process of its own; 0: hosts.num. The other "
+        "options of hosts have no effect in a simulation.",
+    ] = 0
+    host_spread: Annotated[
+        float,
+        Ge(0),
+        Cap(100, "such a host would be down"),
+        "By what share the plans of the slowest host take longer than those of the fastest; the others lie evenly "
+        "between them, and trainer.seed draws which is which.",
+    ] = 0.0
+    host_latency_s: Annotated[
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds until what a host has written can be read by another.",
+    ] = 0.013
+    host_call_s: Annotated[
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds for which a process is held up by each call of the shared store.",
+    ] = 0.00015
+    host_event_s: Annotated[
+        float,
+        Ge(0),
+        MAX_WAIT,
+        "Seconds of a process for each event: of process 0 to merge, decide and publish, of others to read and decide.",
+    ] = 0.0001
+    host_order: Annotated[
+        Literal["logical", "arrival"],
+        "The order in which a round of several hosts hears of what ended; logical: that of a real run, arrival: as it "
+        "comes, with commands that take effect at once, which no real run does, to compare.",
+    ] = "logical"
     model: Annotated[str, Names("folder"), "A named shape, or a folder with a config.json; empty: model.path."] = ""
     num_prompts: Annotated[
         int, Ge(0), Cap(10_000_000, "their order is drawn at once"), "Prompts of an epoch; 0: data.task_size."

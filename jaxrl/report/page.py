@@ -229,6 +229,7 @@ def _charts(run: Run) -> list[Chart]:
         *_hidden(run),
         *_drafts(run),
         *_ranked(run),
+        *_of_hosts(run),
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
@@ -297,6 +298,20 @@ def _ranked(run: Run) -> list[Chart]:
         Curve("begun in an earlier round", run.series("rollout/ranking/carried_share"), "c4"),
     ]
     return [_with_epochs(run, Chart("Workers of ranking groups", "share", shares, "rollout/ranking/*", top=1))]
+
+
+def _of_hosts(run: Run) -> list[Chart]:
+    """What several hosts cost process 0, and in a simulated run the devices; none with one host."""
+    names = {
+        "devices idle for the order": "hosts/order_wait_s",
+        "process 0 waits for others": "hosts/waited_s",
+        "telling each other": "hosts/stream_s",
+        "exchange of tokens": "hosts/exchange_s",
+        "gates": "hosts/gate_s",
+    }
+    found = [(label, points) for label, name in names.items() if (points := run.series(name))]
+    curves = [Curve(label, points, f"c{place + 1}") for place, (label, points) in enumerate(found)]
+    return [Chart("Several hosts", "seconds", curves, "hosts/*")] if curves else []
 
 
 def _with_epochs(run: Run, chart: Chart) -> Chart:

@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.devices import devices_problem
+from jaxrl.config.checks import host_problem
 from jaxrl.config.judges import judge_kind
 from jaxrl.data.fit import check_length, check_vocabulary
 from jaxrl.data.stops import check_stop_strings, stop_string_check
@@ -105,15 +105,6 @@ def prepare_hosts(config: Config) -> HostPlace:
     sharing = len(own) * (count if config.hosts.launcher == "local" else 1)
     everyone = tuple(device for devices in hosts for device in devices)
     return HostPlace(jax.process_index(), count, own, everyone, memory_of(own, sharing))
-
-
-def host_problem(config: Config, num_devices: int) -> str | None:
-    """Why the rollout is impossible on the devices of a host, as a sentence; None: it is possible."""
-    tp, own = 1 if config.is_tp_open else config.rollout.tp, config.rollout.num_devices
-    if config.hosts.num == 1:
-        return devices_problem(own, num_devices, tp, "the number of devices", config.workers_per_host)
-    problem = devices_problem(own, num_devices, tp, "the devices of a host", config.workers_per_host)
-    return problem and f"on each of {config.hosts.num} hosts {problem}; a worker stays inside its host"
 
 
 def _set_types(config: Config) -> None:

@@ -32,7 +32,7 @@ from jaxrl.record.journal import Journal
 from jaxrl.runtime.hosts.notices import Counted, Decided, Failed, Floor, Item, Notice, Scored, Stop, shortened
 from jaxrl.runtime.verdicts import Arrival, OwnScoring, recorded
 from jaxrl.scheduling.rounds.events import Event, Interrupted, SampleAborted, SampleFinished
-from jaxrl.scheduling.tokens.order import Answer, End, Order, Report
+from jaxrl.scheduling.tokens.order import Answer, End, Report
 from jaxrl.scheduling.tokens.paced import PacedWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
@@ -114,7 +114,7 @@ class OrderedEvents:
         self._of_process = workers.ledger.num_workers // self._num_processes  # workers of each
         first = self._process * self._of_process
         assert workers.numbers == tuple(range(first, first + self._of_process)), "workers of another process"
-        self._order = Order(workers.ledger) if self._leads else None
+        self._order = workers.new_order() if self._leads else None
         self.stop_agreed = False
         self._stop_asked = False
         self._why: str | None = None  # a stop to be published, and why
@@ -463,7 +463,7 @@ class OrderedEvents:
                 self._decides = number in self._awaited
                 self._awaited.discard(number)
                 self._scoring.learn(prompt, arrival)
-                return arrival.verdict if self._num_processes == 1 else replace(arrival.verdict, time_s=now_s)
+                return arrival.verdict if self._num_processes == 1 else arrival.verdict.at(now_s)
         raise AssertionError(f"{item}: it is no event")
 
     def _clear(self, workers: Collection[int]) -> None:

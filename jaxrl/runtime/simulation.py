@@ -25,34 +25,26 @@ from jaxrl.record.layouts import LayoutLog
 from jaxrl.rewards.tally import VerdictTally
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.history import HistorySession
-from jaxrl.runtime.layout_session import LayoutSessions, layout_sessions
+from jaxrl.runtime.layout_session import LayoutSessions
 from jaxrl.runtime.ranking import build_ranking
 from jaxrl.runtime.round_end import Hosts
-from jaxrl.runtime.rules import batch_rule, batcher_config, draft_config, workers_of
-from jaxrl.runtime.simulated_history import PLATFORM, drafting_of, history_session, step_costs
+from jaxrl.runtime.rules import batch_rule
+from jaxrl.runtime.simulated_history import history_session
+from jaxrl.runtime.simulated_hosts import LeadingBackend, SimulatedHosts
+from jaxrl.runtime.simulated_machine import MachineParts
 from jaxrl.runtime.streaming import GradientStream, StreamSession
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.pace import PredictedTicks, cheaper_move
+from jaxrl.scheduling.layouts.pace import cheaper_move
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.scale_down import halves
-from jaxrl.scheduling.tokens.draft_rule import DraftConfig
-from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.paced import PacedWorkers
-from jaxrl.scheduling.tokens.workers import Workers, step_ticks
+from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, SimulatedTogether
-from jaxrl.sim.configured import (
-    layout_predictor,
-    layout_sizes,
-    machine_sizes,
-    num_devices_of,
-    worker_predictor,
-)
+from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of, worker_predictor
 from jaxrl.sim.cost_model import CostModel
-from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
-from jaxrl.sim.lockstep import LockstepBatcher
+from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.stream import Logprobs, SimulatedStream
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workers import SimulatedWorkers
@@ -65,7 +57,8 @@ STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A simulated run, ready to go: `loop.run()`."""
+    """A simulated run, ready to go: `loop.run()`. `workers`, `executors`, `clock` and `layouts` are those of process 0;
+    `hosts`: the others of several simulated hosts."""
 
     loop: Loop
     workers: Workers | PacedWorkers
@@ -74,6 +67,7 @@ class Simulation:
     phases: SimulatedPhases
     layouts: LayoutSessions | None = None
     stream: StreamSession | None = None
+    hosts: SimulatedHosts | None = None
 
 
 def build(
@@ -89,6 +83,7 @@ def build(
     on_progress: Callable[[int, int, int, int, int], None] = lambda *_: None,
     feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
     hosts: Hosts | None = None,
+    clock: SimulatedClock | None = None,
 ) -> Simulation:
     """Puts a simulated run together.
 
@@ -98,65 +93,63 @@ def build(
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: where to draw; None: nowhere. layout_log: where switches are kept; None: nowhere.
       feeding: stands between the stream session and each stream, to compare other ways to feed it.
-      hosts: the other processes, each with its part of the workers and a clock of its own; None: there are none.
+      hosts: the other processes, each with its part of the workers and a clock of its own; None: those of
+        `config.hosts.num` but one are simulated here.
+      clock: of this process; None: a new one.
     """
     sizes = machine_sizes(config, cost) if sizes is None else sizes
-    adapts = config.rollout.layout.adapts
-    layouts = (layout_sizes(config, cost) if layouts is None else layouts) if adapts else {}
-    clock = SimulatedClock()
+    clock = SimulatedClock() if clock is None else clock
     phases = SimulatedPhases(clock, timeline)
-    drafts = draft_config(config, PLATFORM, step_costs(config, cost))
-    executors = _executors(config, cost, workload, clock, phases, sizes, layouts, drafts, hosts)
-    engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
-    sessions = _layouts(config, cost, tuple(layouts), engines, clock, phases, layout_log) if adapts else None
-    total, pace = _num_devices(config, sizes), layout_predictor(config, cost, tuple(layouts))
+    timeouts = AdaptiveTimeouts.configured(config)
+    if not config.rollout.layout.adapts:
+        layouts = {}
+    layouts = layout_sizes(config, cost) if layouts is None else layouts
+    process = 0 if hosts is None else hosts.stream.process
+    num_processes = config.hosts.num if hosts is None else hosts.stream.num_processes
+    parts = MachineParts(config, cost, workload, sizes, layouts, timeouts, num_processes)
+    own = parts.host(process, clock, phases, layout_log)
+    others = parts.others(clock, phases) if hosts is None and num_processes > 1 else None
+    workers = own.workers() if num_processes == 1 else own.timed_workers(others)
+    total = _num_devices(config, sizes)
     trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
-    ticks = step_ticks if pace is None else PredictedTicks(pace, engines)
-    workers = workers_of(config, engines, ticks, hosts.stream.process if hosts else 0)
-    stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)
-    history, timeouts = history_session(config, clock), AdaptiveTimeouts.configured(config)
-    backend = RolloutBackend(
+    stream = _stream(config, cost, clock, phases, workers, own.executors, total, parts.pace, feeding)
+    history = history_session(config, clock)
+    kept: dict[str, Any] = {"layouts": own.sessions, "stream": stream, "history": history, "timeouts": timeouts}
+    backend = (RolloutBackend if others is None else partial(LeadingBackend, others))(
         workers,
-        executors,
-        _scoring(config, workload, clock, phases, timeouts, executors),
+        own.executors,
+        own.scoring,
         lambda sample: f"({len(sample)} simulated tokens)",
         trainer.synced,  # there are no weights to give; the trainer is told that they were taken
-        clock=lambda: clock.now_s,
-        timeline=phases,
         on_progress=on_progress,
         interrupted=hooks.stop,
-        layouts=sessions,
-        stream=stream,
-        history=history,
-        timeouts=timeouts,
-        tally=VerdictTally.configured(config),
-        hosts=hosts,
+        **_around(config, clock, phases, hosts),
+        **kept,
     )
-    ranking = _ranking(config, cost, history, sizes, backend, executors)
-    kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
+    ranking = _ranking(config, cost, history, sizes, backend, own.executors)
+    kept |= {"layouts": _of_all_hosts(own.sessions, others), "ranking": ranking}
     loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
-    return Simulation(loop, workers, executors, clock, phases, sessions, stream)
+    return Simulation(loop, workers, own.executors, clock, phases, own.sessions, stream, others)
+
+
+def _around(config: Config, clock: SimulatedClock, phases: SimulatedPhases, hosts: Hosts | None) -> dict[str, Any]:
+    """What a backend has around it; what simulates the other hosts brings `hosts` itself."""
+    found = {"clock": lambda: clock.now_s, "timeline": phases, "tally": VerdictTally.configured(config)}
+    return found if hosts is None else found | {"hosts": hosts}
+
+
+def _of_all_hosts(own: LayoutSessions | None, others: SimulatedHosts | None) -> LayoutSessions | None:
+    """The layouts of process 0 with those of the others, as they are kept: each goes on as it was."""
+    if own is None or others is None:
+        return own
+    sessions = [session for host in others.others if host.layouts for session in host.layouts.sessions]
+    return LayoutSessions([*own.sessions, *sessions])
 
 
 def _num_devices(config: Config, sizes: MachineSizes) -> int:
     """Of all workers, of `sizes` each, and of the trainer's own."""
     own = config.rollout.num_devices
-    return num_devices_of(config) if own else sizes.num_devices * config.rollout.num_workers
-
-
-def _layouts(
-    config: Config,
-    cost: CostModel,
-    degrees: Sequence[int],
-    engines: Sequence[Engine],
-    clock: SimulatedClock,
-    phases: SimulatedPhases,
-    log: LayoutLog | None,
-) -> LayoutSessions:
-    """The sessions of the workers' layouts."""
-    predictors = [layout_predictor(config, cost, degrees) for _ in engines]
-    kept = (lambda: clock.now_s, phases, log, None)
-    return layout_sessions(config.rollout.layout, degrees, config.rollout.tp, engines, predictors, *kept)
+    return num_devices_of(config) if own else sizes.num_devices * config.num_workers
 
 
 def _ranking(
@@ -175,49 +168,6 @@ def _ranking(
     ranking, by = build_ranking(config, history.store, backend.direct, predictor)
     backend.rank(ranking, executors, by)
     return ranking
-
-
-def _executors(
-    config: Config,
-    cost: CostModel,
-    workload: Workload,
-    clock: SimulatedClock,
-    phases: SimulatedPhases,
-    sizes: MachineSizes,
-    layouts: Mapping[int, MachineSizes],
-    drafts: DraftConfig | None,
-    hosts: Hosts | None,
-) -> SimulatedWorkers:
-    """One for each worker of this process; their plans are drawn in tracks of their own."""
-    num_workers = config.rollout.num_workers // (1 if hosts is None else hosts.stream.num_processes)
-
-    def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
-        drawn = {"rows": len(plan.decode), "steps": result.num_steps}
-        phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **drawn)
-
-    sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * config.rollout.num_workers)
-    wake_s, host_s = cost.rollout_fixed_s(), config.simulate.host_s
-    drafting = None if drafts is None else drafting_of(config, workload, drafts)
-    tracks = ["engine"] if num_workers == 1 else [f"engine {worker}" for worker in range(num_workers)]
-    return SimulatedWorkers(
-        [
-            SimulatedExecutor(
-                sizes,
-                workload.length,
-                cost,
-                clock,
-                host_s,
-                on_plan=partial(draw, track),
-                layouts=layouts,
-                sync_s=sync_s,
-                wake_s=wake_s,
-                drafting=drafting,
-            )
-            for track in tracks
-        ],
-        clock,
-        sync_s,
-    )
 
 
 def _stream(
@@ -246,24 +196,6 @@ def _stream(
     options, release = config.trainer.stream, executors.release_some
     by = partial(cheaper_move, pace) if pace is not None and pace.profile.switches else "recompute"
     return StreamSession(options, workers, streams, release, drawing=phases, clock=lambda: clock.now_s, by=by)
-
-
-def _scoring(
-    config: Config,
-    workload: Workload,
-    clock: SimulatedClock,
-    phases: SimulatedPhases,
-    timeouts: AdaptiveTimeouts | None,
-    executors: SimulatedWorkers,
-) -> ScoringWorkers:
-    """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
-    chosen, reward = config.simulate, config.reward
-    tasks = chosen.tasks or [chosen.task]
-    own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
-    order = [task.name for task in tasks] if chosen.score_in_turn else []
-    limits = reward.num_workers, reward.timeout_s
-    judged = {task.name: task.scoring.device_s for task in tasks if task.scoring.device_s}
-    return ScoringWorkers(workload, clock, phases, *limits, own, order, timeouts, judged, executors.occupy)
 
 
 def _loop(

@@ -249,6 +249,8 @@ class Verdicts:
 
 def recorded(verdict: Verdict) -> dict[str, Any]:
     """What the journal keeps of a verdict: `status`, `reward` and the short values of `info`."""
+    if len(to_json(verdict.info)) <= MAX_VALUE_CHARS:  # so is each value
+        return {"status": verdict.status, "reward": verdict.reward, "info": dict(verdict.info)}
     info: dict[str, Any] = {}
     left = MAX_INFO_CHARS
     for name, value in verdict.info.items():

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.devices import devices_problem
+from jaxrl.config.checks import check_across_hosts, host_problem
+from jaxrl.config.hosts import HostsSection
 from jaxrl.config.inputs import reading
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
@@ -37,15 +38,32 @@ _NODE = 8  # devices, if no option says how many
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
+def with_simulated_hosts(config: Config) -> Config:
+    """The configuration with the hosts of section `simulate`, and nothing else of section `hosts` but the devices of
+    each. Raises ConfigError for options that exclude several hosts."""
+    num_hosts = config.simulate.num_hosts or config.hosts.num
+    hosts = HostsSection(num=num_hosts, devices_per_host=config.hosts.devices_per_host)
+    config = replace(config, hosts=hosts)
+    check_across_hosts(config, "simulate.num_hosts", "simulate.num_devices")
+    return config
+
+
 def num_devices_of(config: Config) -> int:
-    """How many devices the simulated machine has."""
-    return config.simulate.num_devices or config.trainer.num_devices or _NODE
+    """How many devices the simulated machine has, on all its hosts."""
+    num_hosts = config.hosts.num
+    of_hosts = num_hosts * (config.hosts.devices_per_host or _NODE) if num_hosts > 1 else _NODE
+    return config.simulate.num_devices or config.trainer.num_devices or of_hosts
 
 
 def rollout_devices_of(config: Config) -> int:
     """How many devices roll out: all, in turns with training, or only the rollout's own."""
-    total, own = num_devices_of(config), config.rollout.num_devices
-    problem = devices_problem(own, total, config.rollout.tp, "simulate.num_devices", config.rollout.num_workers)
+    total, own, num_hosts = num_devices_of(config), config.rollout.num_devices, config.hosts.num
+    if total % num_hosts:
+        raise ConfigError(
+            f"simulate.num_devices ({total}) must be a multiple of simulate.num_hosts ({num_hosts}): all hosts have as "
+            "many devices"
+        )
+    problem = host_problem(config, total // num_hosts, "simulate.num_devices")
     if problem is not None:
         raise ConfigError(problem)
     return own or total
@@ -53,7 +71,7 @@ def rollout_devices_of(config: Config) -> int:
 
 def worker_devices_of(config: Config) -> int:
     """How many devices each worker has."""
-    return rollout_devices_of(config) // config.rollout.num_workers
+    return rollout_devices_of(config) // config.num_workers
 
 
 def model_sizes(config: Config) -> ModelConfig:
@@ -187,7 +205,7 @@ def with_degree(config: Config) -> tuple[Config, str]:
     own = replace(config, rollout=predicting).with_tp(min(possible))
     predictor = layout_predictor(own, cost_model(own)[0], tuple(possible))
     assert predictor is not None
-    rows = -(-data.train_batch_size * rollout.n // rollout.num_workers)
+    rows = -(-data.train_batch_size * rollout.n // config.num_workers)
     chosen = fastest_degree(predictor, possible, rows, data.max_prompt_length, data.max_response_length)
     return config.with_tp(chosen.degree), (
         f"rollout.tensor_model_parallel_size: auto is {chosen.degree} (a batch of {rows} longest samples decodes in "

@@ -100,6 +100,7 @@ class SimulatedExecutor:
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
       drafting: of plans that speculate; None: there are none.
+      slowness: plans take so many times as long as the cost model says.
 
     Attributes:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
@@ -119,8 +120,9 @@ class SimulatedExecutor:
         sync_s: float = 0.0,
         wake_s: float = 0.0,
         drafting: Drafting | None = None,
+        slowness: float = 1.0,
     ) -> None:
-        self._drafting = drafting
+        self._drafting, self._slowness = drafting, slowness
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
@@ -149,7 +151,7 @@ class SimulatedExecutor:
         gains, num_steps, seconds_G = run(plan, filled, stopped)
         for group, work in prefill.items():
             seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
-        seconds = float(seconds_G.max())  # the slowest dp group's
+        seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
         self.num_tokens += gains.num_tokens
         start_ns = max(self._clock.now_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
@@ -165,6 +167,11 @@ class SimulatedExecutor:
         assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
         self._clock.reach(due.end_ns)
         return due.result
+
+    @property
+    def free_ns(self) -> int:
+        """When the devices are done with everything submitted."""
+        return self._free_ns
 
     def occupy(self, from_ns: int, duration_ns: int) -> int:
         """Something else runs on the devices, once they are done with everything submitted; when it ends."""

@@ -30,13 +30,19 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
+from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, Sample, SampleKey
+
+
+class Drawn(Protocol):
+    """Where scoring is drawn (`jaxrl.sim.clock.SimulatedPhases`)."""
+
+    def complete(self, track: str, name: str, start_s: float, end_s: float, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class ScoringWorkers:
         self,
         workload: Workload,
         clock: SimulatedClock,
-        phases: SimulatedPhases,
+        phases: Drawn,
         num_workers: int = 1,
         timeout_s: float = 0.0,
         own_workers: Mapping[str, int] | None = None,
@@ -175,6 +181,12 @@ class ScoringWorkers:
             self._clock.reach(self._coming[0][0])
             found = self.completed()
         return found
+
+    @property
+    def next_ns(self) -> int | None:
+        """When the next verdict comes, wanted or not; None: none will."""
+        self._take_turns()
+        return self._coming[0][0] if self._coming else None
 
     @property
     def num_pending(self) -> int:

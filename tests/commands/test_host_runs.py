@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import pytest
 from host_runs import RULES, WIDE, assert_same_run, lines
 from runs import PATIENCE_S, Runs, end, num_steps, state_of, wait_for_steps

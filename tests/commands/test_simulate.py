@@ -18,12 +18,21 @@ import yaml
 
 from jaxrl.cli import main
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
+from jaxrl.config.hosts import HostsSection
 from jaxrl.models.shapes import SHAPES
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.tokens.batcher import Batcher
-from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, num_devices_of, with_degree, workload_of
+from jaxrl.sim.configured import (
+    cost_model,
+    machine_sizes,
+    model_sizes,
+    num_devices_of,
+    with_degree,
+    with_simulated_hosts,
+    workload_of,
+)
 from jaxrl.sim.cost_model import Efficiency, RooflineCost
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import ModelledWorkload
@@ -98,7 +107,7 @@ def test_a_run_directory_like_a_real_one(training: Path, tmp_path: Path, capsys:
 def test_rows_in_lockstep_change_nothing(rule: str, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = (f"rollout.{rule}.enable=true", "reward.num_workers=3", "simulate.task.scoring.median_s=0.01")
     assert run(training, tmp_path / "a", *options) == 0
-    monkeypatch.setattr("jaxrl.runtime.simulation.LockstepBatcher", Batcher)
+    monkeypatch.setattr("jaxrl.runtime.simulated_machine.LockstepBatcher", Batcher)
     assert run(training, tmp_path / "b", *options) == 0
     a, b = tmp_path / "a-simulated", tmp_path / "b-simulated"
     assert without_clock(a) == without_clock(b)
@@ -145,6 +154,55 @@ def test_a_run_with_the_stream_trainer(training: Path, tmp_path: Path):
     assert "gradients" not in (a / "timeline.json").read_text()
     assert without_clock(c) == without_clock(b)
     assert (c / "state.json").read_bytes() == (b / "state.json").read_bytes()
+
+
+def test_a_run_on_several_hosts(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two hosts of eight devices: what one process with two workers decides, and tracks, metrics and words of hosts."""
+    rule = ("rollout.tail_batching.enable=true", "trainer.val_before_train=false", "reward.num_workers=3")
+    assert run(training, tmp_path / "a", *rule, "rollout.num_workers=2") == 0
+    hosts = ("simulate.num_hosts=2", "simulate.host_spread=0.1", "hosts.launcher=ray", "hosts.max_restarts=1")
+    capsys.readouterr()
+    assert run(training, tmp_path / "b", *rule, *hosts) == 0
+    assert "simulating 16 × H100 on 2 hosts" in capsys.readouterr().out
+    one, two = tmp_path / "a-simulated", tmp_path / "b-simulated"
+    seconds = ("time", "timing_s/", "perf/", "hosts/", "reward/")
+    found, expected = (
+        [{name: value for name, value in row.items() if not name.startswith(seconds)} for row in read_metrics(folder)]
+        for folder in (two, one)
+    )
+    assert found == expected
+    assert all(row["hosts/order_wait_s"] >= 0 for row in read_metrics(two))
+    assert '"host 1 engine"' in (two / "timeline.json").read_text()
+    assert "devices idle for the order" in (two / "report.html").read_text()
+    assert yaml.safe_load((two / "config.yaml").read_text())["simulate"]["num_hosts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (("simulate.num_hosts=3",), r"simulate.num_devices \(16\) must be a multiple of simulate.num_hosts \(3\)"),
+        (("simulate.num_hosts=16",), r"on each of 16 hosts rollout.tensor_model_parallel_size \(2\) must divide"),
+        (("simulate.num_hosts=2", "rollout.num_workers=3"), r"must be a multiple of simulate.num_hosts \(2\)"),
+        (("simulate.num_hosts=2", "trainer.stream.enable=true"), r"trainer.stream.enable and simulate.num_hosts \(2\)"),
+        (("simulate.num_hosts=2", "trainer.num_devices=8"), r"exclude each other: .*; set simulate.num_devices"),
+        (("simulate.num_hosts=5000",), r"simulate.num_hosts .* at most 4096"),
+    ],
+)
+def test_hosts_that_cannot_be(
+    options: tuple[str, ...], match: str, training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(training, tmp_path / "a", "actor.use_kl_loss=false", *options) == 2
+    assert re.search(match, capsys.readouterr().err)
+    assert not (tmp_path / "a-simulated").exists()
+
+
+def test_how_many_hosts_and_devices():
+    assert num_devices_of(with_simulated_hosts(config(num_hosts=4))) == 32, "eight of each"
+    assert num_devices_of(with_simulated_hosts(config(num_hosts=4, num_devices=8))) == 8
+    real = replace(config(), hosts=HostsSection(num=2, launcher="local", devices_per_host=4))
+    made = with_simulated_hosts(real)
+    assert (made.hosts.num, made.hosts.launcher, num_devices_of(made)) == (2, "none", 8)
+    assert with_simulated_hosts(replace(real, simulate=config(num_hosts=1).simulate)).hosts.num == 1
 
 
 def test_two_runs_write_the_same(training: Path, tmp_path: Path):

@@ -178,6 +178,18 @@ def test_drafts_and_ranking_groups_are_drawn_with_the_epochs(tmp_path):
         assert "step 9: an epoch begins" in figure
 
 
+def test_what_several_hosts_cost_is_drawn_where_there_are_several(tmp_path):
+    assert "Several hosts" not in check(write_report(fake_run(tmp_path / "one")))
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 4):
+            writer.write(step, {"hosts/order_wait_s": 0.5 * step, "hosts/stream_s": 0.1, "hosts/gate_s": 0.2})
+    page = check(write_report(tmp_path))
+    figure = page[page.index("Several hosts") :]
+    figure = figure[: figure.index("</figure>")]
+    assert figure.count("<polyline") == 3
+    assert "devices idle for the order" in figure
+
+
 def test_without_history_there_is_nothing_drawn_of_it(tmp_path):
     page = check(write_report(fake_run(tmp_path)))
     assert "Drafts" not in page

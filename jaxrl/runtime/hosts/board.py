@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 PIECE_BYTES = 2**18  # written in 6 to 12 ms; a heartbeat waits that long at the most
 _WHOLE, _SPLIT = b"\0", b"\1"  # before a value: all of it; how many pieces it has
-_OURS, _PIECES = "jaxrl/", "jaxrl pieces/"  # jax and Orbax write in the same store
+_OURS = "jaxrl/"  # jax and Orbax write in the same store
+_PIECES = "/ pieces/"  # behind a key: below it, so that they go with it in one call
 _TRANSIENT = ("UNAVAILABLE", "ABORTED", "RESOURCE_EXHAUSTED")
 _RETRY_AFTER_S = (0.05, 0.2, 0.8)
 _MISSING = re.compile(r"task names:\n(.*?)(?:\n\n|\Z)", re.DOTALL)
@@ -110,7 +111,7 @@ class CoordinationBoard:
             return
         pieces = [value[i : i + PIECE_BYTES] for i in range(0, len(value), PIECE_BYTES)]
         for i, piece in enumerate(pieces):
-            self._write(f"{_PIECES}{key}/{i}", piece)
+            self._write(f"{_OURS}{key}{_PIECES}{i}", piece)
         self._write(f"{_OURS}{key}", _SPLIT + len(pieces).to_bytes(4))
 
     def replace(self, key: str, value: bytes) -> None:
@@ -125,13 +126,12 @@ class CoordinationBoard:
     def folder(self, prefix: str) -> list[tuple[str, bytes]]:
         name = f"{_OURS}{prefix.rstrip('/')}/"
         found = self._call(f"reading {name}", lambda: self._client.key_value_dir_get_bytes(name)) or []
-        ours = [(key.removeprefix(_OURS), value) for key, value in found]
+        ours = [(key.removeprefix(_OURS), value) for key, value in found if _PIECES not in key]
         return sorted((key, self._joined(key, value)) for key, value in ours)
 
     def delete(self, key_or_prefix: str) -> None:
-        name = key_or_prefix.rstrip("/")
-        for each in (f"{_OURS}{name}", f"{_PIECES}{name}"):
-            self._call(f"removing {each}", lambda each=each: self._client.key_value_delete(each))
+        name = f"{_OURS}{key_or_prefix.rstrip('/')}"
+        self._call(f"removing {name}", lambda: self._client.key_value_delete(name))
 
     def barrier(self, name: str, timeout_s: float) -> None:
         try:
@@ -169,7 +169,7 @@ class CoordinationBoard:
     def _joined(self, key: str, found: bytes) -> bytes:
         if found[:1] == _WHOLE:
             return found[1:]
-        pieces = [self._read(f"{_PIECES}{key}/{i}", 0) for i in range(int.from_bytes(found[1:]))]
+        pieces = [self._read(f"{_OURS}{key}{_PIECES}{i}", 0) for i in range(int.from_bytes(found[1:]))]
         if any(piece is None for piece in pieces):
             raise BoardFailed(f"reading {key}: it was removed meanwhile")
         return b"".join(piece for piece in pieces if piece is not None)

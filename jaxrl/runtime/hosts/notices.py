@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl.record.files import to_json
+from jaxrl.record.files import to_short_json
 from jaxrl.runtime.verdicts import Arrival, recorded
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.order import Answer, End, Place, Report
 from jaxrl.types import FinishReason, SampleKey
 
 VERSION = 1
+_DECODER = json.JSONDecoder()
 _REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
@@ -88,7 +89,7 @@ class Batch:
 
 def encode(batch: Batch) -> list[str]:
     """The parts of a batch, as text; `joined` puts some of them together."""
-    return [to_json(_written(each), separators=(",", ":")) for each in batch.told]
+    return [to_short_json(_written(each)) for each in batch.told]
 
 
 def joined(batch: Batch, parts: Sequence[str]) -> bytes:
@@ -98,7 +99,10 @@ def joined(batch: Batch, parts: Sequence[str]) -> bytes:
 
 def decode(value: bytes) -> Batch:
     """The reverse. Raises ValueError for a batch of another version."""
-    version, *rest = json.loads(value)
+    text = value.decode()
+    (version, *rest), end = _DECODER.raw_decode(text)  # `json.loads` looks for blanks around it, and takes longer
+    if end != len(text):
+        raise ValueError(f"a batch of {end} characters from another process, with {len(text) - end} more behind it")
     if version != VERSION:
         raise ValueError(f"a batch of version {version} from another process: this one reads version {VERSION}")
     number, read, told = rest
@@ -107,7 +111,7 @@ def decode(value: bytes) -> Batch:
 
 def shortened(arrival: Arrival) -> Arrival:
     """A verdict as it arrives in other processes, so that all have the same."""
-    written = json.loads(to_json(_arrival(arrival)))
+    written = json.loads(to_short_json(_arrival(arrival)))
     return _arrival_of(written)
 
 

@@ -57,6 +57,19 @@ class Verdict:
     outside: bool = False
     is_replayed: bool = False
 
+    def at(self, time_s: float) -> Verdict:
+        """The same, heard of at another time; `dataclasses.replace` takes three times as long."""
+        return Verdict(
+            time_s,
+            self.key,
+            self.reward,
+            self.status,
+            self.info,
+            self.duration_s,
+            self.outside,
+            self.is_replayed,
+        )
+
     @property
     def unshaped(self) -> Verdict:
         """With the scorer's own reward, without weights and parts (`reward.domains`, `reward.parts`)."""

@@ -29,7 +29,7 @@ from functools import partial
 
 from jaxrl.scheduling.tokens.draft_index import DraftIndex
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
-from jaxrl.scheduling.tokens.order import Answer, Deal, End, Home, Ledger, Place, Report
+from jaxrl.scheduling.tokens.order import Answer, Deal, End, Home, Ledger, Order, Place, Report
 from jaxrl.scheduling.tokens.past import Past
 from jaxrl.scheduling.tokens.plan import PlanResult, Request
 from jaxrl.scheduling.tokens.progress import Counters, PlanTimes, Progress
@@ -206,6 +206,10 @@ class PacedWorkers:
         self._workers = {n: _Worker(engine, cost) for (n, engine), cost in zip(by_number.items(), costs, strict=True)}
         self._reports: dict[int, list[End]] = {}  # of the workers that have something to report
         self.floor = 0
+
+    def new_order(self) -> Order:
+        """What merges the reports of all workers; one process has it."""
+        return Order(self.ledger)
 
     # -- a round -----------------------------------------------------------------------------------------------------
 

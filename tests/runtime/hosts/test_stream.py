@@ -132,6 +132,29 @@ def test_nothing_stays_that_all_have_read():
     assert not third._items
 
 
+def test_what_has_come_is_not_waited_for():
+    """The last pump before a wait may bring the very notice that is to be waited for."""
+    (first, second, _), boards = build()
+    second.tell(Stop("full"))
+    second.pump()
+    first.pump()
+    first.wait(5.0, 1)
+    assert boards[0].waited == []
+    assert first.notices() == [(1, Stop("full"))]
+    first.wait(5.0, 1)
+    assert boards[0].waited == [("s/notices/00001/000000000001", 5.0)]
+
+
+def test_a_notice_of_a_later_round_is_no_reason_not_to_wait():
+    (first, second, _), boards = build()
+    second.begin()
+    second.tell(Stop("early"))
+    second.pump()
+    first.pump()
+    first.wait(5.0, 2)
+    assert boards[0].waited == [("s/notices/00002/000000000000", 5.0)]
+
+
 def test_a_failure_is_heard_whatever_the_round():
     (first, second, third), _ = build()
     third.begin()

@@ -1,0 +1,343 @@
+"""The other hosts of a simulated run: what they do and when, as process 0 hears of it.
+
+Purpose: with several simulated hosts, the simulation's backend, round and rules are those of process 0, with its part
+of the workers and the very code that merges and publishes in a real run (`jaxrl.runtime.ordered`,
+`jaxrl.runtime.hosts.stream`). `SimulatedHosts` stands for everything else: the shared store with its latency
+(`SimulatedBoard`), and a process on each other host (`OtherHost`) with workers, scoring and layouts of its own.
+
+Each process has a clock of its own, and all begin at the same moment. A process does one thing after another, as a real
+one: it hears what was published by now, tells what it has to tell, then makes a plan, or waits for one until its
+devices are done, or sleeps until something comes. Hosts hear of each other through process 0 alone, so each may be
+played by itself up to the time of process 0.
+
+Source: none published; docs/architecture.md for what processes tell each other. Departures from a real run:
+
+- The other processes play no rounds: they are handed what the round of process 0 commands, when the batch of the stream
+  arrives from which they would have found it out.
+- A process that sleeps wakes only for what concerns it; what it would have done with the rest meanwhile takes no time.
+- Barriers before phases of all hosts take no time, nor does agreeing at the start.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.hosts.stream import HostStream
+from jaxrl.runtime.other_host import AT_ONCE, Act, HostTimes, OtherHost, Published
+from jaxrl.runtime.round_end import Hosts
+from jaxrl.scheduling.rounds.adaptive_timeout import AdaptiveTimeouts
+from jaxrl.scheduling.rounds.batches import RoundResult
+from jaxrl.scheduling.rounds.events import CancelScore, Command, Event, RoundStarted, SampleFinished, Score
+from jaxrl.scheduling.tokens.order import End, Home
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.sim.clock import SimulatedClock, nanoseconds
+from jaxrl.sim.paced import TimedWorkers
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
+
+NAME = "stream"
+_TOKEN_BYTES = 16  # of a token that is exchanged: its id, its version, two log-probabilities
+
+
+class SimulatedBoard:
+    """The shared store as process 0 sees it (`jaxrl.runtime.hosts.stream.Board`), in simulated time.
+
+    Args:
+      hosts: the others. clock: of process 0. times: what things take.
+      waits_for_any: a wait ends with the first notice, whoever it is from.
+      published: called with every batch of the stream.
+    """
+
+    process = 0
+
+    def __init__(
+        self,
+        hosts: Sequence[OtherHost],
+        clock: SimulatedClock,
+        times: HostTimes,
+        waits_for_any: bool,
+        published: Callable[[], None],
+    ) -> None:
+        self.num_processes = len(hosts) + 1
+        self._hosts, self._clock, self._times = hosts, clock, times
+        self._waits_for_any, self._publish = waits_for_any, published
+        self._coming: list[tuple[int, str, bytes]] = []  # a heap: when a notice arrives, its key and value
+        self._here: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self._clock.now_ns += self._times.call_ns
+        self._publish()
+
+    def folder(self, prefix: str) -> list[tuple[str, bytes]]:
+        self._clock.now_ns += self._times.call_ns
+        self._play(self._clock.now_ns)
+        self._take()
+        return sorted(self._here.items())
+
+    def delete(self, key_or_prefix: str) -> None:
+        self._clock.now_ns += self._times.call_ns
+        self._here.pop(key_or_prefix, None)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Waits for a notice. Raises RuntimeError where no host will ever tell anything."""
+        deadline_ns = self._clock.now_ns + nanoseconds(timeout_s)
+        found_ns = self._wait_for_any(deadline_ns) if self._waits_for_any else self._wait_for(key, deadline_ns)
+        self._clock.reach(min(found_ns, deadline_ns))
+        self._take()
+        return self._here.get(key)
+
+    def post(self, process: int, number: int, at_ns: int, value: bytes) -> None:
+        """A host tells something."""
+        arrives_ns = at_ns + self._times.latency_ns
+        heapq.heappush(self._coming, (arrives_ns, f"{NAME}/notices/{process:05d}/{number:012d}", value))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        while self._coming and self._coming[0][0] <= self._clock.now_ns:
+            _, key, value = heapq.heappop(self._coming)
+            self._here[key] = value
+
+    def _play(self, until_ns: int) -> None:
+        for host in self._hosts:
+            while host.next_ns is not None and host.next_ns <= until_ns:
+                host.turn(self.post)
+
+    def _wait_for(self, key: str, deadline_ns: int) -> int:
+        """When a notice arrives, or a time beyond the deadline. The host that tells it goes on no further: it may hear
+        of what process 0 publishes then."""
+        host = self._hosts[int(key.split("/")[-2]) - 1]
+        while True:
+            found = [arrives_ns for arrives_ns, each, _ in self._coming if each == key]
+            if found or key in self._here:
+                return min(found, default=self._clock.now_ns)
+            if host.next_ns is None and all(each.next_ns is None for each in self._hosts) and not self._coming:
+                raise RuntimeError(f"the simulated host {host.process} is waited for, and no host has anything to do")
+            if host.next_ns is None or host.next_ns > deadline_ns:
+                return deadline_ns + 1
+            host.turn(self.post)
+
+    def _wait_for_any(self, deadline_ns: int) -> int:
+        """When the first notice arrives, or a time beyond the deadline."""
+        after_ns = self._times.call_ns + self._times.latency_ns
+        while not self._here:
+            first_ns = self._coming[0][0] if self._coming else None
+            awake = [host for host in self._hosts if host.next_ns is not None]
+            host = min(awake, key=lambda host: host.next_ns or 0, default=None)
+            next_ns = None if host is None else host.next_ns
+            if first_ns is not None and (next_ns is None or next_ns + after_ns >= first_ns):
+                return first_ns
+            if host is None or next_ns is None:
+                raise RuntimeError("process 0 waits for the simulated hosts, and none has anything to do")
+            if next_ns > deadline_ns:
+                return deadline_ns + 1
+            host.turn(self.post)
+        return self._clock.now_ns
+
+
+class SimulatedHosts:
+    """All other hosts, and the store between them and process 0. Implements `jaxrl.sim.paced.Listener`.
+
+    Args:
+      others: in the order of their numbers, from 1 on. clock: of process 0.
+      times: what things take.
+      bytes_per_s: at which a host takes in the tokens of others.
+      in_order: as a real run; else in order of arrival.
+      timeouts: gives test cases their time limits; None: scorers have their own.
+    """
+
+    def __init__(
+        self,
+        others: Sequence[OtherHost],
+        clock: SimulatedClock,
+        times: HostTimes,
+        bytes_per_s: float,
+        in_order: bool = True,
+        timeouts: AdaptiveTimeouts | None = None,
+    ) -> None:
+        self.others, self._clock, self._times = tuple(others), clock, times
+        self._bytes_per_s, self._timeouts = bytes_per_s, timeouts
+        self._of_process = len(others[0].workers.numbers)
+        self.board = SimulatedBoard(others, clock, times, not in_order, self._batch)
+        self.stream = HostStream(self.board, NAME, clock=lambda: clock.now_s)
+        self.leading: TimedWorkers | None = None
+        self._num_batches = 0  # of earlier rounds
+        self._published = Published()
+        self._pending: list[tuple[OtherHost, Act]] = []
+        self._num_events = self._num_scores = 0
+        self._has_begun = False  # an event has been handed over
+        self._exchanged = 0.0, 0
+
+    @property
+    def hosts(self) -> Hosts:
+        """What the backend of process 0 has of the others."""
+        return Hosts(self.stream, self.exchange)
+
+    def begin(self) -> None:
+        """A round begins everywhere."""
+        self._num_batches += len(self._published.arrivals)
+        self._published = Published()
+        self._pending.clear()
+        self._num_events = self._num_scores = 0
+        self._has_begun = False
+        for host in self.others:
+            host.begin(self._clock.now_ns, self._published, self._num_batches)
+
+    def cancel(self) -> None:
+        """The round is dropped."""
+        self._pending.clear()
+        for host in self.others:
+            host.cancel()
+
+    def exchange(self, samples: Sequence[Sample], owners: Sequence[int]) -> None:
+        """Fills in what other hosts have drawn, in the time that its bytes take."""
+        num_tokens = 0
+        for sample, owner in zip(samples, owners, strict=True):
+            num_tokens += len(sample)
+            if owner:
+                found = self.others[owner - 1].drawn[sample.key]
+                assert len(found) == len(sample), f"{sample.key}: {len(found)} and {len(sample)} tokens"
+                sample.token_ids, sample.versions = found.token_ids, found.versions
+                sample.rollout_logprobs, sample.sampled_logprobs = found.rollout_logprobs, found.sampled_logprobs
+        num_bytes = _TOKEN_BYTES * num_tokens
+        seconds = num_bytes * len(self.others) / (len(self.others) + 1) / self._bytes_per_s
+        self._clock.advance(seconds)
+        self._exchanged = self._exchanged[0] + seconds, self._exchanged[1] + num_bytes
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the round: `hosts/order_wait_s`, the seconds for which devices stood idle because their worker waited for
+        the others, on average over all workers, and `hosts/order_wait_max_s` of the one that has waited longest;
+        `hosts/exchange_s` and `hosts/exchange_bytes` as in a real run."""
+        assert self.leading is not None
+        waited: list[int] = []
+        for workers in (self.leading, *(host.workers for host in self.others)):
+            waited += workers.waited_ns.values()
+            workers.waited_ns = dict.fromkeys(workers.numbers, 0)
+        (seconds, num_bytes), self._exchanged = self._exchanged, (0.0, 0)
+        return {
+            "hosts/order_wait_s": sum(waited) / len(waited) / 1e9,
+            "hosts/order_wait_max_s": max(waited) / 1e9,
+            "hosts/exchange_s": seconds,
+            "hosts/exchange_bytes": float(num_bytes),
+        }
+
+    # -- what the round of process 0 does ----------------------------------------------------------------------------
+
+    def launched(self, home: Home, request: Request, now: int) -> None:
+        self._tell(home.worker, partial(OtherHost.launch, home=home, request=request, now=now))
+
+    def aborted(self, homes: Mapping[int, Home], keep: bool, now: int) -> None:
+        ids: dict[int, list[int]] = {}
+        for request_id, home in homes.items():
+            ids.setdefault(home.worker // self._of_process, []).append(request_id)
+        for process, own in ids.items():
+            self._tell(process * self._of_process, partial(OtherHost.abort, request_ids=own, keep=keep, now=now))
+
+    def told(self, end: End) -> None:
+        self._has_begun = True
+        self._tell(end.place.worker, partial(OtherHost.told, end=end))
+
+    def scores(self, prompt: Prompt, sample: Sample, owner: int | None, is_training: bool) -> None:
+        """A response is scored."""
+        number, self._num_scores = self._num_scores, self._num_scores + 1
+        process = number % (len(self.others) + 1) if owner is None else owner
+        limits_s = self._timeouts.limits(prompt) if self._timeouts is not None and is_training else ()
+        scored = partial(OtherHost.score, number=number, prompt=prompt, sample=sample, limits_s=limits_s)
+        self._tell(process * self._of_process, scored)
+
+    def cancels(self, owners: Mapping[SampleKey, int | None]) -> None:
+        """No verdict on these is wanted; `owners`: the process that drew each, None: in an earlier round."""
+        keys: dict[int, list[SampleKey]] = {}
+        for key, owner in owners.items():
+            for process in range(len(self.others) + 1) if owner is None else (owner,):
+                keys.setdefault(process, []).append(key)
+        for process, own in keys.items():
+            self._tell(process * self._of_process, partial(OtherHost.cancel_scores, keys=own))
+
+    def tell_all(self, act: Act) -> None:
+        """Every other host does something, once it hears of what has happened."""
+        for host in self.others:
+            self._tell(host.process * self._of_process, act)
+
+    def handled(self) -> None:
+        """An event of the stream has been handed to the round."""
+        self._has_begun = True
+        self._num_events += 1
+        self._clock.now_ns += self._times.event_ns
+
+    def _tell(self, worker: int, act: Act) -> None:
+        process = worker // self._of_process
+        if process == 0:
+            return
+        host = self.others[process - 1]
+        if self._has_begun:
+            self._pending.append((host, act))
+        else:  # nothing has happened yet: every host begins the round by itself
+            host.acts.append((AT_ONCE, act))
+
+    def _batch(self) -> None:
+        """A batch of the stream has been written."""
+        assert self.leading is not None
+        published, number = self._published, len(self._published.arrivals)
+        published.arrivals.append(self._clock.now_ns + self._times.latency_ns)
+        published.floors.append(self.leading.floor)
+        published.events.append(self._num_events)
+        for host, act in self._pending:
+            host.acts.append((number, act))
+        self._pending.clear()
+        for host in self.others:
+            host.comes(number)
+
+
+class LeadingBackend(RolloutBackend):
+    """The backend of process 0, which lets the other hosts know. `others`: them; the rest as in `RolloutBackend`."""
+
+    def __init__(self, others: SimulatedHosts, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, hosts=others.hosts, **more)
+        assert isinstance(self.engine, TimedWorkers)
+        self._others, others.leading = others, self.engine
+
+    def enter_rollout(self, policy_version: int) -> None:
+        for host in self._others.others:
+            if host.layouts is not None and not self._ready:
+                host.layouts.enter()
+            for executor in host.executors:
+                executor.policy_version = policy_version
+        super().enter_rollout(policy_version)
+
+    def begin(self, step: int, params: SamplingParams, kind: str = "all") -> None:
+        super().begin(step, params, kind)
+        self._others.begin()
+        for host in self._others.others:
+            if host.layouts is not None:
+                host.layouts.begin(step, self._round, kind)
+
+    def wait(self) -> Event:
+        event = super().wait()
+        if not isinstance(event, RoundStarted):
+            self._others.handled()
+        if isinstance(event, SampleFinished) and self._layouts is not None:
+            self._others.tell_all(partial(OtherHost.finished, length=len(event.sample)))
+        return event
+
+    def apply(self, command: Command) -> None:
+        match command:
+            case Score(prompt=prompt, sample=sample):
+                assert self._ordered is not None
+                owner = self._ordered.owner_of(sample.key)
+                self._others.scores(prompt, sample, owner, is_training=not self._round)
+            case CancelScore(keys=keys):
+                assert self._ordered is not None
+                self._others.cancels({key: self._ordered.owner_of(key) for key in keys})
+        super().apply(command)
+
+    def cancel(self) -> None:
+        self._others.cancel()
+        super().cancel()
+
+    def end(self, result: RoundResult | None = None) -> dict[str, float]:
+        self._others.tell_all(OtherHost.end)
+        return super().end(result) | self._others.take_metrics()
