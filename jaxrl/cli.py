@@ -1,5 +1,5 @@
 """`jaxrl train | simulate | tune | generate | eval | export | score | explain-config | explain-layout | profile |
-hosts | report`.
+hosts | options | completion | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -47,6 +47,7 @@ from jaxrl.commands.arguments import (
     whole,
     written,
 )
+from jaxrl.commands.queries import add_queries
 from jaxrl.runtime.answer import answer, one_line
 from jaxrl.runtime.stop import Stop
 
@@ -60,7 +61,12 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that it raises as well
     try:
-        options = parse(*_parser(), sys.argv[1:] if arguments is None else arguments)
+        parser = _parser()
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow: `jaxrl completion`
+            from jaxrl.commands.completion import answer_shell
+
+            answer_shell(*parser)
+        options = parse(*parser, sys.argv[1:] if arguments is None else arguments)
         options.signals = stop
         status: int = options.run(options)
         sys.stdout.flush()
@@ -133,7 +139,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         _add_explanations,
         _add_profile,
         _add_hosts,
-        _add_report,
+        add_queries,
     ):
         add(command)
     return parser, commands.choices
@@ -248,12 +254,6 @@ def _add_profile(command: _Command) -> None:
 def _add_hosts(command: _Command) -> None:
     hosts = command("hosts", _hosts, "Compare the hosts of a run, and time what they say to each other.", config=True)
     hosts.add_argument("--json", type=written, metavar="FILE", help="also write it as JSON (process 0)")
-
-
-def _add_report(command: _Command) -> None:
-    report = command("report", _report, "Write a run's page, report.html.")
-    report.add_argument("run_dir", type=filled, metavar="RUN")
-    report.add_argument("--out", type=written, metavar="FILE")
 
 
 def _config(options: argparse.Namespace, launches: bool = False) -> Config:
@@ -473,13 +473,6 @@ def _hosts(options: argparse.Namespace) -> int:
     from jaxrl.commands.hosts import hosts
 
     hosts(config, options.json or "", stop=options.signals, removing=_removing(options))
-    return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    from jaxrl.report.page import write_report
-
-    print(write_report(options.run_dir, options.out, _removing(options)))
     return 0
 
 

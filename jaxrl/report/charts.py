@@ -51,6 +51,7 @@ class Chart:
     span: tuple[float, float] | None = None  # steps that the axis covers; default: those of the points
     marks: Sequence[float] = ()  # steps with an upright line
     mark: str = ""  # what happens there
+    legend: bool = False  # also of a single curve
 
 
 def card(chart: Chart) -> str:
@@ -64,7 +65,7 @@ def card(chart: Chart) -> str:
     if chart.marks:
         labels.append((chart.mark, "mark"))
     legend = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in labels)
-    body = f"<ul>{legend}</ul>" if len(labels) > 1 else "<ul></ul>"
+    body = f"<ul>{legend}</ul>" if len(labels) > 1 or chart.legend else "<ul></ul>"
     return f"<figure>{head}{body}{_svg(chart)}</figure>"
 
 
