@@ -48,6 +48,7 @@ class Chart:
     stack: Sequence[Curve] = ()
     from_zero: bool = True
     top: float | None = None
+    least: float = 0.0  # how far from 0 the axis reaches at least: what is smaller is noise
     span: tuple[float, float] | None = None  # steps that the axis covers; default: those of the points
     marks: Sequence[float] = ()  # steps with an upright line
     mark: str = ""  # what happens there
@@ -76,7 +77,10 @@ def _svg(chart: Chart) -> str:
     xs = [x for curve in (*curves, *stack) for x, _ in curve.points]
     tops = [sum(values) for values in zip(*([y for _, y in c.points] for c in stack), strict=True)] if stack else []
     ys = [y for c in curves for _, y in finite(c.points)] + [y for _, y in finite((*low, *high))] + tops
-    ticks = ticks_of(min([*ys, 0.0] if chart.from_zero else ys), max(ys) if chart.top is None else max(*ys, chart.top))
+    if chart.least:
+        ys += [chart.least, -chart.least] if min(ys) < 0 else [chart.least]
+    ys += [] if chart.top is None else [chart.top]
+    ticks = ticks_of(min([*ys, 0.0] if chart.from_zero else ys), max(ys))
     first, last = chart.span or (min(xs), max(xs))
     x0, x1 = first, last
     if stack:  # bars need room to their sides

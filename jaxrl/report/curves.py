@@ -9,6 +9,8 @@ from jaxrl.record.metrics import ROUND_PHASES, hidden_shares, seconds_of, step_p
 from jaxrl.report.charts import Chart, Curve, Point, finite
 from jaxrl.report.runs import Run
 
+_SHOWN = 1e-3
+"""The share of a run's seconds below which a phase is part of "other"."""
 PHASES = {  # in a step: label and colour of each
     "gen": ("gen", "c1"),
     "reward": ("reward", "c2"),
@@ -45,14 +47,17 @@ def charts(run: Run) -> list[Chart]:
     ]
     if lengths and isinstance(limit, int | float):
         lengths.append(Curve("limit", [(step, limit) for step, _ in lengths[0].points], "c9", limit=True))
+    mixed = curve("of groups", "critic/mixed_reward_groups")
+    cut = curve("of responses", "response_length/clip_ratio")
     names = validation_names(run)[:4]
     held_out = [Curve(short(name), run.series(name), f"c{i + 1}", dots=True) for i, name in enumerate(names)]
-    kl = curve("ppo_kl", "actor/ppo_kl") + curve("kl_loss", "actor/kl_loss", "c2")
-    return [
+    drawn = [
         Chart("Reward", "per step", reward, "critic/rewards/mean", band=band),
         Chart("Held-out", "at evaluations", held_out, "val/* (trainer.test_freq is 0, or none was due yet)"),
         Chart("Response length", "tokens", lengths, "response_length/*"),
         Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
+        Chart("Groups with mixed rewards", "share", mixed, "critic/mixed_reward_groups", top=1),
+        Chart("Responses cut at the limit", "share", cut, "response_length/clip_ratio", top=1),
         *_by_round(run),
         *_hidden(run),
         *_drafts(run),
@@ -60,9 +65,76 @@ def charts(run: Run) -> list[Chart]:
         Chart("Idle row-slots in rollout", "share", idle, "rollout/bubble_ratio", top=1),
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
-        Chart("KL", "nats per token", kl, "actor/ppo_kl, actor/kl_loss", from_zero=False),
-        Chart("Gradient norm", "before clipping", curve("grad norm", "actor/grad_norm"), "actor/grad_norm"),
+        *_update(run),
+        *_off_policy(run),
     ]
+    if run.is_simulated:  # it has no weights: nothing is missing
+        return [chart for chart in drawn if chart.stack or any(finite(each.points) for each in chart.curves)]
+    return drawn
+
+
+def _update(run: Run) -> list[Chart]:
+    """The gradient, and how far an update goes; what was always 0 is left out."""
+    norm = [Curve("grad norm", points)] if (points := run.series("actor/grad_norm")) else []
+    skipped = [step for step, count in run.series("actor/skipped_updates") if count]
+    clipped = [
+        Curve("by the ratio", run.series("actor/pg_clipfrac")),
+        Curve("by the dual clip", run.series("actor/pg_clipfrac_lower"), "c2"),
+    ]
+    charts = [
+        Chart(
+            "Gradient norm", "before clipping", norm, "actor/grad_norm", marks=skipped, mark="updates were skipped here"
+        ),
+        Chart("Clipped tokens", "share", _ever(clipped), "", least=1e-3),
+        Chart("Skipped updates", "per step", _ever([Curve("skipped", run.series("actor/skipped_updates"))]), ""),
+        Chart("Learning rate", "at the step's last update", _ever([Curve("lr", run.series("actor/lr"))]), ""),
+        Chart(
+            "KL of the update, old to new policy",
+            "nats per token, mean log-ratio",
+            _ever([Curve("old to new", run.series("actor/ppo_kl"))]),
+            "",
+            least=1e-4,
+        ),
+        Chart(
+            "KL to the reference",
+            f"nats per token, {run.option('actor.kl_loss_type') or 'estimate'}",
+            _ever([Curve("policy to reference", run.series("actor/kl_loss"), "c2")]),
+            "",
+            least=1e-4,
+        ),
+    ]
+    return [charts[0], *(chart for chart in charts[1:] if chart.curves)]
+
+
+def _off_policy(run: Run) -> list[Chart]:
+    """How far what was sampled is from what is trained; none where it is the same."""
+    mismatch = [
+        Curve("KL (k3)", run.series("rollout_corr/k3_kl")),
+        Curve("difference of log-perplexities", run.series("rollout_corr/log_ppl_abs_diff"), "c2"),
+    ]
+    gap = [Curve("largest", run.series("rollout_corr/logprob_abs_diff_max"), "c3")]
+    weights = [
+        Curve("mean", run.series("rollout_corr/rollout_is_mean")),
+        Curve("largest", run.series("rollout_corr/rollout_is_max"), "c3"),
+    ]
+    age = [
+        Curve("mean", run.series("training/off_policy/mean_staleness")),
+        Curve("oldest token", run.series("training/off_policy/max_staleness"), "c3"),
+    ]
+    share = [Curve("of tokens", run.series("training/off_policy/share"))]
+    charts = [
+        Chart("Rollout against trainer", "nats per token", _ever(mismatch), "", least=1e-4),
+        Chart("Largest gap of a log-probability", "nats, rollout to trainer", _ever(gap), "", least=1e-4),
+        Chart("Importance weights of the rollout", "ratio", _ever(weights), ""),
+        Chart("Staleness of trained tokens", "policy versions", _ever(age), ""),
+        Chart("Tokens of earlier weights", "share", _ever(share), "", top=1),
+    ]
+    return [chart for chart in charts if chart.curves]
+
+
+def _ever(curves: list[Curve]) -> list[Curve]:
+    """The curves that are anything but 0."""
+    return [curve for curve in curves if any(y for _, y in finite(curve.points))]
 
 
 def _by_round(run: Run) -> list[Chart]:
@@ -143,12 +215,14 @@ def _phases(run: Run) -> list[Curve]:
     if not found:
         return [Curve("step", list(whole.items()))] if whole else []
     steps = sorted(whole.keys() | set().union(*(seconds.keys() for _, seconds in found)))
+    least_s = sum(whole.values()) * _SHOWN  # of a phase, or no reader could find it
+    found = [(name, seconds) for name, seconds in found if sum(seconds.values()) > least_s]
     layers = [
         Curve(PHASES[name][0], [(step, seconds.get(step, 0.0)) for step in steps], PHASES[name][1])
         for name, seconds in found
     ]
     other = [(s, max(whole.get(s, 0.0) - sum(seconds.get(s, 0.0) for _, seconds in found), 0.0)) for s in steps]
-    return [*layers, Curve("other", other, "c9")] if any(value > 0 for _, value in other) else layers
+    return [*layers, Curve("other", other, "c9")] if sum(value for _, value in other) > least_s else layers
 
 
 def _one_by_one(run: Run) -> list[Curve]:

@@ -1,14 +1,9 @@
-"""A run as one self-contained HTML page: no network, no script, light and dark, wide and narrow screens.
+"""A run as one self-contained HTML page: no network, light and dark, wide and narrow screens.
 
-Purpose: `write_report(run_dir)` reads a run's files and shows on one page: headline numbers, curves (inline SVG,
-`jaxrl.report.charts`), the configuration, and samples to read.
-
-Each input may be missing, and the page then says so:
-
-- metrics.jsonl: one line per step (`jaxrl.record.metrics`);
-- samples.jsonl: one line per shown sample (`jaxrl.record.samples` has its fields);
-- layouts.jsonl: the layout over each rollout round, where it adapts (`jaxrl.record.layouts`);
-- run.json: config (resolved), versions, commit, devices {platform, kind, count}, started, command.
+Purpose: `write_report(run_dir)` reads a run's files (`jaxrl.report.runs` names them) and shows on one page: headline
+numbers, curves and drawings (inline SVG, `jaxrl.report.charts` and `jaxrl.report.drawings`), the configuration, and
+samples to read. A file that is missing is named on the page. A small script sorts and filters the samples; without it
+the rest of the page is as it is.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from jaxrl.record.metrics import hidden_shares
 from jaxrl.record.outputs import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite, number
 from jaxrl.report.curves import charts, short, validation_names
+from jaxrl.report.drawings import heat_card, histogram_card, rows_card
 from jaxrl.report.layouts import layouts_section
 from jaxrl.report.rewards import rewards_section
 from jaxrl.report.runs import Run, read_run
@@ -60,16 +56,32 @@ def page(run: Run) -> str:
     return document(
         name,
         _subtitle(run),
-        f"{problems}{_headlines(run)}<section class=charts>{drawn}</section>{rewards_section(run.metrics, span)}"
+        f"{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}{histogram_card(run.batches)}"
+        f"{heat_card(run.batches)}</section>{rows_card(run.drawn_round())}{rewards_section(run.metrics, span)}"
         f"{layouts_section(run.layouts)}<h2>Samples</h2>{samples_section(run.samples)}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
 
 
+def _simulated(run: Run) -> str:
+    """What a simulated run's seconds and lengths come from; empty for a real one."""
+    if not run.is_simulated:
+        return ""
+    found = run.section("simulation")
+    parts = [f"{name.replace('_', ' ')}: {found[name]}" for name in ("cost_model", "workload") if name in found]
+    text = "; ".join(["All seconds are simulated: of modelled devices, not measured", *parts])
+    return f"<p class=note>{escape(text)}.</p>"
+
+
+def _model(run: Run) -> str:
+    """The model's name; of a simulated run, that of the one that was modelled."""
+    return str((run.option("simulate.model") if run.is_simulated else "") or run.option("model.path") or "")
+
+
 def _subtitle(run: Run) -> str:
     devices = run.section("devices")
     parts = [
-        run.option("model.path"),
+        f"simulated {_model(run)}".strip() if run.is_simulated else _model(run),
         run.option("algorithm.adv_estimator"),
         " ".join(str(devices[k]) for k in ("count", "kind") if k in devices).replace(" ", " × ", 1),
         run.info.get("started"),

@@ -2,6 +2,8 @@
 
 - metrics.jsonl: one line per step (`jaxrl.record.metrics`);
 - samples.jsonl: one line per shown sample (`jaxrl.record.samples` has its fields);
+- batches.jsonl: lengths and groups' rewards of each step (`jaxrl.record.batches`);
+- timeline.json: of which the last round's rows are read (`jaxrl.report.rounds`);
 - layouts.jsonl: the layout over each rollout round, where it adapts (`jaxrl.record.layouts`);
 - run.json: config (resolved), versions, commit, devices {platform, kind, count}, started, command.
 """
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import flatten
+from jaxrl.record.batches import FILE_NAME as BATCHES_FILE
+from jaxrl.record.batches import read_batches
 from jaxrl.record.files import read_lines
 from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
 from jaxrl.record.layouts import read_layouts
@@ -23,6 +27,7 @@ from jaxrl.record.metrics import FILE_NAME, read_metrics
 from jaxrl.record.run_dir import RUN_FILE, SIMULATED
 from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
 from jaxrl.report.charts import Point
+from jaxrl.report.rounds import DrawnRound, read_round
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +38,17 @@ class Run:
     metrics: list[dict[str, float]]
     samples: list[dict[str, Any]]
     layouts: list[dict[str, Any]]
+    batches: list[dict[str, Any]]
     info: Mapping[str, Any]
     problems: list[str]
 
     def series(self, name: str) -> list[Point]:
         """(step, value) where the metric was recorded."""
         return [(row["step"], row[name]) for row in self.metrics if name in row]
+
+    def drawn_round(self) -> DrawnRound | None:
+        """The rows of the last round on the timeline."""
+        return read_round(self.folder / "timeline.json")
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A part of run.json; empty where it is missing or not a mapping."""
@@ -80,9 +90,13 @@ def read_run(run_dir: str | Path) -> Run:
         problems.append("no step has been finished yet")
     info = attempt(lambda path: json.loads(path.read_text(encoding="utf-8")), RUN_FILE, {})
     samples = attempt(_read_samples, SAMPLES_FILE, [])
-    adapts = os.path.lexists(folder / LAYOUTS_FILE)
-    layouts = attempt(lambda _: read_layouts(folder), LAYOUTS_FILE, []) if adapts else []
-    return Run(folder, metrics, samples, layouts, info, problems)
+
+    def if_there(read: Callable[[Path], Any], name: str) -> list[dict[str, Any]]:
+        """Of a file that not every run has."""
+        return attempt(lambda _: read(folder), name, []) if os.path.lexists(folder / name) else []
+
+    layouts, batches = if_there(read_layouts, LAYOUTS_FILE), if_there(read_batches, BATCHES_FILE)
+    return Run(folder, metrics, samples, layouts, batches, info, problems)
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:

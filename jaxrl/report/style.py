@@ -50,13 +50,24 @@ rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{
 --c:var(--c9)}.c10{--c:var(--c10)}.c11{--c:var(--c11)}
 table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{
 color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:1px solid var(--rule);
-vertical-align:top}.step th{padding-top:20px}.num{font-variant-numeric:tabular-nums}code,pre{
+vertical-align:top}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;
-white-space:pre-wrap;max-height:20em;overflow:auto}.samples{table-layout:fixed}.samples th:nth-child(1){width:34%}
-.samples th:nth-child(3){width:140px}.samples th:nth-child(4){width:150px}.facts th{width:110px;color:var(--soft);
+white-space:pre-wrap;max-height:20em;overflow:auto}.samples{table-layout:fixed}.samples th:nth-child(1){width:64px}
+.samples th:nth-child(2){width:32%}.samples th:nth-child(4){width:130px}.samples th:nth-child(5){width:140px}
+.facts th{width:110px;color:var(--soft);
 font-weight:400}.legend{list-style:none;margin:16px 0;padding:0;display:flex;flex-wrap:wrap;gap:4px 20px}
 .legend li::before{content:"";display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;
 background:var(--c)}.wide{overflow-x:auto}
+.rows{grid-template-columns:1fr;margin-top:16px}.rows figure{overflow-x:auto}.rows svg{min-width:720px}
+.heat0{--o:.06}.heat1{--o:.18}.heat2{--o:.3}.heat3{--o:.43}.heat4{--o:.56}
+.heat5{--o:.7}.heat6{--o:.85}.heat7{--o:1}path{fill:var(--c);fill-opacity:var(--o)}figure li[class*=heat]::before{
+opacity:var(--o)}.controls{display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;margin:10px 0 14px}
+.controls[hidden]{display:none}select,input{font:inherit;font-size:.875rem;padding:4px 8px;color:var(--ink);
+background:var(--card);border:1px solid var(--rule);border-radius:6px;max-width:100%}
+th button{font:inherit;color:inherit;
+background:none;border:0;padding:0;text-align:left}th button:enabled{cursor:pointer;text-decoration:underline dotted}
+th[aria-sort=descending] button::after{content:" ↓"}th[aria-sort=ascending] button::after{content:" ↑"}
+details{font-size:.875rem;color:var(--soft);margin-top:4px}summary{cursor:pointer}tr[hidden]{display:none!important}
 .compared{overflow-wrap:normal}.compared td,.compared th{min-width:110px;max-width:340px}.compared tbody th{
 font-weight:400;color:var(--soft)}.compared code{overflow-wrap:anywhere}
 @media(max-width:640px){main{padding:20px 14px 48px}h1{font-size:1.4rem}.headlines{
