@@ -28,6 +28,7 @@ from jaxrl.record.followed import FollowedRun
 from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
+from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
@@ -85,7 +86,8 @@ def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World 
     with ExitStack() as stack:
         folder, process = config.trainer.run_dir, 0 if world is None else world.process
         run_dir = stack.enter_context(closing(FollowedRun(folder, process) if process else RunDir(folder)))
-        watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1))
+        stages = stack.enter_context(closing(Stages(say if run_dir.leads else _silent)))
+        watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1), stages.begin)
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)
         earlier = run_dir.earlier
@@ -107,7 +109,7 @@ def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World 
 
         told = say if run_dir.leads else _silent
         joined = Joined(world, stop, watchdog.beat)
-        begun = Start(config, rule, run_dir, earlier, problems, pool, stop, watchdog, told, began_s, joined)
+        begun = Start(config, rule, run_dir, earlier, problems, pool, stop, watchdog, told, began_s, joined, stages)
         return Run(begun).go()
 
 

@@ -142,7 +142,8 @@ def open_record(
     """
     with ExitStack() as stack:
         shown = sys.stdout if run_dir.leads else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        view = stack.enter_context(closing(LiveView(total_steps, shown)))
+        every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
+        view = stack.enter_context(closing(LiveView(total_steps, shown, every=every)))
         timeline, metrics, sample_log, batch_log = None, None, None, None
         if not simulated:
             timeline = stack.enter_context(closing(_timeline(config, run_dir)))

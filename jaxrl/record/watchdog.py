@@ -33,13 +33,17 @@ class Watchdog:
     Args:
       timeout_s: 0 turns it off.
       end: ends the process with a sentence; it is called from the watchdog's thread.
+      told: hears what comes next, where `beat` says it.
 
     Attributes:
       saved_step: of the last checkpoint, which the last sentence names.
     """
 
-    def __init__(self, timeout_s: float, end: Callable[[str], None]) -> None:
+    def __init__(
+        self, timeout_s: float, end: Callable[[str], None], told: Callable[[str], None] = lambda doing: None
+    ) -> None:
         self.saved_step: int | None = None
+        self._told = told
         self._timeout_s, self._end = timeout_s, end
         self._report: Callable[[str], None] = lambda text: print(f"jaxrl: {text}", file=sys.stderr)
         self._timeline: Timeline | None = None
@@ -57,6 +61,7 @@ class Watchdog:
         self._last_s = time.monotonic()
         if doing:
             self._doing = doing
+            self._told(doing)
 
     def follow(self, timeline: Timeline, report: Callable[[str], None]) -> None:
         """From now on the open spans of a timeline say where the run is, and reports go to `report`."""

@@ -112,7 +112,8 @@ def _axes(ticks: Sequence[float], first: float, last: float, px: Callable, py: C
         parts.append(f"<text x={_LEFT - 6} y={y + 3.5} text-anchor=end>{number(tick)}</text>")
     parts.append(f"<text x={_LEFT - 6} y={_HEIGHT - 8} text-anchor=end>step</text>")
     for step in step_labels(first, last):
-        parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor=middle>{step:g}</text>")
+        anchor = "start" if px(step) < _LEFT + 8 else "middle"  # beside the axis' name
+        parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor={anchor}>{step:g}</text>")
     return "".join(parts)
 
 
