@@ -210,4 +210,7 @@ def number(value: float) -> str:
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= scale:
             return f"{value / (scale if unit != 'k' else 1e3):.3g}{unit}"
-    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}".replace("e-0", "e-")
+    if size < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}"

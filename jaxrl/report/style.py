@@ -71,7 +71,8 @@ details{font-size:.875rem;color:var(--soft);margin-top:4px}summary{cursor:pointe
 .compared{overflow-wrap:normal}.compared td,.compared th{min-width:110px;max-width:340px}.compared tbody th{
 font-weight:400;color:var(--soft)}.compared code{overflow-wrap:anywhere}
 @media(max-width:640px){main{padding:20px 14px 48px}h1{font-size:1.4rem}.headlines{
-grid-template-columns:1fr 1fr}.headlines dd:not(.sub){font-size:1.4rem}.samples thead{display:none}
+grid-template-columns:1fr 1fr}.headlines dd:not(.sub){font-size:1.4rem}
+.samples thead tr{display:flex;gap:20px}.samples thead th:not(:has(button)){display:none}.samples thead{display:block}
 .samples,.samples tbody,.samples tr,.samples td,.samples th{display:block;width:auto}.samples tr{
 border-bottom:1px solid var(--rule);padding:8px 0}.samples td,.samples th{border:0;padding:3px 0}.samples td::before{
 content:attr(data-label);color:var(--soft);font-size:.8125rem;display:block}.samples .num{display:inline-block;

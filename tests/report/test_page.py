@@ -286,7 +286,7 @@ def test_each_kl_is_called_what_it_is_and_noise_is_flat(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"config": {"actor": {"kl_loss_type": "low_var_kl"}}}))
     page = check(write_report(tmp_path))
     update = page[page.index("KL of the update, old to new policy") :].partition("</figure>")[0]
-    assert ">0.0001<" in update
+    assert ">-1e-4<" in update
     heights = {float(point.partition(",")[2]) for point in re.findall(r"points='(.*?)'", update)[0].split()}
     assert max(heights) - min(heights) < 1
     assert "nats per token, low_var_kl" in page[page.index("KL to the reference") :].partition("</h3>")[0]
@@ -419,7 +419,16 @@ def test_long_runs_are_averaged():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.12345, "0.123"), (1234, "1234"), (12345, "12.3k"), (2.5e9, "2.5G"), (-1.2e-5, "-1.2e-5")],
+    [
+        (0, "0"),
+        (0.12345, "0.123"),
+        (1234, "1234"),
+        (12345, "12.3k"),
+        (2.5e9, "2.5G"),
+        (-1.2e-5, "-1.2e-5"),
+        (1e-4, "1e-4"),
+        (4.567e-14, "4.57e-14"),
+    ],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
