@@ -58,6 +58,7 @@ def test_the_run_directory(whole: Path):
         "run.json",
         "metrics.jsonl",
         "samples.jsonl",
+        "batches.jsonl",
         "journal.jsonl",
         "timeline.json",
         "checkpoints",
@@ -82,6 +83,12 @@ def test_the_run_directory(whole: Path):
     assert len(decisions) == crashes, "those of steps that an earlier checkpoint holds are gone"
     events = json.loads((whole / "timeline.json").read_text())
     assert {"gen", "reward", "old_log_prob", "update_actor", "sync", "save"} <= {event["name"] for event in events}
+    rows = [event for event in events if event.get("cat") == "row"]
+    assert sum(event["args"]["end"] in ("stop", "length") for event in rows) == STEPS * 16, "each response once"
+    batches = [json.loads(line) for line in (whole / "batches.jsonl").read_text().splitlines()]
+    assert [(line["step"], len(line["groups"]), sum(line["lengths"])) for line in batches] == [
+        (step, 4, 16) for step in range(1, STEPS + 1)
+    ]
     steps = {json.loads(line)["step"] for line in (whole / "samples.jsonl").read_text().splitlines()}
     assert steps == set(range(1, STEPS + 1))
     assert "</html>" in (whole / "report.html").read_text()
