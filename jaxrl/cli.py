@@ -23,6 +23,7 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from jaxrl import __version__
@@ -285,7 +286,7 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options, launches=True)
     if config.hosts.launcher != "none":
         return launched(config, ["train", *_given(options)], options.signals)
-    start(config, stop=options.signals)
+    start(config, stop=options.signals, progress=partial(print, flush=True))
     return 0
 
 

@@ -62,23 +62,35 @@ def _refuse_no_folder(config: Config) -> None:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
 
 
-def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+def start(
+    config: Config,
+    say: Callable[[str], None] = print,
+    stop: Stop | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
     Args:
       say: shows a line; of several processes, the first one says what there is to say.
       stop: the signals of the program; without one they are the caller's.
+      progress: shows a line of what takes long before the first step; called from another thread.
     """
     stop = stop or Stop()
     if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get("JAXRL_COORDINATOR")):
-        return _start(config, say, stop, None)
+        return _start(config, say, stop, None, progress)
     from jaxrl.runtime.hosts.world import open_world  # loads jax
 
     with open_world(config.hosts, stop) as world:
-        return _start(config, say, stop, world)
+        return _start(config, say, stop, world, progress)
 
 
-def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World | None) -> RunOutcome:
+def _start(
+    config: Config,
+    say: Callable[[str], None],
+    stop: Stop,
+    world: World | None,
+    progress: Callable[[str], None],
+) -> RunOutcome:
     """`world`: of several processes, of which process 0 writes the run's files; None: this one is alone."""
     began_s = time.monotonic()
     _refuse_no_folder(config)
@@ -86,7 +98,7 @@ def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World 
     with ExitStack() as stack:
         folder, process = config.trainer.run_dir, 0 if world is None else world.process
         run_dir = stack.enter_context(closing(FollowedRun(folder, process) if process else RunDir(folder)))
-        stages = stack.enter_context(closing(Stages(say if run_dir.leads else _silent)))
+        stages = stack.enter_context(closing(Stages(progress if run_dir.leads else _silent)))
         watchdog = Watchdog(config.trainer.hang_timeout_s, partial(end, status=1), stages.begin)
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
-PATIENCE_S = 3.0
+PATIENCE_S = 10.0
 
 
 class Stages:
@@ -27,9 +28,13 @@ class Stages:
     def begin(self, name: str) -> None:
         """A stage begins."""
         self.close()
-        self._timer = threading.Timer(self._patience_s, self._say, [f"{name} ..."])
+        self._timer = threading.Timer(self._patience_s, self._tell, [f"{name} ..."])
         self._timer.daemon = True
         self._timer.start()
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # a closed pipe or file: the run goes on
+            self._say(line)
 
     def close(self) -> None:
         """The last stage is over."""

@@ -27,6 +27,18 @@ def test_only_a_long_stage_is_said():
     stages.close()
 
 
+def test_a_closed_output_is_no_error():
+    heard = threading.Event()
+
+    def say(line: str) -> None:
+        heard.set()
+        raise BrokenPipeError
+
+    with closing(Stages(say, patience_s=0.01)) as stages:
+        stages.begin("reading the data")
+        assert heard.wait(10.0)
+
+
 def test_the_watchdog_tells_of_stages():
     told = list[str]()
     with closing(Watchdog(0.0, lambda text: None, told.append)) as watchdog:
