@@ -22,7 +22,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,7 @@ from jaxrl.commands.arguments import (
     written,
 )
 from jaxrl.commands.queries import add_queries
+from jaxrl.record.stages import Counted
 from jaxrl.runtime.answer import answer, one_line
 from jaxrl.runtime.stop import Stop
 
@@ -373,7 +374,10 @@ def _eval(options: argparse.Namespace) -> int:
 
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
-    result = evaluate(_config(options), options.checkpoint, options.out, removing=_removing(options))
+    with closing(Counted("responses", sys.stderr)) as counted:
+        result = evaluate(
+            _config(options), options.checkpoint, options.out, removing=_removing(options), progress=counted.show
+        )
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from contextlib import closing
 
-from jaxrl.record.stages import Stages
+from jaxrl.record.stages import Counted, Stages
 from jaxrl.record.watchdog import Watchdog
 
 
@@ -45,3 +46,32 @@ def test_the_watchdog_tells_of_stages():
         watchdog.beat("reading the data")
         watchdog.beat()
     assert told == ["reading the data"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_count_on_a_terminal_is_one_line():
+    out = Terminal()
+    counted = Counted("responses", out)
+    for done in (1, 2, 3):
+        counted.show(done, 3)
+    counted.close()
+    counted.close()
+    assert out.getvalue() == "\r1 of 3 responses\r2 of 3 responses\r3 of 3 responses\n"
+
+
+def test_a_count_in_a_log_is_a_line_now_and_then():
+    out, now = io.StringIO(), [0.0]
+    counted = Counted("responses", out, clock=lambda: now[0])
+    for done in range(100):
+        now[0] += 1.0
+        counted.show(done, 100)
+    assert out.getvalue().splitlines() == [f"{done} of 100 responses" for done in (29, 59, 89)]
+    counted.close()
+    assert out.getvalue().count("\n") == 3
+    out.close()
+    now[0] += 60.0
+    counted.show(100, 100)
