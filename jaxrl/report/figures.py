@@ -101,8 +101,8 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
     found = [row("steps", lambda run: [(line["step"], line["step"]) for line in run.metrics], "end")]
     common = common_step(runs)
     if common and any(run.metrics[-1]["step"] != common for run in runs):
-        until = [(f"reward at step {common:g}, tenth before", "critic/rewards/mean")]
-        found += [row(name, lambda run, key=key: upto(run.series(key), common), "last") for name, key in until]
+        name = f"reward at step {common:g}, tenth before"
+        found.append(row(name, lambda run: upto(run.series("critic/rewards/mean"), common), "last"))
     found += [row(name, lambda run, key=key: run.series(key), how, ratio) for name, key, how, ratio in _ROWS[:2]]
     for key in dict.fromkeys(key for run in runs for key in validation_names(run)[:2]):
         for what, how in (("first", "first_value"), ("last", "end"), ("best", "best")):
