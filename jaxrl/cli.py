@@ -1,5 +1,5 @@
 """`jaxrl train | simulate | tune | generate | eval | export | score | explain-config | explain-layout | profile |
-hosts | report`.
+hosts | options | completion | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -22,7 +22,8 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from jaxrl import __version__
@@ -47,6 +48,8 @@ from jaxrl.commands.arguments import (
     whole,
     written,
 )
+from jaxrl.commands.queries import add_queries
+from jaxrl.record.stages import Counted
 from jaxrl.runtime.answer import answer, one_line
 from jaxrl.runtime.stop import Stop
 
@@ -60,7 +63,12 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that it raises as well
     try:
-        options = parse(*_parser(), sys.argv[1:] if arguments is None else arguments)
+        parser = _parser()
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow: `jaxrl completion`
+            from jaxrl.commands.completion import answer_shell
+
+            answer_shell(*parser)
+        options = parse(*parser, sys.argv[1:] if arguments is None else arguments)
         options.signals = stop
         status: int = options.run(options)
         sys.stdout.flush()
@@ -133,7 +141,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         _add_explanations,
         _add_profile,
         _add_hosts,
-        _add_report,
+        add_queries,
     ):
         add(command)
     return parser, commands.choices
@@ -250,12 +258,6 @@ def _add_hosts(command: _Command) -> None:
     hosts.add_argument("--json", type=written, metavar="FILE", help="also write it as JSON (process 0)")
 
 
-def _add_report(command: _Command) -> None:
-    report = command("report", _report, "Write a run's page, report.html.")
-    report.add_argument("run_dir", type=filled, metavar="RUN")
-    report.add_argument("--out", type=written, metavar="FILE")
-
-
 def _config(options: argparse.Namespace, launches: bool = False) -> Config:
     """The configuration of a command; options that have no effect are said once: where the command `launches` itself on
     several hosts, by the process that is launched."""
@@ -285,7 +287,7 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options, launches=True)
     if config.hosts.launcher != "none":
         return launched(config, ["train", *_given(options)], options.signals)
-    start(config, stop=options.signals)
+    start(config, stop=options.signals, progress=partial(print, flush=True))
     return 0
 
 
@@ -372,7 +374,10 @@ def _eval(options: argparse.Namespace) -> int:
 
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
-    result = evaluate(_config(options), options.checkpoint, options.out, removing=_removing(options))
+    with closing(Counted("responses", sys.stderr)) as counted:
+        result = evaluate(
+            _config(options), options.checkpoint, options.out, removing=_removing(options), progress=counted.show
+        )
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
@@ -473,13 +478,6 @@ def _hosts(options: argparse.Namespace) -> int:
     from jaxrl.commands.hosts import hosts
 
     hosts(config, options.json or "", stop=options.signals, removing=_removing(options))
-    return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    from jaxrl.report.page import write_report
-
-    print(write_report(options.run_dir, options.out, _removing(options)))
     return 0
 
 

@@ -27,7 +27,8 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one sentence on stderr of a command that ends with status 2."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
+    # on a loaded machine a start takes long enough to say what goes on
+    assert [line for line in captured.out.splitlines() if not line.endswith(" ...")] == []
     assert captured.err.startswith("jaxrl: ")
     assert captured.err.count("\n") == 1, captured.err
     return captured.err

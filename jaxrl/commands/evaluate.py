@@ -65,6 +65,7 @@ def evaluate(
     out: str | None = None,
     say: Callable[[str], None] = print,
     removing: Removing = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
 
@@ -73,6 +74,7 @@ def evaluate(
       out: a file for every response and its verdict. It is written even where all rewards failed.
       say: gets which checkpoint is used, which newer one is damaged, and how many rewards failed.
       removing: of the process's signals, which may end it while `out` is open.
+      progress: called after each plan with how many responses have ended, and how many there are to be.
 
     Raises:
       ValueError: what a user can mend.
@@ -110,7 +112,7 @@ def evaluate(
         use_compilation_cache(config)
         for line in said:
             say(line)
-        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool)
+        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool, progress)
         if file is not None:
             _write_samples(file, groups)
     say_failed(errors, sum(len(group.samples) for group in groups), say)
@@ -125,6 +127,7 @@ def _responses(
     params: Any,
     prompts: Sequence[Prompt],
     pool: RewardPool,
+    progress: Callable[[int, int], None],
 ) -> tuple[list[Group], list[str]]:
     """The scored responses to every prompt; why rewards failed, one text each."""
     executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
@@ -143,7 +146,16 @@ def _responses(
         judge = build_judge(config, mesh, executor.wait_quiet)
         assert isinstance(pool, RewardStage), "a judge scores in a stage"
         pool.join("devices", judge)
-    backend = RolloutBackend(engine, executor, pool, text_by(tokenizer), lambda: params, judge=judge)
+    total = len(prompts) * val.n
+    backend = RolloutBackend(
+        engine,
+        executor,
+        pool,
+        text_by(tokenizer),
+        lambda: params,
+        judge=judge,
+        on_progress=lambda busy, rows, tokens, done, launched: progress(done, total),
+    )
     backend.enter_rollout(0)
     current = Round(prompts, val.n)
     backend.begin(0, sampling)

@@ -28,6 +28,7 @@ from jaxrl.record.followed import FollowedRun
 from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
+from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
@@ -61,23 +62,35 @@ def _refuse_no_folder(config: Config) -> None:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
 
 
-def start(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
+def start(
+    config: Config,
+    say: Callable[[str], None] = print,
+    stop: Stop | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend.
 
     Args:
       say: shows a line; of several processes, the first one says what there is to say.
       stop: the signals of the program; without one they are the caller's.
+      progress: shows a line of what takes long before the first step; called from another thread.
     """
     stop = stop or Stop()
     if config.hosts.num == 1 and not (config.hosts.coordinator or os.environ.get("JAXRL_COORDINATOR")):
-        return _start(config, say, stop, None)
+        return _start(config, say, stop, None, progress)
     from jaxrl.runtime.hosts.world import open_world  # loads jax
 
     with open_world(config.hosts, stop) as world:
-        return _start(config, say, stop, world)
+        return _start(config, say, stop, world, progress)
 
 
-def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World | None) -> RunOutcome:
+def _start(
+    config: Config,
+    say: Callable[[str], None],
+    stop: Stop,
+    world: World | None,
+    progress: Callable[[str], None],
+) -> RunOutcome:
     """`world`: of several processes, of which process 0 writes the run's files; None: this one is alone."""
     began_s = time.monotonic()
     _refuse_no_folder(config)
@@ -85,7 +98,8 @@ def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World 
     with ExitStack() as stack:
         folder, process = config.trainer.run_dir, 0 if world is None else world.process
         run_dir = stack.enter_context(closing(FollowedRun(folder, process) if process else RunDir(folder)))
-        watchdog = _watchdog(config, world)
+        stages = stack.enter_context(closing(Stages(progress if run_dir.leads else _silent)))
+        watchdog = _watchdog(config, world, stages)
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind(simulated=False)
         earlier = run_dir.earlier
@@ -107,17 +121,25 @@ def _start(config: Config, say: Callable[[str], None], stop: Stop, world: World 
 
         told = say if run_dir.leads else _silent
         joined = Joined(world, stop, watchdog.beat)
-        begun = Start(config, rule, run_dir, earlier, problems, pool, stop, watchdog, told, began_s, joined)
+        begun = Start(config, rule, run_dir, earlier, problems, pool, stop, watchdog, told, began_s, joined, stages)
         return Run(begun).go()
 
 
-def _watchdog(config: Config, world: World | None) -> Watchdog:
+def _watchdog(config: Config, world: World | None, stages: Stages) -> Watchdog:
     """The run's watchdog. Of several processes it ends all, and what it hears of progress counts for the gate too."""
     timeout_s = config.trainer.hang_timeout_s
     if world is None or world.num_processes == 1:
-        return Watchdog(timeout_s, partial(end, status=1))
+        return Watchdog(timeout_s, partial(end, status=1), lambda doing: stages.begin(doing) if doing else None)
     gate = world.gate
-    return Watchdog(timeout_s, gate.fail, lambda doing: gate.at(doing) if doing else gate.beat(), lambda: gate.waits)
+
+    def heard(doing: str) -> None:
+        if doing:
+            gate.at(doing)
+            stages.begin(doing)
+        else:
+            gate.beat()
+
+    return Watchdog(timeout_s, gate.fail, heard, lambda: gate.waits)
 
 
 def _silent(line: str) -> None:

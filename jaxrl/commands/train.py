@@ -27,6 +27,7 @@ from jaxrl.record.journal import Journal
 from jaxrl.record.lost import missing_checkpoint, missing_metrics
 from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
+from jaxrl.record.stages import Stages
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.report.page import write_report
@@ -94,6 +95,7 @@ class Start:
     say: Callable[[str], None]
     began_s: float
     joined: Joined
+    stages: Stages
 
 
 class Run:
@@ -102,6 +104,7 @@ class Run:
     def __init__(self, start: Start) -> None:
         self.run_dir, self.rule, self.pool, self.stop = start.run_dir, start.rule, start.pool, start.stop
         self.began_s, self.say, self.watchdog, self.joined = start.began_s, start.say, start.watchdog, start.joined
+        self.stages = start.stages
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
         self.judge: JudgePool | None = None
@@ -268,6 +271,7 @@ class Run:
             if self.host_state is not None:
                 loop.load_host_state(self.host_state)
             self._begin(record)
+            self.stages.close()
             self._warm_up(backend, record, stack)
             self.stop.save_first(record.view.message)
             finished = loop.run()

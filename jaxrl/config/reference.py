@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ class OptionDoc:
       type: `int`, `one of up, both`, `list of str`.
       default: its value.
       bounds: `at least 1`; empty where there are none.
+      unit: of a number, `tokens` or `seconds`, as its name or its text says; empty: it is a plain number.
+      choices: the names that its value may be; of a switch, true and false; empty: any text or number.
+      names: what its text is the path of, `file`, `folder` or `new folder`; empty: it is no path.
       cap: of a size, the most that it may be, with the reason: `65536 (...)`; empty where there is none.
       doc: what it is, with its unit.
     """
@@ -33,6 +37,40 @@ class OptionDoc:
     bounds: str
     doc: str
     cap: str = ""
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    names: str = ""
+
+    @property
+    def allowed(self) -> str:
+        """What its value may be, in a few words: `tokens, at least 1`, `one of up, both`."""
+        plain = {"str": self.names or "text", "bool": "true or false", "int": "whole number", "float": "number"}
+        number, _, names = self.type.partition(", ")  # of `int, or auto`
+        if number in ("int", "float"):
+            kind = " ".join(filter(None, (self.unit or plain[number], names)))
+        else:
+            kind = plain.get(self.type, self.type.replace("of str", "of text").replace("of int", "of whole numbers"))
+        return f"{kind}, {self.bounds}" if self.bounds else kind
+
+
+_ENDINGS = {
+    "_s": "seconds",
+    "_gib": "GiB",
+    "_mib": "MiB",
+    "_kib": "KiB",
+    "_bytes": "bytes",
+    "_tokens": "tokens",
+    "_rounds": "rounds",
+    "_share": "share",
+    "_factor": "factor",
+}
+"""Units that an option's name ends in."""
+_COUNTED = (
+    *("seconds", "tokens", "prompts", "samples", "steps", "updates", "devices", "processes", "requests", "layers"),
+    *("verdicts", "checkpoints", "rows", "plans", "workers", "groups", "passes", "rollouts", "versions", "blocks"),
+    *("share", "times"),
+)
+"""Units that an option's text begins with."""
 
 
 def options() -> list[OptionDoc]:
@@ -56,7 +94,39 @@ def _doc(path: str, option: Declared, default: Any) -> OptionDoc:
         allowed_text(option),
         option.doc,
         f"{option.cap.most} ({option.cap.why})" if option.cap else "",
+        _unit(path, option),
+        _choices(option.type),
+        option.names,
     )
+
+
+def _unit(path: str, option: Declared) -> str:
+    """What a number counts: by the ending of its name, or by the first words of its text."""
+    if option.type not in (int, float) and typing.get_origin(option.type) not in (typing.Union, types.UnionType):
+        return ""
+    if "as a multiple of" in option.doc:
+        return "factor"
+    name = path.rpartition(".")[2]
+    for ending, unit in _ENDINGS.items():
+        if name.endswith(ending):
+            return unit
+    first = re.split(r"[;:.]", option.doc)[0].lower()
+    if first.endswith(", in tokens"):
+        return "tokens"
+    if first.startswith(("seed", "draw", "standard deviation")):
+        return ""
+    words = re.findall(r"[a-z]+", re.split(r"[,(]| of a |with|that|whose", first)[0])[:4]
+    return next((word for word in words if word in _COUNTED), "")
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    if hint is bool:
+        return "true", "false"
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return number_or_name(hint)[1]
+    return ()
 
 
 def sections() -> dict[str, str]:

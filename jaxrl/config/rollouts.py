@@ -102,7 +102,7 @@ class SpeculationSection:
     max_prefix: Annotated[
         int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
     ] = 7
-    min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest, where more are not found."] = 3
+    min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest of these tokens, where more are not found."] = 3
     min_window: Annotated[int, Interval(ge=1, le=256), "Tokens that a row drafts at first, and after a rejection."] = 2
     window_step: Annotated[
         int, Interval(ge=0, le=256), "By how many tokens the window grows when all drafted tokens were accepted."

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxrl.record.files import to_json, writing_whole
 from jaxrl.record.followed import HOSTS
-from jaxrl.record.timeline import ORIGIN, UNIX_US
+from jaxrl.record.timeline import END, ORIGIN, UNIX_US
 
 _STARTS = 1 << 16  # of one host, at most: a host's starts are numbered from a multiple of it
 
@@ -53,6 +53,8 @@ def merge_timelines(folder: str | Path) -> Path | None:
                 moved = {"ts": round(event["ts"] + (shift if host else 0.0), 1)} if "ts" in event else {}
                 line = to_json(event | moved | {"pid": host * _STARTS + event["pid"]}, separators=(",", ":"))
                 out.write(line.encode() + b",\n")
+        last = {"name": END, "ph": "M", "pid": 1, "tid": 0, "args": {}}
+        out.write(to_json(last, separators=(",", ":")).encode() + b"\n]\n")
     return target
 
 
@@ -80,5 +82,5 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
                 event = json.loads(line.rstrip(b",\r\n"))
             except ValueError:
                 continue  # the bracket at the beginning, or what a crash has cut
-            if isinstance(event, dict) and isinstance(event.get("pid"), int) and "name" in event:
+            if isinstance(event, dict) and isinstance(event.get("pid"), int) and event.get("name", END) != END:
                 yield event

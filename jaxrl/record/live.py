@@ -1,8 +1,9 @@
 """The live view of a run: what happens now, and one line per finished step.
 
 Purpose: on a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
-per second, reward, time to go. Where the output is no terminal (a file, a pipe, TERM=dumb), it prints the same lines
-only, in plain characters, so that logs stay readable.
+per second, reward, gradient norm, alarms, time to go. Where the output is no terminal (a file, a pipe, TERM=dumb), it
+prints the same lines only, in plain characters, so that logs stay readable; and where nothing has been printed for half
+a minute, before the first step or in a long rollout or evaluation, how far it has come.
 
 The view never stops a run: a missing metric is left out, and a closed output (a broken pipe) only silences the view.
 The run's numbers are in `metrics.jsonl`.
@@ -16,8 +17,7 @@ import re
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, TextIO
 
 from rich.console import Console, Group
@@ -27,9 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.record.metrics import step_phases
+from jaxrl.record.to_go import TimeToGo
 
 _SHOWN_S = 0.05  # a phase that took less is not
-_RECENT_STEPS = 10  # steps from which the time to go is estimated
+_SILENT_S, _SILENT_FIRST_S = 30.0, 10.0  # for which a log may say nothing, and that before the first step
+_COUNT = re.compile(r" \d+/\d+$")
+_FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
 # whole terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PHASES = ("gen", "reward", "ahead", "stream", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
@@ -41,6 +44,8 @@ class LiveView:
     Args:
       total_steps: the run's last step; 0 where it is not known (then there is no time to go).
       stream: where to.
+      every: by phase, the steps between two times that it is due ("testing", "save"), for the time to go.
+      clock: seconds from any origin.
 
     Example::
 
@@ -51,15 +56,24 @@ class LiveView:
             view.final_table([("reward", "0.25"), ("steps", 1)])
     """
 
-    def __init__(self, total_steps: int, stream: TextIO = sys.stdout) -> None:
-        self._total, self._stream = total_steps, stream
+    def __init__(
+        self,
+        total_steps: int,
+        stream: TextIO = sys.stdout,
+        *,
+        every: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._stream, self._clock = total_steps, stream, clock
         self._lock = threading.RLock()
-        self._phase_name, self._phase_since = "starting", time.monotonic()
+        self._phase_name, self._phase_since = "starting", clock()
         self._rollout: tuple[int, int, float, int, int] | None = None
         self._last_step = 0
         self._last_metrics: Mapping[str, float] = {}
-        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._to_go = TimeToGo(total_steps, every or {})
         self._last_step_at: float | None = None
+        self._printed_at = clock()
+        self._alarms = {"updates skipped": 0, "rewards failed": 0}  # since the start
         self._muted = False
         self._live: Live | None = None
         self._console: Console | None = None
@@ -79,24 +93,29 @@ class LiveView:
     def phase(self, name: str) -> None:
         """What the run does from now on; forgets the rollout's figures."""
         with self._lock:
-            self._phase_name, self._phase_since, self._rollout = name, time.monotonic(), None
+            if _COUNT.sub("", name) != _COUNT.sub("", self._phase_name):  # a count goes on within one phase
+                self._phase_since = self._clock()
+            self._phase_name, self._rollout = name, None
+            self._tell_progress()
 
     def rollout(self, rows_busy: int, rows_total: int, tokens_per_s: float, finished: int, total: int) -> None:
         """The state of generation: rows that decode, tokens per second, finished samples and all samples."""
         with self._lock:
             self._rollout = (rows_busy, rows_total, tokens_per_s, finished, total)
+            self._tell_progress()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is over: prints its line."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             seconds = _finite(metrics.get("timing_s/step"))
             if seconds is None and self._last_step_at is not None:
                 seconds = now - self._last_step_at
-            if seconds is not None:
-                self._step_seconds.append(seconds)
+            self._to_go.step(step, seconds, metrics)
             self._last_step, self._last_metrics, self._last_step_at = step, metrics, now
-            self._print(_step_line(step, self._total, metrics, self._seconds_to_go()))
+            for name, count in alarms_of(metrics).items():
+                self._alarms[name] += count
+            self._print(_step_line(step, self._total, metrics, self._eta(0.0)))
 
     def message(self, text: str) -> None:
         """A line of its own among the steps."""
@@ -132,7 +151,24 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _tell_progress(self) -> None:
+        """In a log, where nothing else has been said for long: what goes on, and how far it is."""
+        now = self._clock()
+        silent_s = _SILENT_S if self._last_step_at is not None else _SILENT_FIRST_S
+        if self._console is not None or now - self._printed_at < silent_s:
+            return
+        parts = [f"step {self._next_step()}: {self._phase_name}", f"{duration(now - self._phase_since)}"]
+        if self._rollout is not None:
+            busy, rows, tokens_per_s, finished, total = self._rollout
+            parts += [f"finished {finished}/{total}", f"rows {busy}/{rows}", f"{_value(float(tokens_per_s))} tokens/s"]
+        self._print("  ".join(parts))
+
+    def _next_step(self) -> str:
+        step = min(self._last_step + 1, self._total) if self._total else self._last_step + 1
+        return f"{step}/{self._total}" if self._total else f"{step}"
+
     def _print(self, what: str | Table) -> None:
+        self._printed_at = self._clock()
         if self._muted:
             return
         try:
@@ -147,33 +183,48 @@ class LiveView:
         except (OSError, ValueError):  # a closed pipe or file: the run goes on without a view
             self._muted = True
 
-    def _seconds_to_go(self) -> float | None:
-        if not self._total or not self._step_seconds:
-            return None
-        return (self._total - self._last_step) * sum(self._step_seconds) / len(self._step_seconds)
+    def _eta(self, since_s: float) -> str:
+        """The time to go, `since_s` after the last step; empty where it is not known, or nothing is left."""
+        seconds = self._to_go.seconds()
+        if not seconds:
+            return ""
+        return f"eta {'under ' if self._to_go.is_bound else ''}{duration(max(seconds - since_s, 0))}"
 
     def _panel(self) -> Group:
         """What stands under the lines; called by rich's thread."""
         with self._lock:
-            step = min(self._last_step + 1, self._total) if self._total else self._last_step + 1
-            waited = time.monotonic() - self._phase_since
+            now = self._clock()
             head = Text.assemble(
                 ("step ", "dim"),
-                (f"{step}/{self._total}" if self._total else f"{step}", "bold"),
+                (self._next_step(), "bold"),
                 ("   phase ", "dim"),
                 (self._phase_name, "bold cyan"),
-                (f" {duration(waited)}", "dim"),
+                (f" {duration(now - self._phase_since)}", "dim"),
             )
             if (reward := _finite(self._last_metrics.get("critic/rewards/mean"))) is not None:
                 head.append("   reward ", "dim").append(_value(reward), "bold green")
-            if (to_go := self._seconds_to_go()) is not None:
-                head.append("   eta ", "dim").append(duration(max(to_go - waited, 0)))
+            if eta := self._eta(now - (self._last_step_at or now)):
+                head.append(f"   {eta}", "dim")
             lines: list[Any] = [head]
             if self._rollout is not None:
                 lines.append(self._rollout_line(*self._rollout))
+            if (state := self._state_line()) is not None:
+                lines.append(state)
             if self._total:
                 lines.append(ProgressBar(total=self._total, completed=self._last_step, width=48))
             return Group(*lines)
+
+    def _state_line(self) -> Text | None:
+        """The gradient of the last step, and alarms since the start: in red, with how many, if that step had any."""
+        line = Text()
+        if (norm := self._last_metrics.get("actor/grad_norm")) is not None:
+            line.append("grad norm ", "dim").append(_value(norm), "" if _finite(norm) is not None else "bold red")
+        last = alarms_of(self._last_metrics)
+        for name, count in self._alarms.items():
+            if count:
+                text = f"{name} {count}" + (f" (+{last[name]})" if name in last else "")
+                line.append("   " if line.plain else "").append(text, "bold red" if name in last else "dim")
+        return line if line.plain else None
 
     def _rollout_line(self, busy: int, rows: int, tokens_per_s: float, finished: int, total: int) -> Text:
         cells = 16
@@ -204,7 +255,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _step_line(step: int, total: int, metrics: Mapping[str, float], to_go: float | None) -> str:
+def alarms_of(metrics: Mapping[str, float]) -> dict[str, int]:
+    """What went wrong in a step, and how often; empty: nothing."""
+    found = {
+        "updates skipped": _finite(metrics.get("actor/skipped_updates")) or 0.0,
+        "rewards failed": sum(_finite(metrics.get(name)) or 0.0 for name in _FAILED),
+    }
+    return {name: int(count) for name, count in found.items() if count > 0}
+
+
+def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) -> str:
     """`step  3/10  reward 0.42  length 118 (max 256)  12.3s: gen 8.1, update_actor 3.4  812 tokens/s  eta 1m26s`."""
     parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
 
@@ -227,11 +287,12 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], to_go: float
     if (seconds := _finite(metrics.get("timing_s/step"))) is not None:
         parts.append(f"{_value(seconds)}s" + (f": {shown}" if shown else ""))
     add("{} tokens/s/device", "perf/throughput")
+    add("grad norm {}", "actor/grad_norm")
     for name, value in metrics.items():
         if name.startswith("val") and name.count("/") == 1 and _finite(value) is not None:  # not the details below it
             parts.append(f"{name} {_value(value)}")
-    if to_go is not None and to_go > 0:
-        parts.append(f"eta {duration(to_go)}")
+    parts += [f"{name}: {count}" for name, count in alarms_of(metrics).items()]
+    parts += [eta] if eta else []
     return "  ".join(parts)
 
 

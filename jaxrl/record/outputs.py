@@ -11,6 +11,7 @@ from jaxrl.record.run_dir import RUN_FILE
 
 _RUN_FILES = frozenset(
     (
+        "batches.jsonl",
         "config.yaml",
         "journal.jsonl",
         "layouts.jsonl",

@@ -4,6 +4,7 @@
     run.json         config, versions, commit, devices, seeds, command; one entry per start
     metrics.jsonl    one line per step
     samples.jsonl    a few samples per step, for people
+    batches.jsonl    rewards of each step's groups, and how long its responses were
     rewards.log      what reward functions and their workers print, the first 16 MiB of it
     layouts.jsonl    the layout over each round, where it adapts
     journal.jsonl    decisions of the clock since the last checkpoint
@@ -45,7 +46,10 @@ from jaxrl.config.inputs import reading
 from jaxrl.record.files import drafts_left, refuse_folder, to_json, write_whole
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
-_REPLACED = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "layouts.jsonl", "journal.jsonl", "state.json")
+_REPLACED = (
+    *(CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "batches.jsonl", "layouts.jsonl", "journal.jsonl"),
+    "state.json",
+)
 """The files that only the run itself replaces as a whole. `report.html` is written by `jaxrl report` as well."""
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.record import layouts, samples
+from jaxrl.record import batches, layouts, samples
+from jaxrl.record.batches import BatchLog
 from jaxrl.record.files import JsonLines
 from jaxrl.record.followed import FollowedRun
 from jaxrl.record.journal import Journal, Tell, read_journal
@@ -41,12 +42,13 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal` and `timeline` are None in a simulated one, `metrics` and `samples` where
-    another process writes them, and `watchdog` where none is."""
+    """The open record of a run; `journal` and `timeline` are None in a simulated one, `metrics`, `samples` and
+    `batches` where another process writes them, and `watchdog` where none is."""
 
     view: LiveView
     metrics: MetricsWriter | None
     samples: SampleLog | None
+    batches: BatchLog | None
     layouts: LayoutLog
     timeline: Timeline | None = None
     journal: Journal | None = None
@@ -62,7 +64,7 @@ class RunRecord:
 
     def begin(self) -> None:
         """Drops from the files what later steps wrote. The first write of a start that is not refused."""
-        parts = (self.timeline, self.metrics, self.samples, self.layouts, self.journal)
+        parts = (self.timeline, self.metrics, self.samples, self.batches, self.layouts, self.journal)
         for part in parts:
             if part is not None:
                 part.begin()
@@ -84,6 +86,8 @@ class RunRecord:
             self.metrics.write(step, measured)
         if self.samples is not None:
             self.samples.write(step, groups)
+        if self.batches is not None:
+            self.batches.write(step, groups)
         self.view.step(step, measured)
 
     def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
@@ -138,8 +142,9 @@ def open_record(
     """
     with ExitStack() as stack:
         shown = sys.stdout if run_dir.leads else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        view = stack.enter_context(closing(LiveView(total_steps, shown)))
-        timeline, metrics, sample_log = None, None, None
+        every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
+        view = stack.enter_context(closing(LiveView(total_steps, shown, every=every)))
+        timeline, metrics, sample_log, batch_log = None, None, None, None
         if not simulated:
             timeline = stack.enter_context(closing(_timeline(config, run_dir)))
         if run_dir.leads:
@@ -154,9 +159,12 @@ def open_record(
             stack.enter_context(closing(metrics))
             sample_log = SampleLog(run_dir.file(samples.FILE_NAME), resume_step, begin=False)
             stack.enter_context(closing(sample_log))
+            limit = config.data.max_response_length
+            batch_log = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit, begin=False)
+            stack.enter_context(closing(batch_log))
         layout_log = LayoutLog(run_dir.own(layouts.FILE_NAME), resume_step, begin=False)
         stack.enter_context(closing(layout_log))
-        record = RunRecord(view, metrics, sample_log, layout_log, timeline, simulated=simulated)
+        record = RunRecord(view, metrics, sample_log, batch_log, layout_log, timeline, simulated=simulated)
         if timeline is not None:
             journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False, tell=tell)
             record.journal = stack.enter_context(closing(journal))
@@ -182,7 +190,7 @@ def refuse_damaged(run_dir: RunFolder) -> None:
     """Raises ValueError if a run could not go on with the files in its directory; see `open_record`, which reads them
     again at the step that counts. For before anything that takes long."""
     read_metrics(run_dir.path)
-    for name in (samples.FILE_NAME, layouts.FILE_NAME):
+    for name in (samples.FILE_NAME, batches.FILE_NAME, layouts.FILE_NAME):
         JsonLines(run_dir.file(name), lambda step: True, begin=False)
     read_journal(run_dir.file(JOURNAL))
     Timeline(run_dir.file("timeline.json"), begin=False)

@@ -4,13 +4,15 @@ Purpose: `Timeline` writes trace events (open the file in https://ui.perfetto.de
 phases, so `timing_s/gen` and the picture always agree.
 
 Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
-with a comma, and lines are written whole, so the file opens at any moment, also after a crash. A resumed run appends to
-the file as another process of the trace. Its clock goes on where the file ended, so the pause takes no room.
+with a comma, and lines are written whole, so viewers open the file at any moment, also after a crash. `close` ends it
+with a last event and the bracket, which makes it JSON for every reader. A resumed run takes those two lines away and
+appends, as another process of the trace. Its clock goes on where the file ended, so the pause takes no room.
 
 Kept small, in four ways: a track's adjacent short spans of one name are merged into one (its `count` says how many),
-counters are sampled, a step draws at most `max_tracks` tracks and `max_events_per_step` events, and the share of steps
-that are drawn halves after each `max_bytes` written. Phases are always added up. An event counts what a step left out.
-Within one track, spans must nest: threads that work at the same time use different tracks.
+counters are sampled, a step draws at most `max_tracks` tracks and `max_events_per_step` events, and of the rollout's
+rows as many again, on at most `max_rows` tracks; and the share of steps that are drawn halves after each `max_bytes`
+written. Phases are always added up. An event counts what a step left out. Within one track, spans must nest: threads
+that work at the same time use different tracks.
 """
 
 from __future__ import annotations
@@ -39,6 +41,11 @@ _TAIL_BYTES = 1 << 16
 MAX_BYTES = 32 << 20
 """After which the share of drawn steps halves."""
 ORIGIN, UNIX_US = "jaxrl_origin", "unix_us"
+END = "jaxrl_end"
+"""The last event of a file that was closed; it has no comma."""
+ROW = "row"
+"""The category of a row's spans, whose `args` name the row."""
+_FIRST_ROW = 1 << 20  # tracks of rows come after all others
 _PAUSE_US = 1_000_000  # between the last event of a run and the first of the run that resumes it
 
 
@@ -78,6 +85,7 @@ class Timeline:
         *,
         max_events_per_step: int = 4000,
         max_tracks: int = 64,
+        max_rows: int = 512,
         max_bytes: int = MAX_BYTES,
         host: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -86,6 +94,9 @@ class Timeline:
         self._clock = clock
         self._path = Path(path)
         self._max_events, self._max_tracks, self._max_bytes = max_events_per_step, max_tracks, max_bytes
+        self._max_rows = max_rows
+        self._rows: dict[str, int] = {}
+        self._row_events = 0
         self._lock = threading.RLock()
         whole_bytes, self._pid, self._origin_us = _end_of(self._path)
         self._bytes = whole_bytes
@@ -159,6 +170,33 @@ class Timeline:
         with self._lock:
             self._add(_Span(track, name, start_s, end_s, args))
 
+    @property
+    def now_s(self) -> float:
+        """The moment, as `complete` and `row` take it."""
+        return self._clock()
+
+    def row(self, row: str, order: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """Draws what a row of the rollout had from `start_s` to `end_s`, on a track of its own behind all others.
+
+        Args:
+          row: the row's name. order: its place among the tracks of rows.
+        """
+        with self._lock:
+            if not self._drawing:
+                return
+            if self._row_events >= self._max_events or (row not in self._rows and len(self._rows) >= self._max_rows):
+                self._left_out += 1
+                return
+            if row not in self._rows:
+                tid = self._rows[row] = _FIRST_ROW + len(self._rows)
+                self._metadata("thread_name", tid, f"row {row}")
+                self._metadata("thread_sort_index", tid, _FIRST_ROW + order)
+            start, end = self._us(start_s), self._us(end_s)
+            event = {"name": name, "cat": ROW, "ph": "X", "tid": self._rows[row], "ts": start}
+            self._row_events += 1
+            self._events -= 1  # counted by itself
+            self._event(event | {"dur": round(end - start, 1), "args": {"row": row, **args}})
+
     def instant(self, track: str, name: str, **args: Any) -> None:
         """Draws a mark at this moment."""
         with self._lock:
@@ -185,6 +223,8 @@ class Timeline:
         with self._lock:
             if self._file is not None:
                 self._end_step()
+                end = {"name": END, "ph": "M", "pid": self._pid, "tid": 0, "args": {}}
+                self._lines.append(_line(end).replace(",\n", "\n]\n"))
                 try:
                     self._flush()
                 finally:
@@ -224,7 +264,7 @@ class Timeline:
         if self._left_out:
             args = {"events": self._left_out}
             self._event({"name": "left out", "ph": "i", "s": "p", "tid": 0, "ts": self._now_us(), "args": args})
-        self._events = self._left_out = 0
+        self._events = self._row_events = self._left_out = 0
 
     def _room(self) -> bool:
         if not self._drawing:
@@ -316,8 +356,8 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def _end_of(path: Path) -> tuple[int, int, float]:
-    """Bytes of the file up to the end of its last whole line, this run's process number in the trace, and where its
-    clock starts."""
+    """Bytes of the file up to the end of its last whole line with a comma, this run's process number in the trace, and
+    where its clock starts."""
     with reading(path):
         size = path.stat().st_size if os.path.lexists(path) else 0
         if not size:
@@ -330,6 +370,12 @@ def _end_of(path: Path) -> tuple[int, int, float]:
     whole, newline, half = tail.rpartition(b"\n")
     if not newline:  # not even the first line is whole
         return 0, 1, 0.0
+    last_bytes = len(half)
+    while whole and not whole.endswith(
+        (b",", b"[")
+    ):  # what `close` wrote, of which a crash may have left the first line
+        whole, _, line = whole.rpartition(b"\n")
+        last_bytes += len(line) + 1
     events = []
     for line in whole.split(b"\n"):
         try:
@@ -339,7 +385,7 @@ def _end_of(path: Path) -> tuple[int, int, float]:
     events = [event for event in events if isinstance(event, dict)]
     pid = max((int(_number(event, "pid")) for event in events), default=0)
     end = max((_number(event, "ts") + _number(event, "dur") for event in events), default=0.0)
-    return size - len(half), pid + 1, end + _PAUSE_US
+    return size - last_bytes, pid + 1, end + _PAUSE_US
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:

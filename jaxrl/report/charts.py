@@ -48,9 +48,11 @@ class Chart:
     stack: Sequence[Curve] = ()
     from_zero: bool = True
     top: float | None = None
+    least: float = 0.0  # how far from 0 the axis reaches at least: what is smaller is noise
     span: tuple[float, float] | None = None  # steps that the axis covers; default: those of the points
     marks: Sequence[float] = ()  # steps with an upright line
     mark: str = ""  # what happens there
+    legend: bool = False  # also of a single curve
 
 
 def card(chart: Chart) -> str:
@@ -64,7 +66,7 @@ def card(chart: Chart) -> str:
     if chart.marks:
         labels.append((chart.mark, "mark"))
     legend = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in labels)
-    body = f"<ul>{legend}</ul>" if len(labels) > 1 else "<ul></ul>"
+    body = f"<ul>{legend}</ul>" if len(labels) > 1 or chart.legend else "<ul></ul>"
     return f"<figure>{head}{body}{_svg(chart)}</figure>"
 
 
@@ -75,7 +77,10 @@ def _svg(chart: Chart) -> str:
     xs = [x for curve in (*curves, *stack) for x, _ in curve.points]
     tops = [sum(values) for values in zip(*([y for _, y in c.points] for c in stack), strict=True)] if stack else []
     ys = [y for c in curves for _, y in finite(c.points)] + [y for _, y in finite((*low, *high))] + tops
-    ticks = ticks_of(min([*ys, 0.0] if chart.from_zero else ys), max(ys) if chart.top is None else max(*ys, chart.top))
+    if chart.least:
+        ys += [chart.least, -chart.least] if min(ys) < 0 else [chart.least]
+    ys += [] if chart.top is None else [chart.top]
+    ticks = ticks_of(min([*ys, 0.0] if chart.from_zero else ys), max(ys))
     first, last = chart.span or (min(xs), max(xs))
     x0, x1 = first, last
     if stack:  # bars need room to their sides
@@ -107,7 +112,8 @@ def _axes(ticks: Sequence[float], first: float, last: float, px: Callable, py: C
         parts.append(f"<text x={_LEFT - 6} y={y + 3.5} text-anchor=end>{number(tick)}</text>")
     parts.append(f"<text x={_LEFT - 6} y={_HEIGHT - 8} text-anchor=end>step</text>")
     for step in step_labels(first, last):
-        parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor=middle>{step:g}</text>")
+        anchor = "start" if px(step) < _LEFT + 8 else "middle"  # beside the axis' name
+        parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor={anchor}>{step:g}</text>")
     return "".join(parts)
 
 
@@ -204,4 +210,7 @@ def number(value: float) -> str:
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= scale:
             return f"{value / (scale if unit != 'k' else 1e3):.3g}{unit}"
-    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}".replace("e-0", "e-")
+    if size < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}"

@@ -1,12 +1,15 @@
-"""Samples to read on a run's page: of its first, middle and last step, and the best and the worst of the whole run,
-each sorted by reward.
+"""Samples to read on a run's page: a table that a small script sorts and filters.
 
 Purpose: `samples_section` shows lines of `samples.jsonl` (`jaxrl.record.samples` has their fields). Older runs lack
 fields that were added later, so a cell reads them with `get`. Widths of columns stand in the page's style sheet.
+
+Without the script the page shows samples of the first, the middle and the last step, and has no controls. Of a prompt
+in a chat template the last message of the user is shown, and the whole is folded below it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from math import isfinite
@@ -15,60 +18,108 @@ from typing import Any
 from jaxrl.report.charts import breakable, number
 
 PER_STEP = 4
-EXTREMES = 3
-"""Of the best and of the worst samples each, where the run has more samples than that."""
+EXTREMES = 8
+"""Of the best and of the worst samples each."""
+MOST = 200
+"""Samples on the page; of more, those of some steps."""
 _MAX_TEXT = 4000  # characters of a prompt or response that are shown
+_USER = re.compile(
+    r"(?:<\|im_start\|>user\n|<\|start_header_id\|>user<\|end_header_id\|>\n+|<start_of_turn>user\n|\[INST\])"
+    r"(.*?)(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|\[/INST\])",
+    re.DOTALL,
+)
+_PICKS = (
+    ("edge", "of the first, the middle and the last step"),
+    ("high", "with the highest rewards"),
+    ("low", "with the lowest rewards"),
+    ("all", "all on this page"),
+)
 
 Shown = Mapping[str, Any]
 
 
 def samples_section(samples: Sequence[Shown]) -> str:
-    """HTML of a run's recorded samples."""
+    """HTML of a run's recorded samples, with the script where there is something to sort."""
     if not samples:
         return "<p class=note>No samples were recorded.</p>"
+    picks = _picked(samples)
+    chosen = _spread(samples, picks)
+    rows = "".join(_row(samples[i], picks.get(i, ())) for i in chosen)
+    heads = "".join(
+        f"<th>{f'<button type=button data-by={by} disabled>{heading}</button>' if by else heading}</th>"
+        for heading, by, _, _ in COLUMNS
+    )
+    table = f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    count = f"{len(chosen)} of {len(samples)} recorded samples are on this page."
+    return f"<p class=sub>{count}</p>{_controls(samples)}{table}<script>{SCRIPT}</script>"
+
+
+def _controls(samples: Sequence[Shown]) -> str:
+    """What the script shows and reads."""
+    options = "".join(f"<option value={value}>{escape(text)}</option>" for value, text in _PICKS)
+    sources = sorted({str(sample.get("source") or "") for sample in samples} - {""})
+    named = "".join(f"<option>{escape(source)}</option>" for source in sources)
+    of_source = f"<select data-source aria-label=source><option value=''>any source</option>{named}</select>"
+    return (
+        f"<form class=controls hidden><select data-pick aria-label=samples>{options}</select>"
+        f"{of_source if len(sources) > 1 else ''}<input type=search data-text placeholder='words in them'>"
+        "<span class=sub data-count></span></form>"
+    )
+
+
+def _picked(samples: Sequence[Shown]) -> dict[int, tuple[str, ...]]:
+    """The samples that are shown in the beginning or as extremes, with what they are picked for."""
+    found: dict[int, list[str]] = {}
     steps = sorted({sample["step"] for sample in samples})
-    rows = []
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-        of_step = [sample for sample in samples if sample["step"] == step]
-        rows += [_head(f"Step {step:g}"), *map(_row, by_reward(of_step[:PER_STEP]))]
-    if len(samples) > 2 * EXTREMES and len({_value(sample) for sample in samples}) > 1:
-        ordered = by_reward(samples)
-        rows += [_head("Highest rewards of the run"), *map(_row_with_step, ordered[:EXTREMES])]
-        rows += [_head("Lowest rewards of the run"), *map(_row_with_step, ordered[-EXTREMES:])]
-    heads = "".join(f"<th>{heading}</th>" for heading, _, _ in COLUMNS)
-    return f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        of_step = [i for i, sample in enumerate(samples) if sample["step"] == step]
+        for i in of_step[:PER_STEP]:
+            found.setdefault(i, []).append("edge")
+    if len({value(sample) for sample in samples}) > 1:
+        ordered = sorted(range(len(samples)), key=lambda i: -value(samples[i]))
+        for name, some in (("high", ordered[:EXTREMES]), ("low", ordered[-EXTREMES:])):
+            for i in some:
+                found.setdefault(i, []).append(name)
+    return {i: tuple(names) for i, names in found.items()}
 
 
-def by_reward(samples: Sequence[Shown]) -> list[Shown]:
-    """From the highest reward to the lowest; samples without one at the end, equals in their order."""
-    return sorted(samples, key=_value, reverse=True)
+def _spread(samples: Sequence[Shown], picks: Mapping[int, tuple[str, ...]]) -> list[int]:
+    """The samples on the page, by step and then from the highest reward: picked ones, and of the others as many as
+    there is room for, from steps at equal distances."""
+    others = [i for i in range(len(samples)) if i not in picks]
+    room = max(MOST - len(picks), 0)
+    if len(others) > room:
+        others = [others[i * len(others) // room] for i in range(room)] if room else []
+    return sorted([*picks, *others], key=lambda i: (samples[i]["step"], -value(samples[i]), i))
 
 
-def _value(sample: Shown) -> float:
+def value(sample: Shown) -> float:
+    """A sample's reward, for sorting; one without is the lowest."""
     reward = sample.get("reward")
     return float(reward) if isinstance(reward, int | float) and isfinite(reward) else float("-inf")
 
 
-def _head(text: str) -> str:
-    return f"<tr class=step><th colspan={len(COLUMNS)} scope=rowgroup>{escape(text)}</th></tr>"
+def _row(sample: Shown, picked: Sequence[str]) -> str:
+    data = {"step": sample["step"], "reward": value(sample), "tokens": sample.get("length") or 0}
+    numbers = " ".join(f"data-{name}={found if isfinite(found) else -1e308}" for name, found in data.items())
+    source = escape(str(sample.get("source") or ""), quote=True)
+    hidden = "" if "edge" in picked else " hidden"
+    cells = "".join(_cell(sample, *column) for column in COLUMNS)
+    return f"<tr {numbers} data-pick='{' '.join(picked)}' data-source=\"{source}\"{hidden}>{cells}</tr>"
 
 
-def _row(sample: Shown) -> str:
-    return f"<tr>{''.join(_cell(sample, *column) for column in COLUMNS)}</tr>"
-
-
-def _row_with_step(sample: Shown) -> str:
-    return _row({**sample, "of_step": sample["step"]})
-
-
-def _cell(sample: Shown, heading: str, content: Callable[[Shown], str], is_number: bool) -> str:
+def _cell(sample: Shown, heading: str, by: str, content: Callable[[Shown], str], is_number: bool) -> str:
     return f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
 
 
 def _prompt(sample: Shown) -> str:
-    answer = sample.get("answer")
+    answer, text = sample.get("answer"), str(sample.get("prompt") or "")
     shown = "" if answer in (None, "") else f"<p class=sub>answer: {escape(str(answer)[:_MAX_TEXT])}</p>"
-    return _text(sample, "prompt") + shown
+    messages = _USER.findall(text)
+    if not messages:
+        return _pre(text) + shown
+    whole = f"<details><summary>with the chat template</summary>{_pre(text)}</details>"
+    return _pre(messages[-1].strip()) + shown + whole
 
 
 def _reward(sample: Shown) -> str:
@@ -90,21 +141,57 @@ def _number(value: Any) -> str:
 def _tokens(sample: Shown) -> str:
     length = sample.get("length")
     details = [str(sample[key]) for key in ("finish_reason", "source") if sample.get(key)]
-    details += [f"step {sample['of_step']:g}"] if "of_step" in sample else []
     return f"{escape('–' if length is None else str(length))}<p class=sub>{breakable(', '.join(details))}</p>"
 
 
-def _text(sample: Shown, name: str) -> str:
-    value = str(sample.get(name) or "")
-    more = len(value) - _MAX_TEXT
+def _pre(text: str) -> str:
+    more = len(text) - _MAX_TEXT
     rest = f"<i> … {more} more characters</i>" if more > 0 else ""
-    return f"<pre tabindex=0>{escape(value[:_MAX_TEXT])}{rest}</pre>"
+    return f"<pre tabindex=0>{escape(text[:_MAX_TEXT])}{rest}</pre>"
 
 
-COLUMNS: tuple[tuple[str, Callable[[Shown], str], bool], ...] = (
-    ("Prompt", _prompt, False),
-    ("Response", lambda sample: _text(sample, "response"), False),
-    ("Reward", _reward, True),
-    ("Tokens", _tokens, True),
+COLUMNS: tuple[tuple[str, str, Callable[[Shown], str], bool], ...] = (
+    ("Step", "step", lambda sample: f"{sample['step']:g}", True),
+    ("Prompt", "", _prompt, False),
+    ("Response", "", lambda sample: _pre(str(sample.get("response") or "")), False),
+    ("Reward", "reward", _reward, True),
+    ("Tokens", "tokens", _tokens, True),
 )
-"""The table of samples: heading, what the cell shows of a sample, and whether it is a number."""
+"""The table of samples: heading, what it is sorted by, what the cell shows of a sample, and whether it is a number."""
+
+SCRIPT = """
+(() => {
+  const form = document.querySelector('form.controls'), table = document.querySelector('table.samples');
+  const body = table.tBodies[0], rows = [...body.rows], get = name => form.querySelector(`[data-${name}]`);
+  const show = () => {
+    const pick = get('pick').value, source = get('source') ? get('source').value : '';
+    const words = get('text').value.toLowerCase();
+    let count = 0;
+    for (const row of rows) {
+      const fits = (pick === 'all' || row.dataset.pick.split(' ').includes(pick))
+        && (!source || row.dataset.source === source) && (!words || row.textContent.toLowerCase().includes(words));
+      row.hidden = !fits;
+      count += fits;
+    }
+    get('count').textContent = count + (count === 1 ? ' sample' : ' samples');
+  };
+  let by = '', down = true;
+  for (const button of table.tHead.querySelectorAll('button')) {
+    button.disabled = false;
+    button.onclick = () => {
+      down = by === button.dataset.by ? !down : button.dataset.by !== 'step';
+      by = button.dataset.by;
+      for (const head of table.tHead.rows[0].cells) head.removeAttribute('aria-sort');
+      button.parentNode.setAttribute('aria-sort', down ? 'descending' : 'ascending');
+      body.append(...rows.sort((a, b) => (down ? -1 : 1) * (a.dataset[by] - b.dataset[by])));
+    };
+  }
+  for (const pick of [...get('pick').options])
+    if (pick.value !== 'all' && !rows.some(row => row.dataset.pick.split(' ').includes(pick.value))) pick.remove();
+  form.oninput = show;
+  form.onsubmit = event => event.preventDefault();
+  form.hidden = false;
+  show();
+})();
+"""
+"""Shows the controls; sorts by a click on a heading, and filters by what the controls hold."""

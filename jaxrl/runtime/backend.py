@@ -313,7 +313,7 @@ class RolloutBackend:
         else:
             self.direct.abort(self.engine.unfinished())
             self.engine.drain()
-        self._plans.lanes.follow()
+        self._plans.follow()
         if self._layouts is not None:
             self._layouts.cancel()
         if self._stream is not None:
@@ -332,7 +332,7 @@ class RolloutBackend:
         assert not (self._requests if self._num_ahead else self.engine.unfinished()), "a round ends while it is running"
         if not self._num_ahead:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
-        self._plans.lanes.follow()
+        self._plans.follow()
         self._requests.clear()
         assert self._verdicts.due is None, "a round ends while something of it is being scored"
         workers = self._plans.counted()

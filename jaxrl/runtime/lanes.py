@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from jaxrl.runtime.rows import RowTimeline
 from jaxrl.scheduling.tokens.engine import Engine
 
 
-class PlanTimeline(Protocol):
+class PlanTimeline(RowTimeline, Protocol):
     """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`)."""
 
     def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...

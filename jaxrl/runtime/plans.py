@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from jaxrl.runtime.history import HistorySession
 from jaxrl.runtime.lanes import PlanLanes, PlanTimeline
+from jaxrl.runtime.rows import RowLanes
 from jaxrl.scheduling.layouts.control import Layouts
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.rounds.events import Interrupted
@@ -51,7 +52,7 @@ class PlanRunner:
       timeline, layouts, history: as in `jaxrl.runtime.backend.RolloutBackend`.
 
     Attributes:
-      lanes: where plans are drawn.
+      lanes, rows: where plans are drawn, and who has which row; None: that is not.
       stuck: why a worker that keeps one order with others cannot go on; None: all can.
     """
 
@@ -64,7 +65,9 @@ class PlanRunner:
         history: HistorySession | None = None,
     ) -> None:
         self.layouts, self.stuck = layouts, None
-        self.lanes = PlanLanes(workers.engines, timeline, several=isinstance(workers, PacedWorkers))
+        several = isinstance(workers, PacedWorkers)
+        self.lanes = PlanLanes(workers.engines, timeline, several=several)
+        self.rows = None if timeline is None else RowLanes(workers.engines, timeline, several=several)
         self._workers, self._requests, self._timeline, self._history = workers, requests, timeline, history
         self._before = [Counters() for _ in workers.engines]
 
@@ -96,6 +99,7 @@ class PlanRunner:
         waits = workers.waits(worker)
         with self.lanes.step(worker):
             finished = workers.step(worker)
+        self._follow_rows()
         return finished, worker if waits else None
 
     def run_paced(self, workers: PacedWorkers, worker: int) -> int | None:
@@ -110,6 +114,7 @@ class PlanRunner:
             self._draft_from_group()
         with self.lanes.step(place):
             workers.step(worker)
+        self._follow_rows()
         return None if makes_plan else place
 
     def show(self, worker: int, on_progress: Callable[[int, int, int], None] | None) -> None:
@@ -124,6 +129,15 @@ class PlanRunner:
             counts = zip(self._workers.engines, self._before, strict=True)
             tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
             on_progress(busy, self._workers.num_rows, tokens)
+
+    def follow(self) -> None:
+        """Requests may have been aborted, and plans collected, outside of `run`: the picture hears of it."""
+        self.lanes.follow()
+        self._follow_rows()
+
+    def _follow_rows(self) -> None:
+        if self.rows is not None:
+            self.rows.follow()
 
     def _change_layout(self, worker: int) -> str | None:
         """Lets the layout change; why nothing is usable where that failed."""

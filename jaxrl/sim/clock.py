@@ -112,6 +112,16 @@ class SimulatedPhases:
         if self._picture is not None:
             self._picture.complete(track, name, start_s, end_s, **args)
 
+    @property
+    def now_s(self) -> float:
+        """The moment, as `complete` and `row` take it."""
+        return self.clock.now_s
+
+    def row(self, row: str, order: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """As `Timeline.row`."""
+        if self._picture is not None:
+            self._picture.row(row, order, name, start_s, end_s, **args)
+
     def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
         """Draws nothing: only the host waits here, and `complete` draws the devices' plans."""
         return nullcontext()

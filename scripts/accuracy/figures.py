@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from accuracy.runs import RULES, Result
 from jaxrl.report.charts import Chart, Curve, card
-from jaxrl.report.page import document
+from jaxrl.report.style import document
 
 MAX_ERRORS = 2.0  # how far a rule may lie below plain batches, in standard errors of the difference
 SMOOTHED = 5  # steps

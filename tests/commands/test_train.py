@@ -58,6 +58,7 @@ def test_the_run_directory(whole: Path):
         "run.json",
         "metrics.jsonl",
         "samples.jsonl",
+        "batches.jsonl",
         "journal.jsonl",
         "timeline.json",
         "checkpoints",
@@ -80,8 +81,14 @@ def test_the_run_directory(whole: Path):
     assert all(line["kind"] == "verdict" and line["status"] == "crash" for line in decisions)
     crashes = sum(line["reward/crashes"] for line in metrics if line["step"] > 4)
     assert len(decisions) == crashes, "those of steps that an earlier checkpoint holds are gone"
-    events = json.loads((whole / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    events = json.loads((whole / "timeline.json").read_text())
     assert {"gen", "reward", "old_log_prob", "update_actor", "sync", "save"} <= {event["name"] for event in events}
+    rows = [event for event in events if event.get("cat") == "row"]
+    assert sum(event["args"]["end"] in ("stop", "length") for event in rows) == STEPS * 16, "each response once"
+    batches = [json.loads(line) for line in (whole / "batches.jsonl").read_text().splitlines()]
+    assert [(line["step"], len(line["groups"]), sum(line["lengths"])) for line in batches] == [
+        (step, 4, 16) for step in range(1, STEPS + 1)
+    ]
     steps = {json.loads(line)["step"] for line in (whole / "samples.jsonl").read_text().splitlines()}
     assert steps == set(range(1, STEPS + 1))
     assert "</html>" in (whole / "report.html").read_text()
@@ -249,7 +256,7 @@ def test_rollout_on_devices_of_its_own_gives_the_same_bits(runs: Runs):
     own = (*off, "rollout.num_devices=1")
     runs.finish(beside, *own, devices=2)
     assert_same_end(beside, turns)
-    events = json.loads((beside / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    events = json.loads((beside / "timeline.json").read_text())
     spans = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
     rollouts, updates = ([span for span in spans if span[0] == name] for name in ("gen", "update_actor"))
     assert any(r[1] < u[2] and u[1] < r[2] for r in rollouts for u in updates), "nothing overlapped"

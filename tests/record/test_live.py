@@ -40,7 +40,7 @@ def test_one_plain_line_per_step():
         view.message("\x1b[31mevaluating\x1b[0m\r now\x07\ttab")
     assert out.getvalue().splitlines() == [
         "step  3/10  reward 0.422  length 118 (max 256)  12.3s: gen 8.1, update_actor 3.44  812 tokens/s/device"
-        "  eta 1m26s",
+        "  eta under 1m26s",
         "evaluating now  tab",
     ]
 
@@ -83,6 +83,99 @@ def test_the_last_step_has_no_time_to_go():
     out = io.StringIO()
     LiveView(3, out).step(3, {"timing_s/step": 1})
     assert out.getvalue() == "step 3/3  1s\n"
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_log_hears_of_compiling_evaluation_and_long_rollouts():
+    """Ten seconds without a line before the first step, and thirty after it."""
+    out, clock = io.StringIO(), Clock()
+    view = LiveView(10, out, clock=clock)
+    for done in range(1, 30):
+        clock.now += 1
+        view.phase(f"compiling programs {done}/29")
+    view.phase("testing")
+    for done in range(0, 40, 10):
+        clock.now += 4
+        view.rollout(8, 32, 900.0, done, 40)
+    view.step(1, {})
+    clock.now += 1
+    view.phase("gen")
+    for done in range(0, 70):
+        clock.now += 1
+        view.rollout(8, 32, 900.0, done, 70)
+    assert out.getvalue().splitlines() == [
+        "step 1/10: compiling programs 10/29  9s",
+        "step 1/10: compiling programs 20/29  19s",
+        "step 1/10: testing  4s  finished 0/40  rows 8/32  900 tokens/s",
+        "step 1/10: testing  16s  finished 30/40  rows 8/32  900 tokens/s",
+        "step  1/10",
+        "step 2/10: gen  29s  finished 28/70  rows 8/32  900 tokens/s",
+        "step 2/10: gen  59s  finished 58/70  rows 8/32  900 tokens/s",
+    ]
+
+
+def test_a_terminal_has_the_panel_and_no_lines_of_progress(terminal):
+    clock = Clock()
+    with LiveView(10, terminal, clock=clock) as view:
+        for done in range(1, 30):
+            clock.now += 10
+            view.phase(f"compiling programs {done}/29")
+        view._live.refresh()  # pyright: ignore[reportOptionalMemberAccess]
+    text = terminal.getvalue()
+    assert "compiling programs 29/29" in text
+    assert "step 1/10: compiling" not in text
+
+
+def test_gradient_norm_and_alarms():
+    out = io.StringIO()
+    view = LiveView(0, out)
+    view.step(1, {"actor/grad_norm": 0.14, "actor/skipped_updates": 0.0, "reward/errors": 0.0})
+    view.step(
+        2, {"actor/grad_norm": math.nan, "actor/skipped_updates": 2.0, "reward/errors": 1.0, "reward/crashes": 2.0}
+    )
+    assert out.getvalue().splitlines() == [
+        "step 1  grad norm 0.140",
+        "step 2  grad norm nan  updates skipped: 2  rewards failed: 3",
+    ]
+
+
+def test_the_panel_keeps_the_alarms_of_earlier_steps(terminal):
+    with LiveView(10, terminal) as view:
+        view.step(1, {"actor/grad_norm": 0.14, "actor/skipped_updates": 2.0})
+        first = view._state_line()
+        assert first is not None
+        assert first.plain == "grad norm 0.140   updates skipped 2 (+2)"
+        view.step(2, {"actor/grad_norm": 0.25, "actor/skipped_updates": 0.0})
+        view._live.refresh()  # pyright: ignore[reportOptionalMemberAccess]
+        panel = view._state_line()
+    assert panel is not None
+    assert panel.plain == "grad norm 0.250   updates skipped 2"
+    assert "0.250" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_panel_fits_a_narrow_terminal(width, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = Terminal()
+    with LiveView(1000, stream, every={"testing": 10}) as view:
+        view.step(123, METRICS | {"actor/grad_norm": 0.1234, "actor/skipped_updates": 1, "reward/errors": 12})
+        view.phase("update_actor")
+        view.rollout(123, 256, 12345.0, 1234, 2048)
+        view._live.refresh()  # pyright: ignore[reportOptionalMemberAccess]
+        console = view._console
+        assert console is not None
+        lines = console.render_lines(view._panel(), pad=False)
+    assert max(sum(segment.cell_length for segment in line) for line in lines) <= width
+    if width == 80:
+        assert len(lines) == 4, "each part on a line of its own"
 
 
 @pytest.mark.parametrize("rows", [[("reward", 0.5), ("steps", 100)], {"reward": 0.5, "steps": 100}])

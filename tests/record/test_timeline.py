@@ -10,9 +10,9 @@ from jaxrl.record.timeline import Timeline
 
 
 def events(path, kind=None):
-    """As trace viewers read it: an array that may lack its closing bracket."""
-    text = path.read_text().rstrip().rstrip(",")
-    found = json.loads(text + "]")
+    """As trace viewers read it: an array that may lack its closing bracket, as long as it is open."""
+    text = path.read_text()
+    found = json.loads(text if text.endswith("]\n") else text.rstrip().rstrip(",") + "]")
     return [event for event in found if kind is None or event["ph"] == kind]
 
 
@@ -38,6 +38,59 @@ def test_a_trace_is_valid_before_and_after_its_end(path):
     timeline.close()
     timeline.close()
     assert len(events(path, "X")) == 1
+
+
+def test_a_closed_trace_is_json_and_an_open_one_is_loaded(path):
+    """What a kill leaves lacks the bracket; the run that goes on takes it from the closed one."""
+    timeline = Timeline(path)
+    with timeline.span("engine", "first"):
+        pass
+    timeline.flush()
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(path.read_text())
+    assert [e["name"] for e in events(path, "X")] == ["first"]
+    timeline.close()
+    closed = path.read_bytes()
+    assert [e["name"] for e in json.loads(closed)][-1] == "jaxrl_end"
+    Timeline(path, begin=False)
+    assert path.read_bytes() == closed, "reading changes nothing"
+    for _ in range(2):
+        with Timeline(path) as timeline, timeline.span("engine", "again"):
+            pass
+    found = json.loads(path.read_text())
+    assert [e["name"] for e in found if e["ph"] == "X"] == ["first", "again", "again"]
+    assert [e["name"] for e in found].count("jaxrl_end") == 1
+    assert [e["pid"] for e in found if e["ph"] == "X"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("left", [1, 2, 20])
+def test_a_bracket_that_was_cut(path, left):
+    """A crash while the file was closed leaves a part of the last two lines."""
+    with Timeline(path) as timeline, timeline.span("engine", "first"):
+        pass
+    content = path.read_bytes()
+    path.write_bytes(content[:-left])
+    with Timeline(path) as timeline, timeline.span("engine", "again"):
+        pass
+    assert [e["name"] for e in json.loads(path.read_text()) if e["ph"] == "X"] == ["first", "again"]
+
+
+def test_rows_have_tracks_of_their_own(path):
+    with Timeline(path, max_rows=2, max_tracks=1, max_events_per_step=3) as timeline:
+        timeline.begin_step()
+        for i in range(4):
+            timeline.row(f"0.{i % 3}", i % 3, f"0.7.{i}", timeline.now_s, timeline.now_s, tokens=i)
+        for _ in range(3):
+            timeline.instant("loop", "mark")
+        timeline.flush()
+    found = json.loads(path.read_text())
+    rows = [e for e in found if e.get("cat") == "row"]
+    assert [(e["args"]["row"], e["args"]["tokens"]) for e in rows] == [("0.0", 0), ("0.1", 1), ("0.0", 3)]
+    names = {e["args"]["name"]: e["tid"] for e in found if e["name"] == "thread_name"}
+    assert [e["tid"] for e in rows] == [names["row 0.0"], names["row 0.1"], names["row 0.0"]]
+    assert names["row 0.0"] > names["loop"]
+    assert len([e for e in found if e["name"] == "mark"]) == 3, "rows take no room from others"
+    assert [e["args"] for e in found if e["name"] == "left out"] == [{"events": 1}]
 
 
 def test_phases_add_up_from_the_spans(path):

@@ -21,7 +21,8 @@ from jaxrl.types import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "train, simulate, tune, generate, eval, export, score, explain-config, explain-layout, profile, hosts, report"
+    "train, simulate, tune, generate, eval, export, score, explain-config, explain-layout, profile, hosts, options, "
+    "completion, report"
 )
 
 
@@ -54,7 +55,18 @@ REFUSED = (
     ("no value for --config", "train --config", "train: --config needs a value"),
     ("an empty --config", "train --config ''", "train: --config must not be empty, found ''"),
     ("a blank --config", "train '--config=  '", "train: --config must not be empty, found ' '"),
-    ("two source folders", "report one two", "report: 'two' is one argument too many"),
+    ("two sections", "options rollout actor", "options: 'actor' is one argument too many"),
+    (
+        "two runs that are none",
+        "report one two",
+        "one is not a run: it has none of metrics.jsonl, samples.jsonl, run.json",
+    ),
+    (
+        "a section that is none",
+        "options rolout",
+        "options: there is no section and no option 'rolout': did you mean rollout?",
+    ),
+    ("no shell", "completion", "completion: {bash,zsh,fish} must be given"),
     ("no run to report", "report", "report: RUN must be given"),
     ("an empty run to report", "report ''", "report: RUN must not be empty, found ''"),
     ("a report into a folder", "report run --out .", "report: --out (.) is a folder: name a file in it"),

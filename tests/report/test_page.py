@@ -10,11 +10,23 @@ import numpy as np
 import pytest
 
 from jaxrl.config import from_mapping, to_mapping
+from jaxrl.record.batches import BatchLog
 from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
+from jaxrl.record.timeline import Timeline
 from jaxrl.report.charts import number, step_labels, thin, ticks_of
 from jaxrl.report.page import write_report
+from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 STEPS = 120
+
+
+def groups_of(rewards: np.ndarray, lengths: np.ndarray) -> list[Group]:
+    """Groups of eight samples with these rewards and lengths."""
+    samples = []
+    for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        ids, zeros = np.zeros(length, np.int32), np.zeros(length, np.float32)
+        samples.append(Sample(SampleKey(0, i // 8, i % 8), ids, zeros, zeros, ids, "stop", reward=float(reward)))
+    return [Group(Prompt(0, i, (1,), "?", "src"), samples[8 * i : 8 * i + 8]) for i in range(len(samples) // 8)]
 
 
 def fake_run(folder: Path, steps: int = STEPS) -> Path:
@@ -29,6 +41,8 @@ def fake_run(folder: Path, steps: int = STEPS) -> Path:
             "trainer": {"total_training_steps": 150, "test_freq": 20, "experiment_name": "smollm2-arithmetic"},
         }
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = BatchLog(folder / "batches.jsonl", -1, 512)
     with MetricsWriter(folder) as writer:
         for step in range(1, steps + 1):
             progress = 1 - math.exp(-step / 40)
@@ -46,12 +60,24 @@ def fake_run(folder: Path, steps: int = STEPS) -> Path:
                 "actor/ppo_kl": 2e-4 * float(rng.normal()),
                 "actor/kl_loss": 4e-3 * progress,
                 "actor/grad_norm": math.nan if step == 50 else 0.4 + 0.1 * float(rng.random()),
+                "actor/pg_clipfrac": 0.01 * progress,
+                "actor/lr": 1e-5,
+                "actor/skipped_updates": float(step == 50),
+                "critic/mixed_reward_groups": 0.8 - 0.5 * progress,
+                "rollout_corr/k3_kl": 1e-3 * (1 + 0.1 * float(rng.random())),
+                "rollout_corr/log_ppl_abs_diff": 2e-3,
+                "rollout_corr/logprob_abs_diff_max": 0.3,
+                "training/off_policy/mean_staleness": 0.5,
+                "training/off_policy/max_staleness": 1.0,
+                "training/off_policy/share": 0.5,
                 "perf/throughput": 900 + 60 * float(rng.normal()),
                 "perf/total_num_tokens": float(lengths.sum()),
             }
             if step % 20 == 0:
                 metrics["val-core/basic_arithmetic/acc/mean@1"] = 0.1 + 0.68 * progress
             writer.write(step, metrics)
+            batches.write(step, groups_of(rewards, lengths))
+    batches.close()
     with open(folder / "samples.jsonl", "w") as file:
         for step in (1, 60, steps):
             for index, reward in enumerate((0.0, 1.0)):
@@ -82,7 +108,7 @@ def fake_run(folder: Path, steps: int = STEPS) -> Path:
 class _Checker(HTMLParser):
     """Every element that is opened is closed, and nothing is fetched or run."""
 
-    VOID = frozenset(["meta", "polyline", "polygon", "wbr"])
+    VOID = frozenset(["input", "meta", "polyline", "polygon", "wbr"])
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +133,7 @@ def check(path: Path) -> str:
     checker = _Checker()
     checker.feed(text)
     assert not checker.open
-    assert "script" not in checker.seen
+    assert checker.seen.count("script") <= 1, "that of the samples"
     assert "NaN" not in text
     assert "nan," not in text.split("<h2>")[0]
     return text
@@ -117,7 +143,7 @@ def test_a_whole_run(tmp_path):
     path = write_report(fake_run(tmp_path))
     assert path == tmp_path / "report.html"
     text = check(path)
-    assert text.count("<svg") == 9
+    assert text.count("<svg") == 21
     assert "not recorded" not in text
     assert "smollm2-arithmetic" in text
     assert "120 of 150" in text
@@ -125,9 +151,24 @@ def test_a_whole_run(tmp_path):
     assert "1e-05" in text
     assert "rollout.temperature" not in text  # has its default
     assert "&lt;script&gt;alert(1)" in text
-    assert "Step 1<" in text
-    assert "Step 60<" in text
-    assert "Step 120<" in text
+    assert [f"data-step={step} " in text for step in (1, 60, 120)] == [True] * 3
+    for title in (
+        "Groups with mixed rewards",
+        "Clipped tokens",
+        "Learning rate",
+        "Skipped updates",
+        "Rewards of groups",
+    ):
+        assert f"<h3>{title} " in text
+    for title in (
+        "Rollout against trainer",
+        "Staleness of trained tokens",
+        "Histogram of lengths",
+        "Rewards of groups",
+    ):
+        assert f"<h3>{title} " in text
+    norm = text[text.index("<h3>Gradient norm") :].partition("</figure>")[0]
+    assert "step 50: updates were skipped here" in norm
     assert "jaxrl train configs/arithmetic.yaml" in text
     assert "8 × NVIDIA H100 80GB HBM3" in text
     assert not list(tmp_path.glob("*.draft"))
@@ -249,6 +290,76 @@ def test_an_update_on_devices_of_its_own_is_hidden_too(tmp_path):
     assert "Update hidden" not in write_report(fake_run(tmp_path / "plain", 2)).read_text()
 
 
+def test_each_kl_is_called_what_it_is_and_noise_is_flat(tmp_path):
+    """A KL of 1e-9 is a line at 0, not a landscape; the reference's has a chart of its own."""
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 20):
+            writer.write(step, {"actor/ppo_kl": 1e-9 * (-1) ** step, "actor/kl_loss": 0.01 * step})
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"actor": {"kl_loss_type": "low_var_kl"}}}))
+    page = check(write_report(tmp_path))
+    update = page[page.index("KL of the update, old to new policy") :].partition("</figure>")[0]
+    assert ">-1e-4<" in update
+    heights = {float(point.partition(",")[2]) for point in re.findall(r"points='(.*?)'", update)[0].split()}
+    assert max(heights) - min(heights) < 1
+    assert "nats per token, low_var_kl" in page[page.index("KL to the reference") :].partition("</h3>")[0]
+    assert "<h3>KL <" not in page
+
+
+def test_a_phase_that_took_no_time_is_not_in_the_legend(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 5):
+            line = {"timing_s/gen": 9.0, "timing_s/ref": 0.0, "timing_s/reward": 1e-6, "timing_s/update_actor": 1.0}
+            writer.write(step, line | {"timing_s/step": 10.0, "timing_s/save": 2.0 * (step == 4)})
+    page = check(write_report(tmp_path))
+    figure = page[page.index("Step time by phase") :].partition("</figure>")[0]
+    assert re.findall(r"<li class='\w+'>([\w ]+)", figure) == ["gen", "update_actor", "save"]
+
+
+def test_a_simulated_run_names_what_was_simulated_and_misses_nothing(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"critic/rewards/mean": 0.5, "timing_s/step": 5.0, "timing_s/gen": 5.0, "simulated": 1})
+    config = {"model": {"path": "Qwen"}, "simulate": {"model": "SmolLM2-135M"}}
+    source = {"cost_model": "roofline of H100", "workload": "modelled: lengths"}
+    devices = {"platform": "simulated", "kind": "H100 (simulated)", "count": 8}
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "devices": devices, "simulation": source}))
+    page = check(write_report(tmp_path))
+    assert "simulated SmolLM2-135M" in page
+    assert "Qwen" not in page.partition("</header>")[0]
+    assert "of modelled devices, not measured; cost model: roofline of H100; workload: modelled: lengths." in page
+    assert "not recorded: actor" not in page
+    config["simulate"]["model"] = ""
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "devices": devices}))
+    assert "simulated Qwen" in check(write_report(tmp_path)).partition("</header>")[0]
+
+
+def test_the_rows_of_the_last_round_are_drawn(tmp_path):
+    now = [0.0]
+    (tmp_path / "run.json").write_text("{}")
+    with Timeline(tmp_path / "timeline.json", clock=lambda: now[0]) as timeline:
+        for step in (1, 2):
+            with timeline.phase("step", step=step):
+                for i in range(3):
+                    more = {"tokens": 7} if i else {}
+                    timeline.row(
+                        f"0.{i}", i, f"0.{step}.{i}", now[0], now[0] + i + 1, end="stop" if i else "abort", **more
+                    )
+                now[0] += 4.0
+                with timeline.phase("testing"):
+                    timeline.row("0.9", 9, "0.0.0", now[0], now[0] + 1, end="stop")
+                    now[0] += 1.0
+    page = check(write_report(tmp_path))
+    figure = page[page.index("<h3>Rows in step 2 ") :].partition("</figure>")[0]
+    titles = re.findall(r"<title>(.*?)</title>", figure)
+    assert titles == [
+        "row 0.0: 0.2.0, 0 to 1 s, aborted",
+        "row 0.1: 0.2.1, 0 to 2 s, ended, 7 tokens",
+        "row 0.2: 0.2.2, 0 to 3 s, ended, 7 tokens",
+    ]
+    widths = [float(width) for width in re.findall(r"<rect class=\w+ x=46.0 y=\S+ width=(\S+)", figure)]
+    assert widths[1] / widths[0] == pytest.approx(2, rel=0.01)
+    assert re.findall(r"<li class='\w+'>(\w+)", figure) == ["ended", "aborted"]
+
+
 def test_out_names_the_file(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -264,7 +375,7 @@ def test_out_names_the_file(tmp_path):
         ({"run.json": "{"}, "run.json could not be read"),
         ({"run.json": "[]"}, "must hold an object"),
         ({"run.json": '{"config": 3, "versions": [], "devices": null}'}, "does not hold the configuration"),
-        ({"samples.jsonl": '{"step": 1}\n{"ste'}, "Step 1"),
+        ({"samples.jsonl": '{"step": 1}\n{"ste'}, "data-step=1 "),
         ({"samples.jsonl": "nonsense\n"}, "samples.jsonl could not be read"),
         ({"metrics.jsonl": "nonsense\n"}, "metrics.jsonl could not be read"),
         ({"metrics.jsonl": '{"step": 1, "time": 1}\n'}, "not recorded: critic/rewards/mean"),
@@ -320,7 +431,16 @@ def test_long_runs_are_averaged():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.12345, "0.123"), (1234, "1234"), (12345, "12.3k"), (2.5e9, "2.5G"), (-1.2e-5, "-1.2e-5")],
+    [
+        (0, "0"),
+        (0.12345, "0.123"),
+        (1234, "1234"),
+        (12345, "12.3k"),
+        (2.5e9, "2.5G"),
+        (-1.2e-5, "-1.2e-5"),
+        (1e-4, "1e-4"),
+        (4.567e-14, "4.57e-14"),
+    ],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text

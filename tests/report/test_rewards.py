@@ -4,12 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jaxrl.record.metrics import MetricsWriter, hidden_scoring_shares
 from jaxrl.report.page import write_report
 from jaxrl.report.rewards import domains, rewards_section
-from jaxrl.report.samples import by_reward, samples_section
 
 
 def line(step: int) -> dict[str, float]:
@@ -97,26 +94,3 @@ def test_domains_by_their_samples():
         {"reward/a/num_scored": 4.0},
     ]
     assert domains(lines) == ["a", "openai/gsm8k"]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "order"),
-    [
-        ([0.0, 1.0, 0.5], [1, 2, 0]),
-        ([None, -1.0, float("nan"), 2], [3, 1, 0, 2]),
-        ([1.0, 1.0], [0, 1]),
-    ],
-)
-def test_samples_by_reward(rewards: list[Any], order: list[int]):
-    rows = [sample(1, reward, at=i) for i, reward in enumerate(rewards)]
-    assert [row["at"] for row in by_reward(rows)] == order
-
-
-def test_the_best_and_the_worst_of_a_run():
-    text = samples_section([sample(step, float(step)) for step in range(1, 10)])
-    best = text.partition("Highest rewards of the run")[2]
-    best, _, worst = best.partition("Lowest rewards of the run")
-    for part, shown in ((best, (9, 8, 7)), (worst, (3, 2, 1))):
-        assert [part.count(f">r{step}<") for step in range(1, 10)] == [int(step in shown) for step in range(1, 10)]
-        assert "step 9" in part or "step 1" in part
-    assert "Highest rewards" not in samples_section([sample(step, 0.0) for step in range(9)]), "all are equal"

@@ -148,7 +148,7 @@ def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
     bench.phases.begin()
     bench.submit(key(0), key(1), key(2))
     bench.phases.close()
-    events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    events = json.loads((tmp_path / "timeline.json").read_text())
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     drawn = [(tracks[e["tid"]], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["name"] == "score"]
     assert sorted(drawn) == [

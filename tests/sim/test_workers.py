@@ -328,7 +328,7 @@ def test_the_log_names_the_worker(tmp_path: Path):
     page = layouts_section(rounds)
     assert "Step 1, worker 0" in page
     assert "<td>4, worker 1</td>" in page
-    events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    events = json.loads((tmp_path / "timeline.json").read_text())
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     plans = {name: [e for e in events if e["name"] == "plan" and tracks[e["tid"]] == name] for name in tracks.values()}
     left, right = plans["engine 0"], plans["engine 1"]

@@ -65,7 +65,8 @@ def check(
     captured = capsys.readouterr()
     assert captured.err == f"jaxrl: {filled(refusal.sentence)}\n"
     assert status == refusal.status
-    assert captured.out == ""
+    # on a loaded machine a start takes long enough to say what goes on
+    assert [line for line in captured.out.splitlines() if not line.endswith(" ...")] == []
     after = contents(folder)
     for name in {*before, *after}:
         if name.split(os.sep)[0] not in refusal.may_write:

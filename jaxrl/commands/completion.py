@@ -1,0 +1,92 @@
+"""Completion in shells: `jaxrl completion bash|zsh|fish`, and what is completed where a shell asks.
+
+Purpose: `script(shell)` is what a shell reads once; from then on it calls `jaxrl` at each Tab, and `answer_shell`
+writes what may follow. Options of the configuration are offered section by section (`rollout.`, then `rollout.layout.`)
+and end in `=`; behind it come the names, the switches' true and false, and files where the option is a path.
+
+Source: the package argcomplete, which knows the shells and walks our own parser, so that a new command or option is
+completed without a line here. Never imports jax: a Tab takes as long as `jaxrl --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import argcomplete
+from argcomplete.completers import BaseCompleter, ChoicesCompleter, FilesCompleter, SuppressCompleter
+from argcomplete.shell_integration import shellcode
+
+from jaxrl.config.reference import OptionDoc, options, sections
+
+
+def script(shell: str) -> str:
+    """What bash, zsh or fish is to read: `eval "$(jaxrl completion bash)"`."""
+    return shellcode(["jaxrl"], shell=shell)
+
+
+def answer_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Writes what may follow the words before the cursor, and ends the process. For a call by such a script alone."""
+    for command in commands.values():
+        for action in command._actions:
+            if action.metavar == "section.option=value":
+                action.completer = Overrides()  # pyright: ignore[reportAttributeAccessIssue]
+            elif action.metavar in ("SECTION", "PROMPT"):
+                action.completer = Sections() if action.metavar == "SECTION" else NOTHING  # pyright: ignore[reportAttributeAccessIssue]
+            elif names := names_of(action):
+                action.completer = ChoicesCompleter(dict.fromkeys(names, ""))  # pyright: ignore[reportAttributeAccessIssue]
+    # options of a command are offered behind a dash: they would be lost among those of the configuration
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+NOTHING = SuppressCompleter()
+
+
+def names_of(action: argparse.Action) -> tuple[str, ...]:
+    """The words that an argument shows as `{a,b}` in the help; empty: it is none of a few."""
+    shown = action.metavar if isinstance(action.metavar, str) else ""
+    return tuple(shown[1:-1].split(",")) if shown.startswith("{") else ()
+
+
+class Overrides(BaseCompleter):
+    """Completes `section.option=value`."""
+
+    def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
+        every = {option.path: option for option in options() if ".NAME." not in option.path}
+        path, equals, value = prefix.partition("=")
+        if not equals:
+            return _described(next_names([f"{name}=" for name in every], prefix))
+        return dict.fromkeys((f"{path}={each}" for each in values_of(every[path], value)), "") if path in every else {}
+
+
+class Sections(BaseCompleter):
+    """Completes a section or an option, for `jaxrl options`."""
+
+    def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
+        names = {*sections(), *(option.path for option in options())}
+        return _described(next_names(sorted(names), prefix))
+
+
+def _described(names: Iterable[str]) -> dict[str, str]:
+    """Each name with its text, in one line, for shells that show it."""
+    texts = {option.path: option.doc for option in options()} | sections()
+    return {name: " ".join(texts.get(name.rstrip(".="), "").split()) for name in names}
+
+
+def next_names(paths: Iterable[str], prefix: str) -> list[str]:
+    """How `prefix` may go on: up to the next dot, unless there is one way only; then further."""
+    fits = [path for path in paths if path.startswith(prefix)]
+    at = len(prefix)
+    while True:
+        heads = list(dict.fromkeys(path[: end + 1] if (end := path.find(".", at)) >= 0 else path for path in fits))
+        if len(heads) != 1 or not heads[0].endswith("."):
+            return heads
+        at = len(heads[0])
+
+
+def values_of(option: OptionDoc, begun: str) -> Iterable[str]:
+    """What may stand behind an option's equals sign, of which `begun` is there."""
+    if option.names:
+        return FilesCompleter()(begun)
+    return option.choices

@@ -1,0 +1,138 @@
+"""`jaxrl options`: every option as text for a terminal of 80 columns, or as JSON.
+
+Purpose: `options_text(name)` lists what `jaxrl.config.reference` reads from the declarations: all options with a line
+for each, or those of a section, or the ones whose names begin with a few letters, with their texts; or a single one
+with all that is known of it. Never imports jax.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from jaxrl.config.reference import OptionDoc, options, sections
+
+_WIDTH = 80
+_NAME, _DEFAULT = 27, 16
+"""Columns of the list of all options; a longer name or default takes its line for itself."""
+
+
+def options_text(name: str = "") -> str:
+    """The options that `name` asks for, as `find` finds them; all of them, a line each, if it is empty."""
+    if not name:
+        return _overview(options())
+    found = find(name)
+    if len(found) == 1 and found[0].path == name:
+        return _whole(found[0])
+    about = (
+        [*textwrap.wrap(f"{name}: {sections()[name]}", _WIDTH, break_on_hyphens=False), ""]
+        if name in sections()
+        else []
+    )
+    return "\n".join([*about, "\n\n".join(_block(option) for option in found)])
+
+
+def options_json(name: str = "") -> str:
+    """The same options as a JSON list; of a number without a unit, `unit` is empty."""
+    return json.dumps([asdict(option) for option in (find(name) if name else options())], indent=1)
+
+
+def find(name: str) -> list[OptionDoc]:
+    """The option of that name, or those of the section, or those whose names begin so, or those with that last name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    every, name = options(), name.rstrip(".=")
+    for fits in (
+        lambda path: path == name,
+        lambda path: path.startswith(f"{name}."),
+        lambda path: path.startswith(name),
+        lambda path: path.rpartition(".")[2] == name,
+    ):
+        if found := [option for option in every if fits(option.path)]:
+            return found
+    names = [*sections(), *(option.path for option in every)]
+    last = {option.path.rpartition(".")[2]: option.path for option in every}
+    near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name, list(last), n=1)
+    hint = f"did you mean {last.get(near[0], near[0])}?" if near else "jaxrl options lists them all"
+    raise ValueError(f"options: there is no section and no option {name!r:.80}: {hint}")
+
+
+def _overview(every: Sequence[OptionDoc]) -> str:
+    """Sections with a line for each option: its last name, its default, and what it may be."""
+    lines: list[str] = []
+    before = None
+    for option in every:
+        section, _, name = option.path.rpartition(".")
+        if section != before:
+            lines += ["", section]
+            before = section
+        lines.append(_line(name, shown(option.default), option.allowed))
+    lines += ["", "jaxrl options SECTION, or an option, shows their texts too: jaxrl options hosts"]
+    return "\n".join(lines[1:])
+
+
+def _line(name: str, default: str, allowed: str) -> str:
+    head = f"  {name:<{_NAME}} {_cut(default, _WIDTH - _NAME - 4):<{_DEFAULT}} "
+    if len(head) <= _NAME + _DEFAULT + 4:
+        return head + _cut(allowed, _WIDTH - len(head))
+    return f"{head.rstrip()}\n{'':{_NAME + _DEFAULT + 4}}{_cut(allowed, _WIDTH - _NAME - _DEFAULT - 4)}"
+
+
+def _block(option: OptionDoc) -> str:
+    """Name and default, then what it may be and its text, indented."""
+    value = "   (empty)" if shown(option.default) == "empty" else shown(option.default)
+    head = f"{option.path}={_cut(value, _WIDTH - len(option.path) - 1)}"
+    return "\n".join([head, *_wrapped(f"{option.allowed}. {option.doc}")])
+
+
+def _whole(option: OptionDoc) -> str:
+    """All that is known of one option."""
+    known = [
+        ("default", shown(option.default)),
+        ("type", option.type),
+        ("unit", option.unit),
+        ("path of", f"a {option.names}" if option.names else ""),
+        ("bounds", option.bounds),
+        ("at most", option.cap),
+        ("values", ", ".join(option.choices)),
+        ("in YAML", _yaml(option)),
+    ]
+    lines = [option.path, *_wrapped(option.doc), ""]
+    for title, text in known:
+        if text:
+            first, *rest = textwrap.wrap(text, _WIDTH - 14, break_long_words=False, break_on_hyphens=False)
+            lines += [f"    {title:<9} {first}", *(f"{'':14}{more}" for more in rest)]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _yaml(option: OptionDoc) -> str:
+    """The option with its default as a line of YAML: `rollout: {n: 8}`."""
+    nested: Any = option.default
+    for name in reversed(option.path.split(".")):
+        nested = {name: nested}
+    text = yaml.safe_dump(nested, default_flow_style=True, width=10_000).strip()
+    return text[1:-1]  # the outermost braces are none of a file's
+
+
+def shown(value: Any) -> str:
+    """A default as the command line takes it; `empty` where it is no text, no list and no mapping."""
+    if value in ("", [], {}):
+        return "empty"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return " ".join(text.split())
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

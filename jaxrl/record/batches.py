@@ -1,0 +1,63 @@
+"""What each step's batch was like, for the report: `batches.jsonl` in the run directory.
+
+One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the mean rewards of the batch's groups, in the
+order of the batch; `lengths` counts responses by their tokens in `BINS` equal parts of 0 to `limit`, the longest that
+there may be. So a line stays small whatever a batch holds, and no sample is left out of the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jaxrl.record.files import JsonLines, read_lines
+from jaxrl.types import Group
+
+FILE_NAME = "batches.jsonl"
+BINS = 32
+_MOST_GROUPS = 4096  # beyond, every second, third and so on is kept
+
+
+class BatchLog:
+    """Appends a line per step; drops lines of steps after `last_step` when it begins. `limit`: tokens of the longest
+    response."""
+
+    def __init__(self, path: str | Path, last_step: int, limit: int, *, begin: bool = True) -> None:
+        self._lines = JsonLines(path, lambda step: step <= last_step, compact=True, begin=begin)
+        self._limit = limit
+
+    def begin(self) -> None:
+        self._lines.begin()
+
+    def write(self, step: int, groups: Sequence[Group]) -> None:
+        rewards = [fmean(sample.reward or 0.0 for sample in group.samples) for group in groups if group.samples]
+        rewards = rewards[:: -(-len(rewards) // _MOST_GROUPS)] if rewards else []
+        lengths = [0] * BINS
+        for group in groups:
+            for sample in group.samples:
+                lengths[min(len(sample) * BINS // self._limit, BINS - 1)] += 1
+        rounded = [float(f"{reward:.4g}") for reward in rewards]
+        self._lines.append({"step": step, "groups": rounded, "limit": self._limit, "lengths": lengths})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_batches(folder: str | Path) -> list[dict[str, Any]]:
+    """The steps of a run, in order; empty if nothing was written. Raises ValueError if a line is damaged."""
+    return read_lines(Path(folder) / FILE_NAME, _parse)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """A line as `BatchLog` writes it; a reward that is not finite is left out."""
+    entry = json.loads(line)
+    for name in ("step", "groups", "limit", "lengths"):
+        entry[name]  # a KeyError names what is missing
+    if not all(isinstance(count, int) and count >= 0 for count in entry["lengths"]):
+        raise ValueError("a count must be a whole number of at least 0")
+    finite = [value for value in entry["groups"] if isinstance(value, int | float) and math.isfinite(value)]
+    return {**entry, "groups": finite}

@@ -1,0 +1,80 @@
+"""What a command does while it has nothing to show yet, said where it takes long.
+
+Purpose: reading data, loading weights, comparing a checkpoint may each take minutes, in which a user wants to know that
+the run is alive. `Stages` says the name of a stage that has gone on for `patience_s`; short ones are passed over.
+`Counted` says how far a command has come that goes through a known number of things.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
+
+PATIENCE_S = 10.0
+
+
+class Stages:
+    """Says what goes on; a stage ends when the next one begins. May be closed twice.
+
+    Args:
+      say: shows a line; called from a thread of its own.
+      patience_s: how long a stage may last without a word.
+    """
+
+    def __init__(self, say: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
+        self._say, self._patience_s = say, patience_s
+        self._timer: threading.Timer | None = None
+
+    def begin(self, name: str) -> None:
+        """A stage begins."""
+        self.close()
+        self._timer = threading.Timer(self._patience_s, self._tell, [f"{name} ..."])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # a closed pipe or file: the run goes on
+            self._say(line)
+
+    def close(self) -> None:
+        """The last stage is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+            self._timer = None
+
+
+class Counted:
+    """How many of so many things are done: on a terminal in one line that changes, in a log in a line now and then.
+
+    Args:
+      what: the name of the things, as "responses".
+      every_s: between two lines of a log.
+      clock: seconds from any origin.
+    """
+
+    def __init__(
+        self, what: str, stream: TextIO, every_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what, self._stream, self._every_s, self._clock = what, stream, every_s, clock
+        self._said_at, self._has_line = clock(), False
+
+    def show(self, done: int, total: int) -> None:
+        """`done` of `total` are."""
+        with suppress(OSError, ValueError):
+            if self._stream.isatty():
+                self._has_line = True
+                print(f"\r{done} of {total} {self._what}", end="", file=self._stream, flush=True)
+            elif self._clock() - self._said_at >= self._every_s:
+                self._said_at = self._clock()
+                print(f"{done} of {total} {self._what}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """What follows on a terminal begins in a line of its own."""
+        if self._has_line:
+            self._has_line = False
+            with suppress(OSError, ValueError):
+                print(file=self._stream, flush=True)

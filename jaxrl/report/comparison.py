@@ -1,0 +1,259 @@
+"""Several runs on one page: their curves over each other, and tables of what differs. One self-contained HTML file.
+
+Purpose: `write_comparison(folders, out)` writes the page, and returns it with a short summary for a terminal. Runs are
+named A, B, ... and by their folders; a simulated one says so wherever its name stands, because its seconds are those of
+modelled devices.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import flatten
+from jaxrl.record.files import Removing, refuse_file, write_whole
+from jaxrl.record.metrics import ROUND_PHASES, UPDATE_PHASES
+from jaxrl.record.outputs import refuse_overwriting
+from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite
+from jaxrl.report.curves import short, validation_names
+from jaxrl.report.figures import Figure, figures_of, seconds
+from jaxrl.report.runs import Run, read_run
+from jaxrl.report.style import document
+
+MOST_RUNS = 8
+"""As many colours as a reader can tell apart."""
+_WHOSE = ("trainer.run_dir", "trainer.experiment_name", "simulate.run_dir")
+"""Options that name a run, and so always differ."""
+_SHOWN_OPTIONS = 12  # of a summary
+_WIDTH = 80
+_MISSING = "–"
+
+
+def write_comparison(
+    folders: Sequence[str | Path], out: str | Path, removing: Removing = nullcontext
+) -> tuple[Path, str]:
+    """Writes the page of two to `MOST_RUNS` runs at `out`; returns where it is, and the summary.
+
+    Raises:
+      ValueError: a folder is no run, there are too many, or `out` cannot be written or would replace a run's file.
+    """
+    if len(folders) > MOST_RUNS:
+        raise ValueError(f"report: at most {MOST_RUNS} runs can be compared on one page, found {len(folders)}")
+    refuse_file(out, "--out")
+    refuse_overwriting(out, "--out")
+    runs = [read_run(folder) for folder in folders]
+    names = names_of(runs)
+    figures = figures_of(runs)
+    write_whole(out, _page(runs, names, figures), removing=removing)
+    return Path(out), summary(runs, names, figures)
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: its folder's, with as many folders above it as tell the runs apart, and whether it was
+    simulated."""
+    paths = [run.folder.resolve() for run in runs]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    else:  # one run, named twice
+        names = [path.name for path in paths]
+    return [f"{name} (simulated)" if run.is_simulated else name for name, run in zip(names, runs, strict=True)]
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The options with different values, each with the text of its value in every run."""
+    configs = [flatten(run.section("config")) for run in runs]
+    paths = dict.fromkeys(path for config in configs for path in config)
+    found = {path: [_value(config, path) for config in configs] for path in paths if path not in _WHOSE}
+    return {path: values for path, values in found.items() if len(set(values)) > 1}
+
+
+def _value(config: Mapping[str, Any], path: str) -> str:
+    if path not in config:
+        return _MISSING
+    value = config[path]
+    return (value if isinstance(value, str) else json.dumps(value)) or "empty"
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) -> str:
+    title = " and ".join(names) if len(names) == 2 else f"{len(names)} runs"
+    problems = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.problems]
+    notes = "".join(f"<p class=note>{escape(text)}</p>" for text in [*problems, *_notes(runs, names)])
+    drawn = "".join(card(chart) for chart in _charts(runs, names))
+    return document(
+        title,
+        f"{len(runs)} runs compared",
+        f"{notes}{_legend(names)}<section class=charts>{drawn}</section><h2>Figures</h2>{_figures(figures, names)}"
+        f"<h2>Configuration</h2>{_options(runs, names)}<h2>Where and when</h2>{_facts(runs, names)}",
+    )
+
+
+def _notes(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """What a reader must know before comparing numbers."""
+    simulated = [name for name, run in zip(names, runs, strict=True) if run.is_simulated]
+    found = []
+    if simulated:
+        also = " They are not to be compared with those that were measured." if len(simulated) < len(runs) else ""
+        whose = " and ".join(name.removesuffix(" (simulated)") for name in simulated)
+        found.append(f"Seconds of {whose} are simulated: of modelled devices, not measured.{also}")
+    last = [run.metrics[-1]["step"] if run.metrics else 0 for run in runs]
+    if len(set(last)) > 1:
+        steps = ", ".join(f"{name} {step:g}" for name, step in zip(names, last, strict=True))
+        found.append(f"The runs have different numbers of steps ({steps}); figures are over each run's own.")
+    return found
+
+
+def _legend(names: Sequence[str]) -> str:
+    items = "".join(f"<li class=c{i + 1}>{letter(i)}: {escape(name)}</li>" for i, name in enumerate(names))
+    return f"<ul class=legend>{items}</ul>"
+
+
+def letter(index: int) -> str:
+    return "ABCDEFGH"[index]
+
+
+def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
+    """A chart for each metric that any of the runs has, with a curve for each run that does."""
+
+    def chart(
+        title: str, unit: str, points: Callable[[Run], Sequence[Point]], dots: bool = False, **more: Any
+    ) -> Chart:
+        curves = [
+            Curve(f"{letter(i)} {name}", series, f"c{i + 1}", dots=dots)
+            for i, (name, run) in enumerate(zip(names, runs, strict=True))
+            if finite(series := points(run))
+        ]
+        return Chart(title, unit, curves, "", legend=True, **more)
+
+    def of(name: str) -> Callable[[Run], Sequence[Point]]:
+        return lambda run: run.series(name)
+
+    held_out = dict.fromkeys(name for run in runs for name in validation_names(run)[:2])
+    found = [
+        chart("Reward", "mean per step", of("critic/rewards/mean")),
+        *(chart(f"Held-out {short(name)}", "at evaluations", of(name), dots=True) for name in held_out),
+        chart("Response length", "tokens, mean", of("response_length/mean")),
+        chart("Longest response", "tokens", of("response_length/max")),
+        chart("Step time", "seconds", lambda run: seconds(run, ("step",))),
+        chart("Rollout time", "seconds", lambda run: seconds(run, ROUND_PHASES)),
+        chart("Update time", "seconds", lambda run: seconds(run, UPDATE_PHASES)),
+        chart("Throughput", "tokens/s/device", of("perf/throughput")),
+        chart("Idle row-slots in rollout", "share", of("rollout/bubble_ratio"), top=1),
+        chart("Groups with mixed rewards", "share", of("critic/mixed_reward_groups"), top=1),
+        chart("Entropy", "nats per token", of("actor/entropy"), from_zero=False),
+        chart("Gradient norm", "before clipping", of("actor/grad_norm")),
+        chart("Clipped tokens", "share", of("actor/pg_clipfrac")),
+        chart("Tokens of earlier weights", "share", of("training/off_policy/share"), top=1),
+    ]
+    ever = ("Clipped tokens", "Tokens of earlier weights")  # drawn where there were any
+    return [
+        each
+        for each in found
+        if each.curves and (each.title not in ever or any(y for curve in each.curves for _, y in curve.points))
+    ]
+
+
+def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:
+    rows = []
+    for figure in figures:
+        cells = []
+        for i, value in enumerate(figure.values):
+            beside = f"<p class=sub>{escape(text)}</p>" if (text := figure.beside_first(i)) else ""
+            cells.append(f"<td class=num>{_MISSING if value is None else escape(figure.shown(value))}{beside}</td>")
+        rows.append(f"<tr><th scope=row>{breakable(figure.name)}</th>{''.join(cells)}</tr>")
+    note = "<p class=sub>Below a number: how it stands to A's.</p>"
+    return note + _table("", names, rows)
+
+
+def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
+    found = differing(runs)
+    if not found:
+        return "<p class=sub>The runs have the same options.</p>"
+    rows = [
+        f"<tr><th scope=row><code>{breakable(path)}</code></th>"
+        f"{''.join(f'<td><code>{escape(value)}</code></td>' for value in values)}</tr>"
+        for path, values in found.items()
+    ]
+    return f"<p class=sub>{_differ(found)}; names of runs and folders aside.</p>{_table('Option', names, rows)}"
+
+
+def _facts(runs: Sequence[Run], names: Sequence[str]) -> str:
+    def devices(run: Run) -> str:
+        found = run.section("devices")
+        return " ".join(str(found[key]) for key in ("count", "kind") if key in found)
+
+    def versions(run: Run) -> str:
+        return ", ".join(f"{name} {version}" for name, version in run.section("versions").items())
+
+    facts: tuple[tuple[str, Callable[[Run], Any]], ...] = (
+        ("folder", lambda run: run.folder.resolve()),
+        ("devices", devices),
+        ("started", lambda run: run.info.get("started")),
+        ("commit", lambda run: str(run.info.get("commit") or "")[:12]),
+        ("versions", versions),
+    )
+    rows = [
+        f"<tr><th scope=row>{name}</th>"
+        f"{''.join(f'<td><code>{escape(str(read(run) or _MISSING))}</code></td>' for run in runs)}</tr>"
+        for name, read in facts
+    ]
+    return _table("", names, rows)
+
+
+def _table(first: str, names: Sequence[str], rows: Sequence[str]) -> str:
+    heads = "".join(f"<th>{letter(i)} {breakable(name)}</th>" for i, name in enumerate(names))
+    head = f"<thead><tr><th>{first}</th>{heads}</tr></thead>"
+    return f"<div class=wide><table class=compared>{head}<tbody>{''.join(rows)}</tbody></table></div>"
+
+
+# ---------------------------------------------------------------- the summary
+
+
+def summary(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) -> str:
+    """Figures and options that differ, for a terminal of 80 columns and up to four runs."""
+    lines = [f"{letter(i)}  {name}" for i, name in enumerate(names)]
+    lines += ["", *_columns([["", *(letter(i) for i in range(len(names)))], *(_cells(each) for each in figures)])]
+    found = differing(runs)
+    lines += ["", f"{_differ(found)}{':' if found else ''}"]
+    for path, values in list(found.items())[:_SHOWN_OPTIONS]:
+        text = "  ".join(f"{letter(i)} {_cut(value, 24)}" for i, value in enumerate(values))
+        lines += [f"  {path}  {text}"] if len(path) + len(text) + 4 <= _WIDTH else [f"  {path}", f"      {text}"]
+    if len(found) > _SHOWN_OPTIONS:
+        lines.append(f"  and {len(found) - _SHOWN_OPTIONS} more on the page")
+    notes = [line for text in _notes(runs, names) for line in textwrap.wrap(text, _WIDTH)]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _differ(options: Mapping[str, Any]) -> str:
+    return f"{len(options)} option{' differs' if len(options) == 1 else 's differ'}"
+
+
+def _cells(figure: Figure) -> list[str]:
+    found = [figure.name]
+    for i, value in enumerate(figure.values):
+        beside = figure.beside_first(i)
+        text = _MISSING if value is None else figure.shown(value)
+        found.append(f"{text} {beside}" if beside and len(figure.values) == 2 else text)
+    return found
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    found: list[str] = []
+    for name, *cells in rows:
+        right = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        found.append(f"{name:<{widths[0]}}{''.join(right)}")
+    return found
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -1,0 +1,147 @@
+"""What is compared between runs: a few figures of each, from its metrics.
+
+Purpose: `FIGURES` lists them in the order of the table, and `figures_of` takes those that any of the runs has. A figure
+is a mean, a median or a sum over a run's own steps; `last` and `first` are means over a tenth of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Literal
+
+from jaxrl.record.live import duration
+from jaxrl.record.metrics import ROUND_PHASES, UPDATE_PHASES, seconds_of
+from jaxrl.report.charts import Point, finite, number
+from jaxrl.report.curves import short, validation_names
+from jaxrl.report.runs import Run
+
+How = Literal["first", "last", "mean", "median", "sum", "best", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A row of the table.
+
+    Attributes:
+      name: what it is, and over which steps.
+      values: one for each run; None where the run has not recorded it.
+      ratio: whether runs are compared by how many times it is that of the first; otherwise by the difference.
+      shown: a value as text.
+    """
+
+    name: str
+    values: tuple[float | None, ...]
+    ratio: bool = False
+    shown: Callable[[float], str] = number
+
+    def beside_first(self, index: int) -> str:
+        """How run `index` stands to the first one: `×0.82`, `+0.13`; empty where that says nothing."""
+        first, value = self.values[0], self.values[index]
+        if index == 0 or first is None or value is None:
+            return ""
+        if self.ratio:
+            return f"×{number(value / first)}" if first > 0 else ""
+        if value == first:
+            return ""
+        return f"{'+' if value > first else '−'}{number(abs(value - first))}"
+
+
+def summed(points: Sequence[Point], how: How) -> float | None:
+    """One number of a series: `first` and `last` are means of a tenth of the steps, `best` the largest, `end` that of
+    the last step."""
+    values = [value for _, value in finite(points)]
+    if not values:
+        return None
+    tenth = max(len(values) // 10, 1)
+    match how:
+        case "first":
+            return fmean(values[:tenth])
+        case "last":
+            return fmean(values[-tenth:])
+        case "mean":
+            return fmean(values)
+        case "median":
+            return median(values)
+        case "sum":
+            return sum(values)
+        case "best":
+            return max(values)
+        case "end":
+            return values[-1]
+
+
+_ROWS: tuple[tuple[str, str, How, bool], ...] = (
+    ("reward, first tenth of the steps", "critic/rewards/mean", "first", False),
+    ("reward, last tenth of the steps", "critic/rewards/mean", "last", False),
+    ("response length, mean, tokens", "response_length/mean", "mean", True),
+    ("longest response, mean, tokens", "response_length/max", "mean", True),
+    ("responses cut at the limit, mean share", "response_length/clip_ratio", "mean", False),
+    ("groups with mixed rewards, mean share", "critic/mixed_reward_groups", "mean", False),
+    ("entropy, last tenth, nats", "actor/entropy", "last", False),
+    ("gradient norm, median", "actor/grad_norm", "median", True),
+    ("clipped tokens, mean share", "actor/pg_clipfrac", "mean", False),
+    ("rollout against trainer, mean k3 KL", "rollout_corr/k3_kl", "mean", False),
+    ("tokens of earlier weights, mean share", "training/off_policy/share", "mean", False),
+    ("skipped updates, sum", "actor/skipped_updates", "sum", False),
+    ("idle row-slots, median share", "rollout/bubble_ratio", "median", False),
+    ("tokens/s/device, median", "perf/throughput", "median", True),
+    ("tokens, sum", "perf/total_num_tokens", "sum", True),
+)
+_FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
+
+
+def figures_of(runs: Sequence[Run]) -> list[Figure]:
+    """The rows of the table; one that no run has is left out."""
+
+    def row(name: str, points: Callable[[Run], Sequence[Point]], how: How, ratio: bool = False, **more: Any) -> Figure:
+        return Figure(name, tuple(summed(points(run), how) for run in runs), ratio, **more)
+
+    found = [row("steps", lambda run: [(line["step"], line["step"]) for line in run.metrics], "end")]
+    common = common_step(runs)
+    if common and any(run.metrics[-1]["step"] != common for run in runs):
+        name = f"reward at step {common:g}, tenth before"
+        found.append(row(name, lambda run: upto(run.series("critic/rewards/mean"), common), "last"))
+    found += [row(name, lambda run, key=key: run.series(key), how, ratio) for name, key, how, ratio in _ROWS[:2]]
+    for key in dict.fromkeys(key for run in runs for key in validation_names(run)[:2]):
+        for what, how in (("first", "first_value"), ("last", "end"), ("best", "best")):
+            values = tuple(_evaluated(run.series(key), how) for run in runs)
+            found.append(Figure(f"held-out {short(key)}, {what}", values))
+    found += [row(name, lambda run, key=key: run.series(key), how, ratio) for name, key, how, ratio in _ROWS[2:]]
+    failed = tuple(_failed(run) for run in runs)
+    found.append(Figure("rewards that failed, sum", failed))
+    for name, phases in (
+        ("seconds per step, median", ("step",)),
+        ("rollout, seconds per step, median", ROUND_PHASES),
+        ("update, seconds per step, median", UPDATE_PHASES),
+    ):
+        found.append(row(name, lambda run, phases=phases: seconds(run, phases), "median", ratio=True))
+    whole = row("all steps together", lambda run: seconds(run, ("step",)), "sum", ratio=True, shown=duration)
+    return [figure for figure in (*found, whole) if any(value is not None for value in figure.values)]
+
+
+def common_step(runs: Sequence[Run]) -> float:
+    """The last step that all runs have; 0 where one has none."""
+    return min((run.metrics[-1]["step"] if run.metrics else 0 for run in runs), default=0)
+
+
+def upto(points: Sequence[Point], step: float) -> list[Point]:
+    return [point for point in points if point[0] <= step]
+
+
+def seconds(run: Run, phases: Sequence[str]) -> list[Point]:
+    """(step, seconds of these phases together), of the steps that have been timed."""
+    return [(line["step"], seconds_of(phases, line)) for line in run.metrics if f"timing_s/{phases[-1]}" in line]
+
+
+def _evaluated(points: Sequence[Point], how: str) -> float | None:
+    values = [value for _, value in finite(points)]
+    if not values:
+        return None
+    return max(values) if how == "best" else values[0 if how == "first_value" else -1]
+
+
+def _failed(run: Run) -> float | None:
+    found = [summed(run.series(name), "sum") for name in _FAILED]
+    return sum(value for value in found if value is not None) if any(value is not None for value in found) else None

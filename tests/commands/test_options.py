@@ -1,0 +1,99 @@
+"""`jaxrl options`: every option once, in 80 columns, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from jaxrl.cli import main
+from jaxrl.commands.options import find, options_json, options_text, shown
+from jaxrl.config.files import load
+from jaxrl.config.reference import options, sections
+
+
+def test_every_option_has_a_line():
+    lines = options_text().splitlines()
+    listed, section = [], ""
+    for line in lines[:-2]:
+        if line and not line.startswith(" "):
+            section = line
+        elif line.strip() and not line.startswith("      "):
+            listed.append(f"{section}.{line.split()[0]}")
+    assert listed == [option.path for option in options()]
+
+
+@pytest.mark.parametrize("name", ["", "rollout", "reward.judge", "simulate", *sections()])
+def test_eighty_columns(name: str):
+    assert [line for line in options_text(name).splitlines() if len(line) > 80] == []
+
+
+def test_one_option_with_all_that_is_known():
+    assert options_text("data.max_response_length").splitlines()[0] == "data.max_response_length"
+    text = options_text("rollout.n")
+    for words in ("Samples per prompt", "default   8", "unit      samples", "bounds    at least 1", "rollout: {n: 8}"):
+        assert words in text
+    assert "values    none, local, ray" in options_text("hosts.launcher")
+    assert "at most   65536 (" in text
+
+
+def test_the_line_of_yaml_is_the_default():
+    for option in options():
+        if ".NAME" in option.path:
+            continue
+        text = options_text(option.path).partition("in YAML   ")[2]
+        values = yaml.safe_load(" ".join(text.split()) if "\n" in text else text)
+        for name in option.path.split("."):
+            values = values[name]
+        if not isinstance(values, str):
+            assert values == option.default or float(values) == option.default, option.path
+
+
+def test_what_a_name_finds():
+    assert [option.path for option in find("actor.optim.lr")] == ["actor.optim.lr"]
+    assert [option.path for option in find("lr")] == ["actor.optim.lr"], "a last name alone"
+    assert {option.path.partition(".")[0] for option in find("hosts")} == {"hosts"}
+    assert [option.path for option in find("rollout.tens")] == ["rollout.tensor_model_parallel_size"]
+    assert [option.path for option in find("rollout.n=")] == ["rollout.n"]
+
+
+def test_units_are_those_of_names():
+    for option in options():
+        if option.type in ("int", "float"):
+            for ending, unit in (("_s", "seconds"), ("_gib", "GiB"), ("_tokens", "tokens"), ("_share", "share")):
+                assert not option.path.endswith(ending) or option.unit == unit, option.path
+    units = {option.path: option.unit for option in options()}
+    assert units["data.train_batch_size"] == "prompts"
+    assert units["data.max_prompt_length"] == "tokens"
+    assert units["rollout.tail_batching.prompt_factor"] == "factor"
+    assert units["trainer.save_freq"] == "steps"
+    assert units["trainer.seed"] == units["actor.optim.lr"] == units["data.task"] == ""
+
+
+def test_json(capsys: pytest.CaptureFixture[str]):
+    assert main(["options", "rollout.layout", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["path"] for each in found] == [option.path for option in find("rollout.layout")]
+    direction = next(each for each in found if each["path"].endswith("direction"))
+    assert (direction["default"], direction["choices"]) == ("up", ["up", "both"])
+    assert len(json.loads(options_json())) == len(options())
+
+
+def test_what_is_shown_can_be_given():
+    """A default as it is listed, on the command line, changes nothing."""
+    base = ["model.path=somewhere", "data.task=leg_counting"]
+    plain = load(None, base)
+    every = [option for option in options() if ".NAME" not in option.path and option.type != "str"]
+    given = [f"{option.path}={shown(option.default)}" for option in every if shown(option.default) != "empty"]
+    assert len(given) > 150
+    assert load(None, [*base, *given]) == plain
+
+
+def test_a_wrong_name(capsys: pytest.CaptureFixture[str]):
+    assert main(["options", "rollout.layuot"]) == 2
+    assert "no section and no option 'rollout.layuot': did you mean rollout.layout?" in capsys.readouterr().err
+    assert main(["options", "train_batchsize"]) == 2
+    assert "did you mean data.train_batch_size?" in capsys.readouterr().err
+    assert main(["options", "xyzzy"]) == 2
+    assert "jaxrl options lists them all" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""`batches.jsonl`: what is counted, and the lines that a resumed run drops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl.record.batches import BINS, FILE_NAME, BatchLog, read_batches
+from jaxrl.types import Group, Prompt, Sample, SampleKey
+
+
+def group(index: int, rewards: list[float | None], lengths: list[int]) -> Group:
+    samples = []
+    for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        ids, zeros = np.zeros((length,), np.int32), np.zeros((length,), np.float32)
+        samples.append(Sample(SampleKey(0, index, i), ids, zeros, zeros, ids, "stop", reward=reward))
+    return Group(Prompt(0, index, (1,), "?", "src"), samples)
+
+
+def test_rewards_and_lengths_of_a_step(tmp_path: Path):
+    log = BatchLog(tmp_path / FILE_NAME, -1, 64)
+    log.write(1, [group(0, [1.0, 0.0], [0, 1]), group(1, [None, 1 / 3], [2, 64])])
+    log.close()
+    (found,) = read_batches(tmp_path)
+    assert (found["step"], found["groups"], found["limit"]) == (1, [0.5, 0.1667], 64)
+    assert {i: count for i, count in enumerate(found["lengths"]) if count} == {0: 2, 1: 1, BINS - 1: 1}
+
+
+def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path):
+    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
+    for step in (1, 2, 3):
+        log.write(step, [group(0, [float(step)], [step])])
+    log.close()
+    BatchLog(tmp_path / FILE_NAME, 1, 8, begin=False).close()
+    assert len(read_batches(tmp_path)) == 3, "reading changes nothing"
+    BatchLog(tmp_path / FILE_NAME, 1, 8).close()
+    assert [each["step"] for each in read_batches(tmp_path)] == [1]
+
+
+def test_a_large_batch_keeps_some_of_its_groups(tmp_path: Path):
+    one = group(0, [0.5], [3])
+    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
+    log.write(1, [one] * 9000)
+    log.close()
+    (found,) = read_batches(tmp_path)
+    assert len(found["groups"]) == 3000
+    assert sum(found["lengths"]) == 9000, "every response is counted"
+
+
+def test_rewards_that_are_not_finite_are_left_out(tmp_path: Path):
+    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
+    log.write(1, [group(0, [float("nan")], [3]), group(1, [2.0], [3])])
+    log.close()
+    assert read_batches(tmp_path)[0]["groups"] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("[", "not valid JSON"), ('{"step": 1}', "'groups' is missing"), ("[1]", "damaged")],
+)
+def test_a_damaged_line_is_refused(tmp_path: Path, line: str, words: str):
+    (tmp_path / FILE_NAME).write_text(line + "\n")
+    with pytest.raises(ValueError, match=words):
+        read_batches(tmp_path)

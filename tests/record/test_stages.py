@@ -1,0 +1,77 @@
+"""What goes on before the first step: said where it takes long, and not otherwise."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from contextlib import closing
+
+from jaxrl.record.stages import Counted, Stages
+from jaxrl.record.watchdog import Watchdog
+
+
+def test_only_a_long_stage_is_said():
+    said, heard = list[str](), threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        heard.set()
+
+    with closing(Stages(say, patience_s=0.2)) as stages:
+        stages.begin("reading the data")
+        stages.begin("loading the weights")
+        assert heard.wait(10.0)
+        stages.begin("building the engine")
+    time.sleep(0.3)
+    assert said == ["loading the weights ..."]
+    stages.close()
+
+
+def test_a_closed_output_is_no_error():
+    heard = threading.Event()
+
+    def say(line: str) -> None:
+        heard.set()
+        raise BrokenPipeError
+
+    with closing(Stages(say, patience_s=0.01)) as stages:
+        stages.begin("reading the data")
+        assert heard.wait(10.0)
+
+
+def test_the_watchdog_tells_of_stages():
+    told = list[str]()
+    with closing(Watchdog(0.0, lambda text: None, told.append)) as watchdog:
+        watchdog.beat("reading the data")
+        watchdog.beat()
+    assert told == ["reading the data"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_count_on_a_terminal_is_one_line():
+    out = Terminal()
+    counted = Counted("responses", out)
+    for done in (1, 2, 3):
+        counted.show(done, 3)
+    counted.close()
+    counted.close()
+    assert out.getvalue() == "\r1 of 3 responses\r2 of 3 responses\r3 of 3 responses\n"
+
+
+def test_a_count_in_a_log_is_a_line_now_and_then():
+    out, now = io.StringIO(), [0.0]
+    counted = Counted("responses", out, clock=lambda: now[0])
+    for done in range(100):
+        now[0] += 1.0
+        counted.show(done, 100)
+    assert out.getvalue().splitlines() == [f"{done} of 100 responses" for done in (29, 59, 89)]
+    counted.close()
+    assert out.getvalue().count("\n") == 3
+    out.close()
+    now[0] += 60.0
+    counted.show(100, 100)

@@ -1,0 +1,86 @@
+"""The table of samples: which are on the page, what is shown of each, and what the script needs."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from jaxrl.report.samples import MOST, samples_section
+
+
+def sample(step: int, reward: Any, **more: Any) -> dict[str, Any]:
+    head = {"step": step, "prompt": "?", "response": f"r{step}", "answer": "4", "reward": reward, "length": 9}
+    return head | {"finish_reason": "stop", "source": "gsm8k"} | more
+
+
+@pytest.mark.parametrize(
+    ("rewards", "order"),
+    [
+        ([0.0, 1.0, 0.5], [1, 2, 0]),
+        ([None, -1.0, float("nan"), 2], [3, 1, 0, 2]),
+        ([1.0, 1.0], [0, 1]),
+    ],
+)
+def test_samples_of_a_step_begin_with_the_best(rewards: list[Any], order: list[int]):
+    rows = [sample(1, reward) | {"response": f"at {i}."} for i, reward in enumerate(rewards)]
+    text = samples_section(rows)
+    assert [int(at) for at in re.findall(r"at (\d)\.", text)] == order
+
+
+def picked(text: str) -> dict[int, tuple[set[str], bool]]:
+    """By response: what a row is picked for, and whether it is shown without the script."""
+    rows = re.findall(r"<tr data-step=.*? data-pick='(.*?)' data-source=\"\w*\"( hidden)?>.*?>r(\d+)<", text, re.DOTALL)
+    return {int(number): (set(picks.split()), not hidden) for picks, hidden, number in rows}
+
+
+def test_what_is_shown_first_and_the_best_and_the_worst_of_a_run():
+    found = picked(samples_section([sample(step, float(step)) for step in range(1, 31)]))
+    assert len(found) == 30
+    assert {step for step, (_, shown) in found.items() if shown} == {1, 16, 30}
+    assert {step for step, (picks, _) in found.items() if "high" in picks} == set(range(23, 31))
+    assert {step for step, (picks, _) in found.items() if "low" in picks} == set(range(1, 9))
+    equal = picked(samples_section([sample(step, 0.0) for step in range(9)]))
+    assert all(picks <= {"edge"} for picks, _ in equal.values()), "all are equal: none is the best"
+
+
+def test_a_long_run_shows_some_samples_of_all_its_steps():
+    found = picked(samples_section([sample(step, float(step % 7)) for step in range(1, 1001)]))
+    assert len(found) == MOST
+    assert {1, 501, 1000} <= set(found)
+    assert max(b - a for a, b in itertools.pairwise(sorted(found))) <= 8
+
+
+CHATML = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        (CHATML.format("What is 3 + 4?"), "What is 3 + 4?"),
+        ("<start_of_turn>user\nHow?\n<end_of_turn>\n<start_of_turn>model\n", "How?"),
+        ("<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|><|start_header_id|>assistant", "Why?"),
+        ("<s>[INST] Who? [/INST]", "Who?"),
+        (CHATML.format("first") + "so<|im_end|>\n" + CHATML.format("second"), "second"),
+    ],
+)
+def test_the_chat_template_is_folded(prompt: str, shown: str):
+    text = samples_section([sample(1, 0.5) | {"prompt": prompt}])
+    first, _, folded = text.partition("<details>")
+    assert f"<pre tabindex=0>{shown}</pre>" in first
+    assert html.escape(prompt) in folded.partition("</details>")[0]
+
+
+def test_a_prompt_without_a_template_is_shown_as_it_is():
+    assert "<details>" not in samples_section([sample(1, 0.5) | {"prompt": "3 + 4 = <b>"}])
+
+
+def test_sources_can_be_chosen_where_there_are_several():
+    one = samples_section([sample(1, 0.5) | {"source": "gsm8k"}])
+    two = samples_section([sample(1, 0.5) | {"source": name} for name in ("gsm8k", 'a "b"')])
+    assert "any source" not in one
+    assert "<option>gsm8k</option>" in two
+    assert 'data-source="a &quot;b&quot;"' in two
