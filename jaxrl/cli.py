@@ -37,6 +37,7 @@ from jaxrl.commands.arguments import (
     count,
     device_count,
     filled,
+    json_object,
     number,
     numbers,
     one_of,
@@ -177,6 +178,13 @@ def _add_generate(command: _Command) -> None:
     _add_dtype(generate, "float32", "bfloat16", default="float32")
     generate.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
     generate.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
+    generate.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="variables for the chat template, such as '{\"enable_thinking\": false}'",
+    )
     generate.add_argument("--json", action="store_true", help="one JSON line per response")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", type=utf8)
 
@@ -336,6 +344,7 @@ def _generate(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         prompts=prompts,
         chat=not options.raw,
+        chat_template_kwargs=options.chat_template_kwargs,
         dtype=options.dtype,
         tp=options.tp,
         seed=options.seed,
@@ -436,7 +445,7 @@ def _explain_layout(options: argparse.Namespace) -> int:
     from jaxrl.sharding.explain import explain_layout
     from jaxrl.sharding.picture import draw, png, svg
 
-    config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model))
+    config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
     explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name)

@@ -159,7 +159,7 @@ class JetStreamEngine(engine_api.Engine):
         result.convert_to_numpy().get_result_at_slot(0).tokens  # [samples_per_slot, 1]
 
     Args:
-      path: as `model.path`, for `load_params` and the tokenizer.
+      path: of a model, as `jaxrl.models.loading.resolve_path` returns it, for `load_params` and the tokenizer.
     """
 
     def __init__(self, model: ModelConfig, layout: Layout, config: JetStreamConfig, path: str | Path) -> None:
