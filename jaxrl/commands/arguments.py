@@ -189,6 +189,11 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
+def add_dtype(command: Parser, *dtypes: str, default: str) -> None:
+    """Adds `--dtype` to a command."""
+    command.add_argument("--dtype", default=default, type=one_of(*dtypes), metavar=f"{{{','.join(dtypes)}}}")
+
+
 def written(text: str) -> str:
     """An argument's type: a file to write. That it cannot be is found before the work whose result it is for."""
     from jaxrl.record.files import file_problem
