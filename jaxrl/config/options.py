@@ -307,9 +307,10 @@ class TrainerSection:
     init_from: Annotated[
         str, Names("folder"), "A run directory or checkpoint folder to take only the parameters from."
     ] = ""
-    logger: Annotated[list[Literal["console", "wandb", "tensorboard"]], "Where metrics go besides the run's files."] = (
-        field(default_factory=lambda: ["console"])
-    )
+    logger: Annotated[
+        list[Literal["console", "wandb", "tensorboard", "mlflow", "trackio"]],
+        "Where metrics and samples go besides the run's files.",
+    ] = field(default_factory=lambda: ["console"])
     project_name: Annotated[str, "The project under which loggers file the run."] = "jaxrl"
     experiment_name: Annotated[str, "The run's name in loggers and on its page."] = ""
     compilation_cache_dir: Annotated[str, Names("new folder"), "The persistent compilation cache; empty: none."] = (

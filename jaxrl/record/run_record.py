@@ -83,7 +83,9 @@ class RunRecord:
         if self.metrics is not None:
             self.metrics.write(step, measured)
         if self.samples is not None:
-            self.samples.write(step, groups)
+            rows = self.samples.write(step, groups)
+            if self.metrics is not None:
+                self.metrics.write_samples(step, rows)
         self.view.step(step, measured)
 
     def on_eval(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
