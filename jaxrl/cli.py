@@ -1,5 +1,5 @@
-"""`jaxrl train | simulate | tune | generate | eval | export | score | explain-config | explain-layout | profile |
-hosts | options | completion | report`.
+"""`jaxrl train | simulate | tune | generate | serve | eval | export | score | explain-config | explain-layout |
+profile | hosts | options | completion | report`.
 
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
@@ -16,7 +16,6 @@ Every command ends in one of these ways, and never with more than one line on st
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import select
@@ -35,6 +34,7 @@ from jaxrl.commands.arguments import (
     MAX_TOKENS,
     Parser,
     add_command,
+    add_dtype,
     count,
     device_count,
     filled,
@@ -42,12 +42,10 @@ from jaxrl.commands.arguments import (
     numbers,
     one_of,
     parse,
-    seed,
-    stop_string,
-    utf8,
     whole,
     written,
 )
+from jaxrl.commands.drawing import add_drawing
 from jaxrl.commands.queries import add_queries
 from jaxrl.record.stages import Counted
 from jaxrl.runtime.answer import answer, one_line
@@ -135,7 +133,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
     for add in (
         _add_tune,
-        _add_generate,
+        add_drawing,
         _add_eval_and_export,
         _add_score,
         _add_explanations,
@@ -169,30 +167,6 @@ def _add_tune(command: _Command) -> None:
     tune.add_argument("--out", type=written, metavar="FILE", help="also write the results as JSON")
 
 
-def _add_generate(command: _Command) -> None:
-    generate = command("generate", _generate, "Draw responses to prompts given as arguments or on standard input.")
-    generate.add_argument("--model", type=filled, required=True, help="as model.path")
-    generate.add_argument("--max-tokens", type=whole(1, MAX_TOKENS), default=128, help="of a response (128)")
-    generate.add_argument("--temperature", type=number(0, 1000), default=1.0, help="0 is greedy (1.0)")
-    generate.add_argument("--top-p", type=number(0, 1, above=True), default=1.0)
-    generate.add_argument("--top-k", type=whole(-1, MAX_TOKENS), default=0, help="0 or -1: no limit (0)")
-    generate.add_argument("--min-p", type=number(0, 1), default=0.0)
-    generate.add_argument(
-        "--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="a stop string; may be repeated"
-    )
-    generate.add_argument("-n", type=whole(1, 100_000), default=1, help="responses per prompt (1)")
-    generate.add_argument("--seed", type=seed, default=0)
-    _add_dtype(generate, "float32", "bfloat16", default="float32")
-    generate.add_argument("--tp", type=device_count(1), default=1, help="tensor parallelism over all devices (1)")
-    generate.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")
-    generate.add_argument("--json", action="store_true", help="one JSON line per response")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", type=utf8)
-
-
-def _add_dtype(command: Parser, *dtypes: str, default: str) -> None:
-    command.add_argument("--dtype", default=default, type=one_of(*dtypes), metavar=f"{{{','.join(dtypes)}}}")
-
-
 def _add_eval_and_export(command: _Command) -> None:
     evaluate = command("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.", config=True)
     evaluate.add_argument(
@@ -207,7 +181,7 @@ def _add_eval_and_export(command: _Command) -> None:
         "source", type=filled, metavar="RUN|MODEL", help="a run directory (its last checkpoint), or a model.path"
     )
     export.add_argument("folder", type=filled, help="where to write")
-    _add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
+    add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
 
 
 def _add_score(command: _Command) -> None:
@@ -320,54 +294,6 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(options: argparse.Namespace) -> int:
-    prompts = options.prompts or _prompts_from_input()
-    from jaxrl.text import TextEngine
-    from jaxrl.types import SamplingParams
-
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        max_tokens=options.max_tokens,
-        stop_strings=tuple(options.stop),
-    )
-    engine = TextEngine.from_path(
-        options.model,
-        max_tokens=options.max_tokens,
-        prompts=prompts,
-        chat=not options.raw,
-        dtype=options.dtype,
-        tp=options.tp,
-        seed=options.seed,
-        truncate=options.top_k > 0 or options.top_p < 1 or options.min_p > 0,
-        num_slots=min(32, options.n * max(len(prompts), 1)),
-    )
-    for prompt, samples in zip(
-        prompts, engine.generate(prompts, params, n=options.n, chat=not options.raw), strict=True
-    ):
-        for sample in samples:
-            if options.json:
-                line = {"prompt": prompt, "response": sample.text, "finish_reason": sample.finish_reason}
-                print(json.dumps(line | {"num_tokens": len(sample), "token_ids": sample.token_ids.tolist()}))
-            else:
-                print(sample.text)
-    return 0
-
-
-def _prompts_from_input() -> list[str]:
-    """One prompt per line of standard input; blank lines are none."""
-    from jaxrl.config.inputs import reading
-
-    with reading("standard input"):
-        text = "" if sys.stdin is None else sys.stdin.buffer.read().decode()
-    prompts = [line for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError("generate: no prompt is given: add them as arguments, or as lines on standard input")
-    return prompts
-
-
 def _eval(options: argparse.Namespace) -> int:
     from jaxrl.commands.evaluate import evaluate
     from jaxrl.record.outputs import refuse_overwriting
@@ -441,7 +367,7 @@ def _explain_layout(options: argparse.Namespace) -> int:
     from jaxrl.sharding.explain import explain_layout
     from jaxrl.sharding.picture import draw, png, svg
 
-    config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model))
+    config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
     explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name)

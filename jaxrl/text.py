@@ -45,12 +45,17 @@ TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 class TextEngine:
-    """Text on top of a token engine."""
+    """Text on top of a token engine.
+
+    Attributes:
+      chat_template_kwargs: variables for the chat template of every prompt, such as {"enable_thinking": False}.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.chat_template_kwargs: Mapping[str, Any] = {}
         self._ids = itertools.count()
 
     @classmethod
@@ -62,6 +67,7 @@ class TextEngine:
         max_tokens: int = 128,
         prompts: Sequence[TextPrompt] = (),
         chat: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         dtype: str = "float32",
         tp: int = 1,
         max_tp: int = 0,
@@ -78,18 +84,19 @@ class TextEngine:
         Args:
           path: as `model.path`.
           max_length: tokens of the longest prompt and response; 0: the longest of `prompts` plus `max_tokens`.
+          chat_template_kwargs: the attribute.
           max_tp: the largest degree that `switch` may go to, for which weights are padded; 0: `tp`.
           num_slots: rows that decode at once, per dp group.
           num_blocks: KV blocks per dp group; 0: as many as the rows can use.
           truncate: whether requests may use top-k, top-p or min-p.
         """
-        path = resolve_path(path)
+        path = resolve_path(path, weights=True)
         folder = path.removeprefix(RANDOM)
         model, tokenizer = config_of(path), Tokenizer.from_path(folder)
         check_vocabulary(tokenizer, model, folder)
-        asked = f"max_length is {max_length} tokens"
+        asked, variables = f"max_length is {max_length} tokens", dict(chat_template_kwargs or {})
         if not max_length:
-            longest = max((len(_encode(tokenizer, prompt, chat)) for prompt in prompts), default=0)
+            longest = max((len(_encode(tokenizer, prompt, chat, variables)) for prompt in prompts), default=0)
             max_length = longest + max_tokens if longest else min(2048, model.max_positions)
             asked = f"the longest prompt ({longest}) + --max-tokens ({max_tokens}) = {max_length} tokens"
         check_length(model, max_length, asked, folder)
@@ -108,7 +115,9 @@ class TextEngine:
             truncate=truncate,
             max_tp=max_tp or tp,
         )
-        return cls.from_model(model, params, tokenizer, layout, sizes)
+        engine = cls.from_model(model, params, tokenizer, layout, sizes)
+        engine.chat_template_kwargs = variables
+        return engine
 
     @classmethod
     def from_model(
@@ -168,7 +177,8 @@ class TextEngine:
         return [Group(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
 
     def _of_texts(self, prompts: Sequence[TextPrompt], params: SamplingParams, n: int, chat: bool) -> list[Request]:
-        encoded = enumerate(tuple(_encode(self.tokenizer, prompt, chat)) for prompt in prompts)
+        variables = self.chat_template_kwargs
+        encoded = enumerate(tuple(_encode(self.tokenizer, prompt, chat, variables)) for prompt in prompts)
         return self._requests([(0, i, ids) for i, ids in encoded], params, n)
 
     def _requests(
@@ -188,12 +198,12 @@ class TextEngine:
         return replace(sample, text=self.tokenizer.decode(sample.token_ids.tolist()))
 
 
-def _encode(tokenizer: Tokenizer, prompt: TextPrompt, chat: bool) -> list[int]:
+def _encode(tokenizer: Tokenizer, prompt: TextPrompt, chat: bool, variables: Mapping[str, Any]) -> list[int]:
     if not isinstance(prompt, str):
         if all(isinstance(item, int) for item in prompt):
             return [int(item) for item in prompt]  # pyright: ignore[reportArgumentType]
         messages: list[Any] = list(prompt)
-        return tokenizer.encode(tokenizer.apply_chat_template(messages))
+        return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables))
     if chat and tokenizer.chat_template is not None:
-        return tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
+        return tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **variables))
     return tokenizer.encode(prompt, add_special_tokens=True)

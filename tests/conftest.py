@@ -13,7 +13,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+        flags += " --xla_force_host_platform_device_count=8"
+    if "xla_backend_optimization_level" not in flags:
+        # most of the suite's time is spent in XLA's compiler, on programs that run for milliseconds; runs in processes
+        # of their own are compiled as users' are
+        flags += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
+# no test asks the network; those of the Hub have one of their own
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path(tempfile.gettempdir()) / f"jaxrl-test-hub-{os.getuid()}")}
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxrl-test-xla-{os.getuid()}"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 

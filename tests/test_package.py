@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "scripts" / "constraints" / ("py311.txt" if sys.version_info < (3, 12) else "py312.txt")
 LINKED = ("sharding", "kernels")
+BESIDE = ("configs", "docs", "examples", "scripts", "tests")
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +42,9 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     pytest.importorskip("build")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("jaxrl", *LINKED):
+    for name in ("jaxrl", *LINKED, *BESIDE):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # With neither --sdist nor --wheel: the sdist, then the wheel from that sdist.
     run(sys.executable, "-m", "build", "--outdir", out, source, cwd=out)
@@ -69,6 +70,8 @@ def test_sdist_and_wheel_hold_every_file_once(built):
         file.relative_to(ROOT).as_posix() for folder in ("jaxrl", *LINKED) for file in (ROOT / folder).rglob("*.py")
     }
     wanted = {f"jaxrl/{name}" if name.startswith(LINKED) else name for name in wanted} | {"jaxrl/py.typed"}
+    wanted |= {f"jaxrl/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "configs").rglob("*.yaml")}
+    assert "jaxrl/configs/chain_sum.yaml" in wanted
     assert {"jaxrl/sharding/layout.py", "jaxrl/kernels/attention.py"} <= wanted
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -79,6 +82,16 @@ def test_sdist_and_wheel_hold_every_file_once(built):
     assert all(members[name].isfile() for name in wanted)
 
 
+def test_the_sdist_has_tests_that_run(built, tmp_path):
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    chosen = ("tests/test_layering.py", "tests/config", "tests/scheduling/rounds", "tests/sharding/test_layout.py")
+    said = run(sys.executable, "-m", "pytest", "-q", "-n", "0", *chosen, cwd=source, JAX_PLATFORMS="cpu")
+    assert " passed" in said
+    assert " failed" not in said
+
+
 def test_the_wheel_trains_in_a_clean_environment(clean, tiny_model, tmp_path):
     packages = json.loads(run(clean / "python", "-m", "pip", "list", "--format=json", cwd=tmp_path))
     installed = {package["name"].lower() for package in packages}
@@ -86,6 +99,9 @@ def test_the_wheel_trains_in_a_clean_environment(clean, tiny_model, tmp_path):
     assert not installed & {"ray", "torch", "transformers", "pytest"}
     where = run(clean / "python", "-c", "import jaxrl.sharding.rules as r; print(r.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(clean.parent)
+
+    named = ("explain-config", "--config", "configs/gsm8k.yaml", f"model.path={tiny_model}")
+    assert "rollout dp 1" in run(clean / "jaxrl", *named, cwd=tmp_path, JAX_PLATFORMS="cpu")
 
     options = {
         "model.path": f"random:{tiny_model}",

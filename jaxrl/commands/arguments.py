@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,6 +176,22 @@ def utf8(text: str) -> str:
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(f"must be UTF-8 text, found {shown(text[error.start])} in it") from None
     return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argument's type: a JSON object."""
+    try:
+        found = json.loads(utf8(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, found {shown(text)} ({error})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, found {shown(text)}")
+    return found
+
+
+def add_dtype(command: Parser, *dtypes: str, default: str) -> None:
+    """Adds `--dtype` to a command."""
+    command.add_argument("--dtype", default=default, type=one_of(*dtypes), metavar=f"{{{','.join(dtypes)}}}")
 
 
 def written(text: str) -> str:

@@ -55,7 +55,7 @@ def export(
         shapes = abstract_params(model, mesh, config.actor.param_dtype)
         params: Any = restore_params(place, shapes)
     else:
-        path = resolve_path(source)
+        path = resolve_path(source, weights=True)
         model, params = load_model(path, mesh)
     tokenizer = _tokenizer(path, said.append)
     for line in said:

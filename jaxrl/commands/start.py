@@ -25,9 +25,9 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.data.prompts import load_train, refuse_sources
 from jaxrl.record.files import refuse_folder
 from jaxrl.record.followed import FollowedRun
-from jaxrl.record.metrics import sink_package
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome, refuse_damaged
+from jaxrl.record.sinks import sink_package
 from jaxrl.record.stages import Stages
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.rewards.domains import build_scorer

@@ -55,6 +55,12 @@ def _check_data(c: Config) -> None:
         raise ConfigError("data.task and data.train_files exclude each other: problems come from a task or from files")
     if "{question}" not in c.data.prompt_template:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
+    for name in ("messages", "add_generation_prompt"):
+        if name in c.data.apply_chat_template_kwargs:
+            raise ConfigError(f"data.apply_chat_template_kwargs.{name}: the run gives the chat template {name} itself")
+    tools = c.data.apply_chat_template_kwargs.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"data.apply_chat_template_kwargs.tools must be a list of JSON schemas, found {shown(tools)}")
     _check_held_out(c)
 
 
@@ -385,6 +391,8 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), why
     if not c.data.task:
         yield "data", frozenset({"task_config"}), "data.task is empty"
+    if not c.data.apply_chat_template:
+        yield "data", frozenset({"apply_chat_template_kwargs"}), "data.apply_chat_template is off"
     yield from unread_rewards(c)
 
 

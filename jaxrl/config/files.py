@@ -23,6 +23,8 @@ from jaxrl.config.text import Options, read_text, refuse_unprintable
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
 
 _COMMAND_LINE = "command line: "
+OWN = Path(__file__).resolve().parents[1] / "configs"
+"""The folder of the configurations that come with jaxrl."""
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".gin": "gin"}
 
 
@@ -32,9 +34,10 @@ def load(
     """The checked config of a file (`.yaml`, `.yml` or `.gin`; None: the defaults) with overrides `a.b=c` on top.
 
     Args:
-      say: is told of options that have no effect beside the others.
+      path: one under `configs/` that is not there may be one of those that come with jaxrl.
+      say: is told of options that have no effect beside the others, and where the file is not the one that was named.
     """
-    options = Options() if path is None else _read(Path(path))
+    options = Options() if path is None else _read(_found(Path(path), say))
     for text in overrides:
         overridden = apply_override(options.values, text)
         options.places = {
@@ -64,6 +67,18 @@ def _checked(
     for text in without_effect(config):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config
+
+
+def _found(path: Path, say: Callable[[str], None]) -> Path:
+    """A configuration file; of those that come with jaxrl where nothing else is there, as after an installation."""
+    if path.exists() or path.parts[:1] != (OWN.name,):
+        return path
+    own = OWN.joinpath(*path.parts[1:])
+    if own.is_file():
+        say(f"{path} is not here: reading the one that comes with jaxrl, {own}")
+        return own
+    names = sorted(file.relative_to(OWN.parent).as_posix() for file in OWN.rglob("*.yaml"))
+    raise ConfigError(f"{path}: no such file; with jaxrl come {', '.join(names)}")
 
 
 def _read(path: Path) -> Options:

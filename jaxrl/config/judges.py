@@ -15,7 +15,10 @@ from jaxrl.config.declared import shown
 from jaxrl.config.rewards import JudgeSection, RewardSection
 
 OF_DEVICES = frozenset(
-    {"max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "when", "busy_share"}
+    {
+        *("apply_chat_template_kwargs", "max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib"),
+        *("resident_layers", "when", "busy_share"),
+    }
 )
 """Options of `reward.judge` that an endpoint's model does not read: it has a tokenizer and a machine of its own."""
 OF_ENDPOINT = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})

@@ -36,7 +36,8 @@ class ModelSection:
     path: Annotated[
         str,
         Names("folder"),
-        "A folder in Hugging Face form, a .gguf file, or `package:file.gguf` inside an installed package.",
+        "A folder in Hugging Face form, a .gguf file, `package:file.gguf` inside an installed package, or `org/name` "
+        "of the Hugging Face Hub.",
     ] = ""
     random_init: Annotated[
         bool, "Start from random weights; model.path then needs only config.json and the tokenizer's files."
@@ -47,10 +48,12 @@ class ModelSection:
 class DataSection:
     """The problems, and how each becomes a prompt."""
 
-    train_files: Annotated[list[str], Names("file"), "Training problems: .jsonl, .jsonl.gz or .parquet."] = field(
-        default_factory=list
-    )
-    val_files: Annotated[list[str], Names("file"), "Evaluation problems: .jsonl, .jsonl.gz or .parquet."] = field(
+    train_files: Annotated[
+        list[str],
+        Names("file"),
+        "Training problems: .jsonl, .jsonl.gz or .parquet, or `org/name:file` of the Hugging Face Hub.",
+    ] = field(default_factory=list)
+    val_files: Annotated[list[str], Names("file"), "Evaluation problems: as data.train_files."] = field(
         default_factory=list
     )
     task: Annotated[str, "A reasoning-gym task that makes the problems, instead of files."] = ""
@@ -76,6 +79,10 @@ class DataSection:
     system_prompt: Annotated[str, "System message of the chat template; empty: none."] = ""
     prompt_template: Annotated[str, "What is asked, with `{question}` where the problem's text goes."] = "{question}"
     apply_chat_template: Annotated[bool, "Write the prompt in the tokenizer's chat template."] = True
+    apply_chat_template_kwargs: Annotated[
+        dict[str, Any],
+        "Variables for the chat template, such as `{enable_thinking: false}`; `tools` is a list of JSON schemas.",
+    ] = field(default_factory=dict)
     max_prompt_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest prompt, in tokens."] = 256
     max_response_length: Annotated[int, Ge(1), MAX_LENGTH, "The longest response, in tokens."] = 128
     filter_overlong_prompts: Annotated[
@@ -300,9 +307,10 @@ class TrainerSection:
     init_from: Annotated[
         str, Names("folder"), "A run directory or checkpoint folder to take only the parameters from."
     ] = ""
-    logger: Annotated[list[Literal["console", "wandb", "tensorboard"]], "Where metrics go besides the run's files."] = (
-        field(default_factory=lambda: ["console"])
-    )
+    logger: Annotated[
+        list[Literal["console", "wandb", "tensorboard", "mlflow", "trackio"]],
+        "Where metrics and samples go besides the run's files.",
+    ] = field(default_factory=lambda: ["console"])
     project_name: Annotated[str, "The project under which loggers file the run."] = "jaxrl"
     experiment_name: Annotated[str, "The run's name in loggers and on its page."] = ""
     compilation_cache_dir: Annotated[str, Names("new folder"), "The persistent compilation cache; empty: none."] = (

@@ -6,7 +6,7 @@ Source: RollPacker §4.3 for adaptive timeouts and the judge beside the actor.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
@@ -120,6 +120,9 @@ class JudgeSection:
         int, Ge(0), Cap(100, "an endpoint that fails so often is down"), "Times that a failed request is sent again."
     ] = 4
     system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
+    apply_chat_template_kwargs: Annotated[
+        dict[str, Any], "Variables for the judge's chat template, such as `{enable_thinking: false}`."
+    ] = field(default_factory=dict)
     prompt: Annotated[
         str,
         "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data in braces; "

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -66,6 +66,13 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
     return _rendered_or_refused(
         _usable(source, place, json.dumps(dict(context), default=str)), place, messages, context
     )
+
+
+@lru_cache(maxsize=16)
+def variables_of(source: str, place: str) -> frozenset[str]:
+    """The variables that a template reads, the conversation among them; ValueError where it is no template."""
+    _usable(source, place, "{}")
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def _rendered_or_refused(
@@ -168,6 +175,10 @@ class _Generation(Extension):
 
 
 def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -183,7 +194,7 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment.from_string(source)
+    return environment
 
 
 def _said(error: Exception) -> str:

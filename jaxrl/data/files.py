@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrl.config.inputs import reading, strict_json
+from jaxrl.data.hub import data_paths, hub_name
 
 MAX_LINE_BYTES = 64 * 2**20
 """The longest line of a JSONL file: a row is one problem, and a file without line ends would be read whole."""
@@ -22,11 +23,18 @@ _KINDS = {_GZIP: "gzip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x
 
 
 def data_files(names: Sequence[str], option: str) -> list[Path]:
-    """The files that an option names, each of them there; ValueError otherwise. One named twice counts twice."""
+    """The files that an option names, each of them there; ValueError otherwise. One named twice counts twice.
+
+    Args:
+      names: paths, or names of the Hugging Face Hub (`jaxrl.data.hub`).
+    """
     files: list[Path] = []
     for name in names:
         if not name.strip():
             raise ValueError(f"{option}: {name!r} is no file's name")
+        if (on_hub := hub_name(name)) is not None:
+            files += data_paths(on_hub, option)
+            continue
         try:
             path = Path(name).expanduser()
         except RuntimeError:

@@ -20,6 +20,7 @@ from jaxrl.config.declared import shown
 from jaxrl.config.inputs import reading, strict_json
 from jaxrl.config.text import one_line
 from jaxrl.data.files import data_files, rows
+from jaxrl.data.hub import hub_name
 
 ROLES = ("system", "user", "assistant")
 """What the author of a message may be."""
@@ -74,13 +75,15 @@ def read_problems(names: Sequence[str], option: str, data: DataSection) -> list[
     if not (data.messages_key or data.prompt_key):
         raise ConfigError("data.prompt_key is empty: name the column of the problem's text, or give data.messages_key")
     problems: list[Problem] = []
-    for path in data_files(names, option):
-        name = source_name(path)
-        first = len(problems)
-        for where, row in rows(path):
-            if len(problems) == first:
-                _check_template(data.prompt_template, row)
-            problems.append(_problem(len(problems), where, row, name, data))
+    for given in names:
+        on_hub = hub_name(given)
+        for path in data_files([given], option):
+            name = source_name(path) if on_hub is None else on_hub.repository
+            first = len(problems)
+            for where, row in rows(path):
+                if len(problems) == first:
+                    _check_template(data.prompt_template, row)
+                problems.append(_problem(len(problems), where, row, name, data))
     return problems
 
 

@@ -39,7 +39,9 @@ class PromptTokenizer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
 
-    def apply_chat_template(self, messages: list[Any], /, add_generation_prompt: bool = True) -> str: ...
+    def apply_chat_template(
+        self, messages: list[Any], /, add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
 
 
 Problems = Sequence[Problem]
@@ -302,7 +304,9 @@ def _render(problem: Problem, tokenizer: PromptTokenizer, data: DataSection) -> 
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     if data.apply_chat_template:
         try:
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            return tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, **data.apply_chat_template_kwargs
+            )
         except RefusedMessages as error:
             raise ValueError(f"{problem.where}: {error}") from None
     return "\n\n".join(message["content"] for message in messages)

@@ -6,19 +6,22 @@ BPE.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from jaxrl.data.chat_template import render
+from jaxrl.data.chat_template import render, variables_of
 from jaxrl.data.tokenizer_files import TokenizerFiles, read_folder
 from jaxrl.data.tokenizer_gguf import read_gguf
 
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Special tokens that end a turn or a text in one family or another; those that a vocabulary has stop generation."""
+
+_OWN_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 
 
 class Tokenizer:
@@ -98,14 +101,31 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The rendered conversation. `variables` reach the template (`tools`, `enable_thinking` ...)."""
+        """The rendered conversation. `variables` reach the template (`tools`, `enable_thinking` ...).
+
+        Raises:
+          ValueError: it reads no variable of such a name, or there is no template.
+          RefusedMessages: it refuses these messages.
+        """
         if self.chat_template is None:
             raise ValueError(
                 f"{self._name}: has no chat template; give prompts as text (data.apply_chat_template=false)"
             )
+        self.refuse_unread(variables)
         context = {"tools": None, "documents": None, **self.special_tokens, **variables}
         context = {**context, "add_generation_prompt": add_generation_prompt}
         return render(self.chat_template, self._template_place, messages, context)
+
+    def refuse_unread(self, variables: Collection[str]) -> None:
+        """Raises ValueError for a variable that the chat template does not read."""
+        if self.chat_template is None or not variables:
+            return
+        known = variables_of(self.chat_template, self._template_place) - _OWN_VARIABLES
+        for name in variables:
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), n=1)
+                hint = f", but {near[0]!r}" if near else ""
+                raise ValueError(f"{self._template_place}: the chat template reads no variable {name!r}{hint}")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

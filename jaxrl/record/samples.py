@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl.record.files import JsonLines
-from jaxrl.types import Group
+from jaxrl.types import Group, Sample
 
 FILE_NAME = "samples.jsonl"
 GROUPS_PER_STEP = 2
@@ -32,21 +33,30 @@ class SampleLog:
         self._lines.begin()
         self._lines.make()
 
-    def write(self, step: int, groups: Sequence[Group]) -> None:
-        for group in groups[:GROUPS_PER_STEP]:
-            for sample in group.samples[:SAMPLES_PER_GROUP]:
-                line = {
-                    "step": step,
-                    "prompt": group.prompt.text,
-                    "response": sample.text,
-                    "answer": group.prompt.answer,
-                    "reward": sample.reward,
-                    "length": len(sample),
-                    "finish_reason": sample.finish_reason,
-                    "source": group.prompt.source,
-                }
-                line |= {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}
-                self._lines.append(line)
+    def write(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Returns the lines."""
+        lines = [_line(step, group, sample) for group in groups[:GROUPS_PER_STEP] for sample in _first(group)]
+        for line in lines:
+            self._lines.append(line)
+        return lines
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _first(group: Group) -> list[Sample]:
+    return group.samples[:SAMPLES_PER_GROUP]
+
+
+def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
+    line = {
+        "step": step,
+        "prompt": group.prompt.text,
+        "response": sample.text,
+        "answer": group.prompt.answer,
+        "reward": sample.reward,
+        "length": len(sample),
+        "finish_reason": sample.finish_reason,
+        "source": group.prompt.source,
+    }
+    return line | {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}

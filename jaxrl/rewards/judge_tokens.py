@@ -59,6 +59,7 @@ class WrittenVerdicts:
         self, judge: JudgeSection, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], seed: int = 0
     ) -> None:
         self._text, self._tokenizer, self._most = JudgeText(judge), tokenizer, judge.max_prompt_tokens
+        self._variables = judge.apply_chat_template_kwargs
         self.num_samples = judge.num_samples
         self.params = SamplingParams(
             temperature=judge.temperature,
@@ -71,7 +72,7 @@ class WrittenVerdicts:
         return fitting_ids(request, self._ids, self._tokenizer, self._most)
 
     def _ids(self, request: ScoreRequest) -> list[int]:
-        return conversation_ids(self._tokenizer, self._text.ask(request), asks=True)
+        return conversation_ids(self._tokenizer, self._text.ask(request), self._variables, asks=True)
 
     def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
         return self._text.read([self._tokenizer.decode(sample.token_ids.tolist()) for sample in samples])
@@ -100,7 +101,7 @@ class Scalars:
         ]
         if self._judge.system_prompt:
             messages.insert(0, {"role": "system", "content": self._judge.system_prompt})
-        ids = conversation_ids(self._tokenizer, messages, asks=False)
+        ids = conversation_ids(self._tokenizer, messages, self._judge.apply_chat_template_kwargs, asks=False)
         while len(ids) > 1 and ids[-1] == self._pad_id:
             ids.pop()
         return ids
@@ -110,15 +111,18 @@ class Scalars:
         return float(sample.sampled_logprobs[0]), {}
 
 
-def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], *, asks: bool) -> list[int]:
+def conversation_ids(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], *, asks: bool
+) -> list[int]:
     """A conversation's token ids, by the chat template, or as plain text where a model has none.
 
     Args:
+      variables: for the template.
       asks: whether the model's answer is to follow.
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode("\n\n".join(message["content"] for message in messages), add_special_tokens=True)
-    return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=asks))
+    return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=asks, **variables))
 
 
 def fitting_ids(request: ScoreRequest, ids_of: Any, tokenizer: Tokenizer, most: int) -> tuple[int, ...]:

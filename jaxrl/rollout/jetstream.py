@@ -24,9 +24,7 @@ Departures:
   token ids are exact. JetStream puts a BOS token in front of a client's token ids, even for models without one.
 
 `orchestrator.Driver` throws away an inserted prefix by `jax.tree_map`, which jax no longer has; the process then dies
-(SIGKILL). To prevent that, before a Driver is built::
-
-    orchestrator.delete_pytree = lambda prefix: None  # the prefix goes when its last reference goes
+(SIGKILL). `drive` makes a Driver that lives. `jaxrl serve --jetstream` is a server made of these parts.
 
 Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group, K key/value heads, N
 blocks, P positions per block, W blocks per table, D head dim, C positions of a prefill.
@@ -146,6 +144,34 @@ class DecodeState(NamedTuple):
     returned: jax.Array
 
 
+def drive(engine: JetStreamEngine, params: Any, generating: tuple[JetStreamEngine, Any] | None = None) -> Any:
+    """A running `jetstream.core.orchestrator.Driver`, whose `stop` ends its threads.
+
+    Args:
+      params: of the engine, from `load_params`.
+      generating: another engine, with its parameters, that decodes what the first one has prefilled; None: the first
+        one does both.
+    """
+    from jetstream.core import orchestrator  # pyright: ignore[reportMissingImports]
+
+    orchestrator.delete_pytree = _keep  # its own asks jax for a function that is gone
+    last, last_params = generating or (engine, params)
+    return orchestrator.Driver([engine], [last], [params], [last_params], interleaved_mode=generating is None)
+
+
+def _keep(prefix: Any) -> None:
+    """In place of JetStream's deletion: a prefix goes when its last reference goes."""
+
+
+def add_service(driver: Any, server: Any) -> None:
+    """Adds JetStream's gRPC service to a `grpc.aio.Server`."""
+    from jetstream.core import orchestrator  # pyright: ignore[reportMissingImports]
+    from jetstream.core.proto import jetstream_pb2_grpc  # pyright: ignore[reportMissingImports]
+
+    servicer = orchestrator.LLMOrchestrator(driver=driver)
+    jetstream_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
+
+
 class JetStreamEngine(engine_api.Engine):
     """A model on a layout behind JetStream's interface.
 
@@ -159,7 +185,7 @@ class JetStreamEngine(engine_api.Engine):
         result.convert_to_numpy().get_result_at_slot(0).tokens  # [samples_per_slot, 1]
 
     Args:
-      path: as `model.path`, for `load_params` and the tokenizer.
+      path: of a model, as `jaxrl.models.loading.resolve_path` returns it, for `load_params` and the tokenizer.
     """
 
     def __init__(self, model: ModelConfig, layout: Layout, config: JetStreamConfig, path: str | Path) -> None:

@@ -266,7 +266,8 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
 def load_weights(config: Config, mesh: Mesh) -> Any:
     """The weights that `model.path` names, with training's shardings."""
     seed = config.trainer.seed if config.model.random_init else None
-    return load_model(resolve_path(config.model.path), mesh, config.actor.param_dtype, random_init_seed=seed)[1]
+    path = resolve_path(config.model.path, weights=not config.model.random_init)
+    return load_model(path, mesh, config.actor.param_dtype, random_init_seed=seed)[1]
 
 
 def abstract_params(model: ModelConfig, mesh: Mesh, dtype: str) -> Any:

@@ -75,13 +75,14 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
       ValueError: they do not, or a file is damaged.
     """
     judge, kind = config.reward.judge, judge_kind(config.reward)
-    path = resolve_path(judge.model)
+    path = resolve_path(judge.model, "reward.judge.model")
     folder, model = str(checked_path(path)), config_of(path)
     if model.scalar_head != (kind == "model"):
         found = "a reward model with a scalar head" if model.scalar_head else "a language model"
         right = "reward.kind=model" if model.scalar_head else "reward.kind=judge"
         raise ConfigError(f"reward.judge.model ({judge.model}) is {found}, which needs {right}, found {kind}")
     tokenizer = Tokenizer.from_path(folder)
+    tokenizer.refuse_unread(judge.apply_chat_template_kwargs)
     check_vocabulary(tokenizer, model, folder)
     more = "" if kind == "model" else f" + reward.judge.max_tokens ({judge.max_tokens})"
     length = judge_length(config)
@@ -115,7 +116,9 @@ def build_judge(
     plan = judge_memory(config, model, mesh.size)
     _refuse_host(plan, mesh)
     executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size, ahead))
-    _, outer, layers = load_layerwise(resolve_path(judge.model), mesh, jnp.dtype(judge.dtype))
+    _, outer, layers = load_layerwise(
+        resolve_path(judge.model, "reward.judge.model", weights=True), mesh, jnp.dtype(judge.dtype)
+    )
     weights = HostWeights(executor, outer, layers)
     reading: Reading
     if model.scalar_head:

@@ -66,7 +66,7 @@ def planned_judge(config: Config, num_devices: int) -> JudgeMemory | None:
     """
     if judge_kind(config.reward) is None:
         return None
-    return judge_memory(config, config_of(resolve_path(config.reward.judge.model)), num_devices)
+    return judge_memory(config, config_of(resolve_path(config.reward.judge.model, "reward.judge.model")), num_devices)
 
 
 def judge_length(config: Config) -> int:

@@ -20,8 +20,9 @@ class Characters:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [ord(c) for c in ("#" + text if add_special_tokens else text)]
 
-    def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        text += "".join(f"<{name}={value}>" for name, value in variables.items())
         return text + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -121,6 +122,9 @@ def test_rendering(tmp_path: Path):
     (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
     assert prompt.text == r"<system>Be brief.<user>2+{x}? Put it in \boxed{}.<assistant>"
     assert prompt.token_ids == tuple(map(ord, prompt.text))
+    c = config(train_files=files, apply_chat_template_kwargs={"enable_thinking": False})
+    (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
+    assert prompt.text == "<user>2+{x}?<enable_thinking=False><assistant>"
     c = config(train_files=files, system_prompt="Be brief.", apply_chat_template=False)
     (prompt,) = PromptSource(load_train(c), Characters(), c).next(1)
     assert prompt.text == "Be brief.\n\n2+{x}?"

@@ -26,7 +26,7 @@ class Characters:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [ord(c) for c in text]
 
-    def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
         return "".join(message["content"] for message in messages)
 
 

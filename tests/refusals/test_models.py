@@ -157,12 +157,17 @@ def in_weights(name: str, sentence: str, prepare: Prepare, file: str = "model.sa
     return Refusal(name, EXPORT, f"{{tmp}}/m/{file}: {sentence}", prepare)
 
 
+NOT_CACHED = (
+    "model.path: there is no Qwen/Qwen2.5-0.5B on this machine, and as a model of the Hugging Face Hub it cannot be "
+    "had: it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached (HF_HUB_OFFLINE is set); "
+    "where there is a network, `hf download Qwen/Qwen2.5-0.5B` fills that cache"
+)
 PATHS = (
     Refusal(
         "a-url",
         ("generate", "--model", "https://huggingface.co/Qwen/Qwen2.5-0.5B", "hi"),
-        "model.path: https://huggingface.co/Qwen/Qwen2.5-0.5B is a URL; download the model, and give its folder or its "
-        ".gguf file",
+        "model.path: https://huggingface.co/Qwen/Qwen2.5-0.5B is a URL; give Qwen/Qwen2.5-0.5B for a model of the "
+        "Hugging Face Hub, or its folder or .gguf file on this machine",
     ),
     Refusal(
         "a-url-of-random-weights",
@@ -172,14 +177,12 @@ PATHS = (
     Refusal(
         "a-name-of-the-hub",
         ("generate", "--model", "Qwen/Qwen2.5-0.5B", "hi"),
-        f"Qwen/Qwen2.5-0.5B: model.path must be {KINDS}, and there is no such folder here; for a model of the Hugging "
-        "Face Hub, download it first (hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B) and give that folder",
+        NOT_CACHED,
     ),
     Refusal(
         "a-name-of-the-hub-to-train",
         ("train", "model.path=Qwen/Qwen2.5-0.5B", "data.task=leg_counting", "trainer.run_dir={tmp}/run"),
-        f"Qwen/Qwen2.5-0.5B: model.path must be {KINDS}, and there is no such folder here; for a model of the Hugging "
-        "Face Hub, download it first (hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B) and give that folder",
+        NOT_CACHED,
     ),
     Refusal(
         "nothing-there",
@@ -208,7 +211,8 @@ PATHS = (
     Refusal(
         "no-such-package",
         ("explain-layout", "--model", "no_such_package:m.gguf"),
-        "model.path: no_such_package:m.gguf names a file of the package 'no_such_package', which is not installed",
+        "--model: no_such_package:m.gguf names a file of the package 'no_such_package', which is not installed; pip "
+        "install --no-deps no-such-package",
     ),
     Refusal(
         "a-package-without-the-file",

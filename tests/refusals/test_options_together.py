@@ -105,6 +105,18 @@ REFUSALS = (
         "data.prompt_template=Solve.",
     ),
     run(
+        "own-variables-of-the-template",
+        "data.apply_chat_template_kwargs.messages: the run gives the chat template messages itself (command line: "
+        "data.apply_chat_template_kwargs={messages: []})",
+        "data.apply_chat_template_kwargs={messages: []}",
+    ),
+    run(
+        "tools-that-are-none",
+        "data.apply_chat_template_kwargs.tools must be a list of JSON schemas, found ['add'] (command line: "
+        "data.apply_chat_template_kwargs={tools: [add]})",
+        "data.apply_chat_template_kwargs={tools: [add]}",
+    ),
+    run(
         "custom-without-file",
         "reward.path is missing: reward.kind is custom, which needs a Python file (command line: reward.kind=custom)",
         "reward.kind=custom",

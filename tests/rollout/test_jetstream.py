@@ -245,7 +245,7 @@ SERVE = """
 import asyncio, json, sys
 import jax
 from jaxrl.models.loading import config_of
-from jaxrl.rollout.jetstream import JetStreamConfig, JetStreamEngine
+from jaxrl.rollout.jetstream import JetStreamConfig, JetStreamEngine, drive
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jetstream.core import orchestrator
@@ -258,7 +258,6 @@ engines = [
     for devices in (jax.devices()[:2], jax.devices()[2:4])[: 1 if interleaved else 2]
 ]
 params = [engine.load_params() for engine in engines]
-orchestrator.delete_pytree = lambda prefix: None  # as the docstring of jaxrl.rollout.jetstream says
 
 async def ask(client, content, max_tokens):
     ids, text = [], ""
@@ -268,8 +267,7 @@ async def ask(client, content, max_tokens):
     return ids, text
 
 async def main():
-    # The first engine prefills, the last one decodes.
-    driver = orchestrator.Driver(engines[:1], engines[-1:], params[:1], params[-1:], interleaved_mode=interleaved)
+    driver = drive(engines[0], params[0], None if interleaved else (engines[1], params[1]))
     client = orchestrator.LLMOrchestrator(driver=driver)
     content = [
         {"text_content": pb.DecodeRequest.TextContent(text=prompt)} if isinstance(prompt, str)

@@ -29,6 +29,7 @@ import jaxrl
 from jaxrl.config import Config, to_mapping
 from jaxrl.config.declared import declared, walk
 from jaxrl.config.mapping import flatten
+from jaxrl.data.hub import data_paths, hub_name, used_files
 from jaxrl.models.loading import RANDOM, resolve_path
 from jaxrl.sharding.mesh import platform_of
 
@@ -37,6 +38,7 @@ NUM_SAMPLES = 64
 _HEAD_BYTES, _TAIL_BYTES, _SAMPLE_BYTES = 2**23, 2**20, 2**18
 _MOST_FILES = 64  # of a folder that has a fact for each
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym")
+_MODELS = ("model.path", "reward.judge.model")
 _OWN_OPTIONS = ("hosts.coordinator", "hosts.address", "trainer.run_dir", "trainer.compilation_cache_dir")
 _SETTINGS = (
     *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable"),
@@ -137,10 +139,16 @@ def _contents(config: Config) -> dict[str, str]:
     many: dict[str, list[str]] = {}
     missing: dict[str, str] = {}
     for option, _, _, text in _paths(copy.deepcopy(to_mapping(config))):
-        path = Path(resolve_path(os.path.expanduser(text)).removeprefix(RANDOM))
         name = f"the content of {option}"
+        if option.startswith("data.") and (on_hub := hub_name(text)) is not None:
+            files |= {f"{name}/{file.name}": (file, False) for file in data_paths(on_hub, option)}
+            continue
+        is_model, random_init = option in _MODELS, config.model.random_init and option == "model.path"
+        found = resolve_path(text, option, weights=not random_init) if is_model else os.path.expanduser(text)
+        path = Path(found.removeprefix(RANDOM))
         if path.is_dir():
-            inside = _files_in(path)
+            # the cache of the Hub may have more of a model here than there
+            inside = used_files(path) if is_model and hub_name(text.removeprefix(RANDOM)) else _files_in(path)
             files |= {f"{name}/{file.relative_to(path).as_posix()}": (file, True) for file in inside}
             if len(inside) > _MOST_FILES:
                 many[name] = [f"{name}/{file.relative_to(path).as_posix()}" for file in inside]

@@ -1,0 +1,207 @@
+"""Models and data sets of the Hugging Face Hub, by their names: `Qwen/Qwen2.5-0.5B-Instruct`, `org/name@revision`, and
+`openai/gsm8k:main/train-*.parquet` for files of one.
+
+Purpose: a name becomes the path of a folder or of files in the Hub's own cache on this machine (`HF_HOME`), through
+`huggingface_hub`, an optional package. What is in the cache is taken without a question to the network, so a run that
+goes on finds what it began with, and a machine without a network needs nothing but a filled cache. What is missing is
+fetched, of the commit that is there already if one is. So a branch (`main` is one) does not move by itself:
+`hf download org/name` moves it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?(?::(.+))?", re.ASCII)
+_SMALL = ("*.json", "*.jinja")  # of a model: its configuration, tokenizer and chat template
+_WEIGHTS = ("*.safetensors",)
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_DATA = (".jsonl", ".jsonl.gz", ".parquet")
+_SHOWN = 12  # files in a message
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A name of the Hub, in its parts.
+
+    Attributes:
+      repository: `org/name`.
+      revision: a branch, a tag or a commit; empty: the repository's `main`.
+      file: a file in it, or a pattern of files; empty: none was named.
+    """
+
+    repository: str
+    revision: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        return self.repository + (f"@{self.revision}" if self.revision else "")
+
+
+def hub_name(text: str) -> HubName | None:
+    """The parts of a name, or None for text that is none: anything else, and what a folder on this machine begins."""
+    found = _NAME.fullmatch(text)
+    if found is None or Path(text).exists() or Path(found[1]).parent.is_dir():
+        return None
+    return HubName(found[1], found[2] or "", found[3] or "")
+
+
+def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:
+    """The folder of a model, or its file where the name has one (`.gguf`).
+
+    Args:
+      option: that named it, for messages.
+      weights: fetches the weights too, not only what is small. A `.gguf` file is whole in any case.
+
+    Raises:
+      ValueError: it is not in the cache and cannot be fetched, with the reason.
+    """
+    if name.file:
+        folder = _snapshot(name, "model", (name.file,), option, lambda folder: (folder / name.file).is_file())
+        if not (folder / name.file).is_file():
+            raise ValueError(f"{option}: the model {name} of the Hugging Face Hub has no file {name.file}")
+        return folder / name.file
+    wanted = _SMALL + _WEIGHTS if weights else _SMALL
+    return _snapshot(name, "model", wanted, option, _has_weights if weights else _has_config, flat=True)
+
+
+def used_files(folder: Path) -> list[Path]:
+    """The files in a model's folder that are fetched from the Hub, in order."""
+    patterns = _SMALL + _WEIGHTS
+    return sorted(file for file in folder.iterdir() if any(fnmatch(file.name, pattern) for pattern in patterns))
+
+
+def data_paths(name: HubName, option: str) -> list[Path]:
+    """The files of a data set that a name's pattern fits, in the order of their names.
+
+    Raises:
+      ValueError: no file is named, none fits, or they are not in the cache and cannot be fetched.
+    """
+    if not name.file:
+        stem = "test" if option.startswith("data.val") else "train"
+        raise ValueError(
+            f"{option}: there is no file {name} on this machine; of a data set of the Hugging Face Hub files must be "
+            f"named, as in {name}:{stem}*.parquet{_there_are(name, option)}"
+        )
+    fitting = partial(_fitting, pattern=name.file)
+    folder = _snapshot(name, "dataset", (name.file,), option, lambda folder: bool(fitting(folder)))
+    found = fitting(folder)
+    if not found:
+        raise ValueError(f"{option}: no file of the data set {name} fits {name.file}{_there_are(name, option)}")
+    return found
+
+
+def _fitting(folder: Path, pattern: str) -> list[Path]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file for file in files if fnmatch(file.relative_to(folder).as_posix(), pattern))
+
+
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a model's folder is complete, as its index says."""
+    if not _has_config(folder):
+        return False
+    if (folder / _WHOLE).is_file():
+        return True
+    try:
+        files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((folder / file).is_file() for file in files)
+
+
+def _snapshot(
+    name: HubName, kind: str, wanted: Sequence[str], option: str, complete: Callable[[Path], bool], flat: bool = False
+) -> Path:
+    """The folder of a repository in the cache, with the files that are wanted fetched into it if it lacks some.
+
+    Args:
+      wanted: patterns of files.
+      flat: only files of the repository's top folder.
+    """
+    hub = _package(name, option)
+    own: dict[str, Any] = {"repo_type": kind, "allow_patterns": list(wanted)}
+    if flat:
+        own["ignore_patterns"] = ["*/*"]
+    commit = name.revision or None
+    try:
+        cached = Path(hub.snapshot_download(name.repository, revision=commit, local_files_only=True, **own))
+        if complete(cached):
+            return cached
+        commit = cached.name
+    except hub.errors.LocalEntryNotFoundError as error:
+        there = getattr(error, "snapshot_path", None)  # of a snapshot that lacks files
+        commit = Path(there).name if there else commit
+    except hub.errors.HFValidationError as error:
+        raise ValueError(f"{option}: {name} is no name of the Hugging Face Hub ({error})") from None
+    try:
+        return Path(hub.snapshot_download(name.repository, revision=commit, **own))
+    except hub.errors.GatedRepoError:
+        why = "access to it must be asked for on its page, and HF_TOKEN must be a token of somebody with access"
+    except hub.errors.RepositoryNotFoundError:
+        why = "there is no such repository, or it is private and HF_TOKEN is no token that may read it"
+    except hub.errors.RevisionNotFoundError:
+        why = f"it has no revision {name.revision or commit}"
+    except _unreachable(hub) as error:
+        why = (
+            f"it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached ({_reason(error)}); "
+            f"where there is a network, {_command(name, kind)} fills that cache"
+        )
+    raise ValueError(
+        f"{option}: there is no {name} on this machine, and as a {kind} of the Hugging Face Hub it cannot be had: {why}"
+    )
+
+
+def _package(name: HubName, option: str) -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{option}: there is no {name} on this machine; names of the Hugging Face Hub need: pip install "
+            "'jaxrl[hub]'"
+        ) from None
+    return huggingface_hub
+
+
+def _unreachable(hub: Any) -> tuple[type[BaseException], ...]:
+    """What is raised where the Hub does not answer; the base class is of the library that asks, which has changed."""
+    return OSError, *hub.errors.HfHubHTTPError.__bases__
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in a few words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if type(error).__name__ == "OfflineModeIsEnabled":
+        return "HF_HUB_OFFLINE is set"
+    text = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _command(name: HubName, kind: str) -> str:
+    """The command that fetches a repository."""
+    revision = f" --revision {name.revision}" if name.revision else ""
+    return f"`hf download {name.repository}{revision}{' --repo-type dataset' if kind == 'dataset' else ''}`"
+
+
+def _there_are(name: HubName, option: str) -> str:
+    """What files of data a data set has, where that can be asked."""
+    hub = _package(name, option)
+    try:
+        files = hub.HfApi().list_repo_files(name.repository, revision=name.revision or None, repo_type="dataset")
+    except _unreachable(hub):
+        return ""
+    found = sorted(file for file in files if file.endswith(_DATA))
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"; it has {', '.join(found[:_SHOWN])}{more}" if found else "; it has no .jsonl or .parquet files"

@@ -1,0 +1,185 @@
+"""Names of the Hugging Face Hub, against a hub on the loopback address."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_hub import SmallHub, small_hub
+
+from jaxrl.data.hub import HubName, hub_name
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL, DATA = "org/tiny", "org/sums"
+PATHS = """
+import json, sys
+from jaxrl.data.files import data_files
+from jaxrl.models.loading import resolve_path
+for kind, name in json.loads(sys.argv[1]):
+    try:
+        if kind == "data":
+            print(json.dumps([str(path) for path in data_files([name], "data.train_files")]))
+        else:
+            print(json.dumps(resolve_path(name, weights=kind == "weights")))
+    except ValueError as error:
+        print(json.dumps({"refused": str(error)}))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny_model: Path) -> Iterator[SmallHub]:
+    model, data = tmp_path / "served" / "model", tmp_path / "served" / "data"
+    shutil.copytree(tiny_model, model)
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "onnx").mkdir()
+    (model / "onnx" / "config.json").write_text("{}")
+    (model / "README.md").write_text("words")
+    (data / "main").mkdir(parents=True)
+    for name in ("train-0", "train-1", "test-0"):
+        (data / "main" / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "1"}) + "\n")
+    with small_hub() as served:
+        served.add("models", MODEL, model)
+        served.add("datasets", DATA, data)
+        yield served
+
+
+def asked(hub: SmallHub | None, home: Path, *wanted: tuple[str, str], **environment: str) -> list[object]:
+    """What becomes of names in a process of their own, whose cache is at `home`; without a hub, nothing answers."""
+    own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", PATHS, json.dumps(wanted)],
+        env=os.environ | own | {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment,
+        cwd=home.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", ("Qwen/Qwen2.5-0.5B-Instruct", "", "")),
+        ("org/name@v1.0", ("org/name", "v1.0", "")),
+        ("org/name@refs/pr/1", ("org/name", "refs/pr/1", "")),
+        ("org/name:q4.gguf", ("org/name", "", "q4.gguf")),
+        ("org/name@v1:main/train-*.parquet", ("org/name", "v1", "main/train-*.parquet")),
+        *((text, None) for text in ("name", "/org/name", "a/b/c", "./name/x", "../a", "~/models", "package:m.gguf")),
+        *((text, None) for text in ("random:org/name", "org/na me", "org/", "-", "", "https://host/org/name")),
+    ],
+)
+def test_what_is_a_name(text: str, parts: tuple[str, str, str] | None, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_name(text) == (None if parts is None else HubName(*parts))
+
+
+def test_what_is_on_this_machine_is_no_name(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert hub_name("models/misspelt") is None, "its folder is here"
+    assert hub_name("other/name") is not None
+
+
+def test_a_model_comes_in_two_parts_and_then_from_the_cache(hub: SmallHub, tmp_path: Path):
+    home = tmp_path / "home"
+    (folder,) = map(Path, asked(hub, home, ("small", MODEL)))  # type: ignore[arg-type]
+    small = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {file.name for file in folder.iterdir()} == small
+    assert asked(hub, home, ("weights", MODEL), ("small", f"random:{MODEL}")) == [str(folder), f"random:{folder}"]
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert not (folder / "onnx").exists()
+    assert not (folder / "README.md").exists()
+    before = len(hub.asked)
+    assert asked(hub, home, ("small", MODEL), ("weights", MODEL)) == [str(folder)] * 2
+    assert len(hub.asked) == before, "the cache has all of it"
+    assert asked(None, home, ("weights", MODEL), HF_HUB_OFFLINE="1") == [str(folder)]
+
+
+def test_a_branch_that_moves_stays_where_the_cache_has_it(hub: SmallHub, tmp_path: Path):
+    home = tmp_path / "home"
+    (before,) = asked(hub, home, ("weights", MODEL))
+    (hub.folders["models", MODEL] / "model.safetensors").write_bytes(b"newer")
+    assert asked(hub, home, ("weights", MODEL)) == [before]
+    commit = hub.commit("models", MODEL)
+    (after,) = asked(hub, home, ("weights", f"{MODEL}@{commit}"))
+    assert after != before
+    assert (Path(str(after)) / "model.safetensors").read_bytes() == b"newer"
+
+
+def test_files_of_a_data_set(hub: SmallHub, tmp_path: Path):
+    home = tmp_path / "home"
+    names = ("main/train-*.jsonl", "main/test-0.jsonl", "train*", "")
+    several, one, none, unnamed = asked(hub, home, *(("data", f"{DATA}:{n}" if n else DATA) for n in names))
+    assert [Path(path).name for path in several] == ["train-0.jsonl", "train-1.jsonl"]  # type: ignore[union-attr]
+    assert [Path(path).name for path in one] == ["test-0.jsonl"]  # type: ignore[union-attr]
+    there = "it has main/test-0.jsonl, main/train-0.jsonl, main/train-1.jsonl"
+    assert none == {"refused": f"data.train_files: no file of the data set {DATA} fits train*; {there}"}
+    assert unnamed == {
+        "refused": f"data.train_files: there is no file {DATA} on this machine; of a data set of the Hugging Face Hub "
+        f"files must be named, as in {DATA}:train*.parquet; {there}"
+    }
+    again = asked(None, home, ("data", f"{DATA}:main/train-*.jsonl"))
+    assert again == [several]
+
+
+def test_what_cannot_be_had(hub: SmallHub, tmp_path: Path):
+    home, begins = (
+        tmp_path / "home",
+        "model.path: there is no {} on this machine, and as a model of the Hugging Face Hub ",
+    )
+    hub.add("models", "org/closed", hub.folders["models", MODEL])
+    hub.gated.add("org/closed")
+    missing, closed, revision, file, data = asked(
+        hub,
+        home,
+        ("small", "org/missing"),
+        ("small", "org/closed"),
+        ("small", f"{MODEL}@v9"),
+        ("small", f"{MODEL}:no.gguf"),
+        ("data", "org/missing:train.jsonl"),
+    )
+    for found, name, why in (
+        (missing, "org/missing", "there is no such repository, or it is private"),
+        (closed, "org/closed", "access to it must be asked for on its page"),
+        (revision, f"{MODEL}@v9", "it has no revision v9"),
+    ):
+        assert found["refused"].startswith(f"{begins.format(name)}it cannot be had: {why}")  # type: ignore[index]
+    assert file == {"refused": f"model.path: the model {MODEL} of the Hugging Face Hub has no file no.gguf"}
+    assert "as a dataset of the Hugging Face Hub it cannot be had: there is no such repo" in data["refused"]  # type: ignore[index]
+    (unreachable,) = asked(None, home, ("small", "org/other"))
+    assert "it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached (" in unreachable["refused"]  # type: ignore[index]
+    assert unreachable["refused"].endswith("`hf download org/other` fills that cache")  # type: ignore[index]
+
+
+def test_a_whole_run_by_names(hub: SmallHub, tmp_path: Path):
+    """Model and data by name; the source of the problems is the data set."""
+    (hub.folders["models", MODEL] / "model.safetensors").unlink()
+    options = [f"model.path={MODEL}", f"data.train_files=[{DATA}:main/train-*.jsonl]", "model.random_init=true"]
+    options += ["data.max_prompt_length=192", "data.max_response_length=8", "data.train_batch_size=2", "rollout.n=2"]
+    options += [
+        "trainer.total_training_steps=1",
+        "trainer.run_dir=run",
+        "trainer.save_freq=0",
+        "rollout.max_num_seqs=4",
+    ]
+    options += ["actor.ppo_max_token_len_per_gpu=512", "trainer.compilation_cache_dir=", "rollout.warmup=false"]
+    own = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl", "train", *options, "trainer.num_devices=1"],
+        env=os.environ | own,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert {json.loads(line)["source"] for line in samples} == {DATA}
