@@ -45,7 +45,8 @@ class CheckingExecutor:
         self._rows: dict[tuple[int, int], _Row] = {}
         self._requests: dict[int, Request] = {}  # as last seen in a chunk
         self._prefilling: dict[tuple[int, int], tuple[int, int]] = {}  # (group, slot) -> (request id, next start)
-        self._arrived: dict[int, int] = {}  # request id -> next start of a prefill that began in another executor
+        # request id -> where a prefill that began in other executors may go on: each knows its own last stay
+        self._arrived: dict[int, set[int]] = {}
 
     def check(self, request: Request) -> None:
         self.inner.check(request)
@@ -127,7 +128,10 @@ class CheckingExecutor:
         for row in rows:
             assert row.token == self._expected(row.request, row.position)
         self._requests |= {row.request.request_id: row.request for row in rows}
-        self._arrived |= source._arrived | dict(source._prefilling.values())  # it may go on before a chunk has run
+        for request_id, starts in source._arrived.items():  # it may go on before a chunk has run
+            self._arrived.setdefault(request_id, set()).update(starts)
+        for request_id, start in source._prefilling.values():
+            self._arrived.setdefault(request_id, set()).add(start)
         self.inner.take_over(source.inner, kv, rows)
 
     def _check_shape(self, plan: Plan) -> None:
@@ -174,10 +178,10 @@ class CheckingExecutor:
         for chunk in plan.prefill:
             request, at = chunk.request, (chunk.dp_group, chunk.slot)
             known, due = self._prefilling.get(at, (-1, -1))
-            begun = self._arrived.pop(request.request_id, -1)
+            begun = self._arrived.pop(request.request_id, ())
             if (
                 chunk.start != due or known != request.request_id
-            ) and chunk.start != begun:  # a new stay, at most after shared blocks
+            ) and chunk.start not in begun:  # a new stay, at most after shared blocks
                 assert chunk.start % self.block_size == 0
                 assert chunk.start <= len(request.prompt_ids) - 1
                 assert chunk.start == 0 or request.share is not None

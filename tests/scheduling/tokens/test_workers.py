@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 from checking import CheckingExecutor, assert_empty, assert_whole, make_engine, make_request
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -505,6 +505,12 @@ SMALL = {"num_blocks": 20, "num_slots": 3, "max_prefill_tokens": 16, "num_groups
 
 @settings(max_examples=120, deadline=None)
 @given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]))
+@example(  # a request that has been in two workers comes to a third one together with others from the first
+    [(14, 0, 14), (1, 1, 1), (10, 2, 10), (1, 0, 1), (1, 0, 1), (1, 2, 1)],
+    [*[("step", 0)] * 7, ("add", 0), *[("step", 0)] * 2, ("move", 865), ("step", 0), ("again", 1), ("move", 0)],
+    3,
+    "prompts",
+)
 def test_every_request_ends_once_and_whole_whatever_happens(
     drawn: list[tuple[int, int, int]], acts: list[Act], num_workers: int, deal: Deal
 ):
