@@ -73,6 +73,8 @@ from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
+from jaxrl.train.critic import Critic
+from jaxrl.train.learner import Learner
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.steps import Choice, choose, find_step, whole_step
@@ -104,6 +106,7 @@ class Run:
         self.began_s, self.say, self.watchdog, self.joined = start.began_s, start.say, start.watchdog, start.joined
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
+        self.critic: Critic | None = None
         self.judge: JudgePool | None = None
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
@@ -180,21 +183,16 @@ class Run:
 
     def _weights(self, trained: Config) -> None:
         config = self.config
-        updates = (
-            self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
-        )
         params = load_weights(config, self.mesh)
         if self.init_from is not None:
             params = restore_params(self.init_from, abstract(params))
-        self.trainer = Trainer(
-            trained,
-            self.model,
-            params,
-            self.mesh,
-            total_updates=updates,
-            on_progress=self.watchdog.beat,
-            meet=self.joined.meet,
-        )
+        given = trained, self.model, params, self.mesh
+        told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
+        updates = (self.total_steps - config.critic_warmup) * config.updates_per_step
+        self.trainer = Trainer(*given, total_updates=updates, **told)
+        if config.has_critic:
+            updates = self.total_steps * config.critic_updates_per_step
+            self.critic = Critic(*given, total_updates=updates, **told)
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)
 
@@ -365,6 +363,7 @@ class Run:
             num_devices=len(self.devices),
             together=overlap,
             stream=stream,
+            critic=self.critic,
             ranking=ranking,
             kept={name: each for name, each in kept.items() if each is not None},
         )
@@ -384,7 +383,7 @@ class Run:
 
     def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
         committed = self.store.latest_step()  # for sure only then: saving waits for the save before
-        self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
+        self.store.save(step, self._state(Learner.state), HostState(*split_arrays(state)))
         if committed is not None:
             journal.cut(committed)
 
@@ -422,10 +421,16 @@ class Run:
         self.run_dir.record_checkpoint(step)
         self.watchdog.saved_step = step
 
+    def _state(self, of: Callable[[Learner], dict[str, Any]]) -> dict[str, Any]:
+        """The policy's, and the critic's under its name."""
+        return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
+
     def _restored(self) -> dict[str, Any]:
         """Brings the trainer to the checkpoint; returns the host's part of it."""
-        state, host = self.store.restore(self.trainer.abstract_state(), self.step)
+        state, host = self.store.restore(self._state(Learner.abstract_state), self.step)
         self.trainer.load_state(state)
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
         return join_arrays(host.values, host.arrays)
 
     def _warm_up(self, backend: RolloutBackend, record: RunRecord, stack: ExitStack) -> None:
@@ -437,6 +442,7 @@ class Run:
         everywhere.
         """
         workers, update = self.workers, [self.trainer.programs, *self.gradients]
+        update += [] if self.critic is None else [self.critic.programs]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()

@@ -110,7 +110,15 @@ def build(
     engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
     sessions = _layouts(config, cost, tuple(layouts), engines, clock, phases, layout_log) if adapts else None
     total, pace = _num_devices(config, sizes), layout_predictor(config, cost, tuple(layouts))
-    trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
+    training = total - config.rollout.num_devices
+    trainer = SimulatedTrainer(cost, training, clock)
+    critic = SimulatedTrainer(cost, training, clock) if config.has_critic else None
+
+    def synced() -> None:  # there are no weights to give; who trains is told that they were taken
+        for each in (trainer, critic):
+            if each is not None:
+                each.synced()
+
     ticks = step_ticks if pace is None else PredictedTicks(pace, engines)
     workers = workers_of(config, engines, ticks, hosts.stream.process if hosts else 0)
     stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)
@@ -120,7 +128,7 @@ def build(
         executors,
         _scoring(config, workload, clock, phases, timeouts, executors),
         lambda sample: f"({len(sample)} simulated tokens)",
-        trainer.synced,  # there are no weights to give; the trainer is told that they were taken
+        synced,
         clock=lambda: clock.now_s,
         timeline=phases,
         on_progress=on_progress,
@@ -134,7 +142,7 @@ def build(
     )
     ranking = _ranking(config, cost, history, sizes, backend, executors)
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
+    loop = _loop(config, workload, backend, trainer, critic, phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
 
 
@@ -271,6 +279,7 @@ def _loop(
     workload: Workload,
     backend: RolloutBackend,
     trainer: SimulatedTrainer,
+    critic: SimulatedTrainer | None,
     phases: SimulatedPhases,
     hooks: Hooks,
     num_devices: int,
@@ -299,6 +308,7 @@ def _loop(
         num_devices=num_devices,
         together=SimulatedTogether(phases.clock) if config.rollout.num_devices else None,
         stream=stream,
+        critic=critic,
         ranking=ranking,
         kept={name: each for name, each in kept.items() if each is not None},
     )

@@ -16,7 +16,8 @@ from jaxrl.models.decoder import init
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout.draft_books import book_shapes
 from jaxrl.runtime.drafting import drafting_of
-from jaxrl.runtime.memory import _device_numbers, _phases, memory_plan, memory_problem, plan_num_blocks, plan_remat
+from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
+from jaxrl.runtime.update_memory import device_numbers, plan_remat, update_phases
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
@@ -136,7 +137,7 @@ def test_a_chunk_of_logits_takes_half_of_what_is_left():
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_activations_are_near_what_xla_reports(remat):
-    parts = _phases(config(actor={"remat": remat}), SMOLLM2, 1, "cpu", remat, 128)["layers"]
+    parts = update_phases(config(actor={"remat": remat}), SMOLLM2, 1, "cpu", remat, 128)["layers"]
     names = (f"activations kept (remat {remat}, estimate)", "one layer at work (estimate)")
     # what XLA reports as temporaries of the gradient, see the module's docstring
     reported = {"full": 265, "dots": 1375, "none": 3710}[remat]
@@ -158,7 +159,7 @@ def test_remat_auto_keeps_what_fits():
 
 def layers(c, platform):
     """Bytes of what an update of SmolLM2 adds while the layers' gradients are made."""
-    return {name: size for name, size in _phases(c, SMOLLM2, 1, platform, "dots", 128)["layers"].items() if size}
+    return {name: size for name, size in update_phases(c, SMOLLM2, 1, platform, "dots", 128)["layers"].items() if size}
 
 
 BUDGET = {"ppo_max_token_len_per_gpu": 384}  # of a row
@@ -201,7 +202,7 @@ def test_weights_are_as_large_as_the_shardings_make_them(model, tp):
             strict=True,
         )
     ]
-    assert _device_numbers(model, 8) == sum(trained)
+    assert device_numbers(model, 8) == sum(trained)
     if model is TINY:
         params = jax.device_put(init(model, jax.random.key(0)), train_shardings(model, layout.mesh))
         rolled = to_rollout(params, model, layout, jnp.float32)
