@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.config import Config, differences
+from jaxrl.config import Config, ConfigError, differences
 from jaxrl.config.judges import judge_kind
 from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
@@ -72,7 +72,7 @@ from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
-from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
+from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic, refuse_other_model, restore_params
 from jaxrl.train.critic import Critic
 from jaxrl.train.learner import Learner
 from jaxrl.train.programs import TrainPrograms
@@ -156,6 +156,13 @@ class Run:
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
                 refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
+        if self.resuming and holds_critic(place := self.run_dir.file(f"checkpoints/{self.step}")) != config.has_critic:
+            found, needed = ("no", "needs one") if config.has_critic else ("a", "has none")
+            raise ConfigError(
+                f"checkpoint {place} holds {found} critic, and "
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: go on with the run's estimator, "
+                "or begin a run from its parameters (trainer.init_from)"
+            )
 
     def _devices(self, start: Start) -> Config:
         """The meshes; returns the configuration with the degree that they allow."""
@@ -348,7 +355,6 @@ class Run:
         )
         ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
         kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
-
         loop = Loop(
             config,
             self.prompts,

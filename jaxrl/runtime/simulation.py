@@ -110,15 +110,7 @@ def build(
     engines = [Engine(each, batcher_config(config, drafts), batcher=LockstepBatcher) for each in executors.executors]
     sessions = _layouts(config, cost, tuple(layouts), engines, clock, phases, layout_log) if adapts else None
     total, pace = _num_devices(config, sizes), layout_predictor(config, cost, tuple(layouts))
-    training = total - config.rollout.num_devices
-    trainer = SimulatedTrainer(cost, training, clock)
-    critic = SimulatedTrainer(cost, training, clock) if config.has_critic else None
-
-    def synced() -> None:  # there are no weights to give; who trains is told that they were taken
-        for each in (trainer, critic):
-            if each is not None:
-                each.synced()
-
+    trainer, *critics = _trainers(config, cost, total - config.rollout.num_devices, clock)
     ticks = step_ticks if pace is None else PredictedTicks(pace, engines)
     workers = workers_of(config, engines, ticks, hosts.stream.process if hosts else 0)
     stream = _stream(config, cost, clock, phases, workers, executors, total, pace, feeding)
@@ -128,7 +120,7 @@ def build(
         executors,
         _scoring(config, workload, clock, phases, timeouts, executors),
         lambda sample: f"({len(sample)} simulated tokens)",
-        synced,
+        lambda: [each.synced() for each in (trainer, *critics)],  # no weights to give; they are told of it
         clock=lambda: clock.now_s,
         timeline=phases,
         on_progress=on_progress,
@@ -142,7 +134,7 @@ def build(
     )
     ranking = _ranking(config, cost, history, sizes, backend, executors)
     kept = {"layouts": sessions, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
-    loop = _loop(config, workload, backend, trainer, critic, phases, hooks, total, stream, ranking, kept)
+    loop = _loop(config, workload, backend, (trainer, *critics), phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, executors, clock, phases, sessions, stream)
 
 
@@ -150,6 +142,11 @@ def _num_devices(config: Config, sizes: MachineSizes) -> int:
     """Of all workers, of `sizes` each, and of the trainer's own."""
     own = config.rollout.num_devices
     return num_devices_of(config) if own else sizes.num_devices * config.rollout.num_workers
+
+
+def _trainers(config: Config, cost: CostModel, num_devices: int, clock: SimulatedClock) -> list[SimulatedTrainer]:
+    """Of the policy, and of the critic where there is one."""
+    return [SimulatedTrainer(cost, num_devices, clock) for _ in range(1 + config.has_critic)]
 
 
 def _layouts(
@@ -278,8 +275,7 @@ def _loop(
     config: Config,
     workload: Workload,
     backend: RolloutBackend,
-    trainer: SimulatedTrainer,
-    critic: SimulatedTrainer | None,
+    trainers: Sequence[SimulatedTrainer],
     phases: SimulatedPhases,
     hooks: Hooks,
     num_devices: int,
@@ -299,7 +295,7 @@ def _loop(
         prompts,
         prompts.held_out(data.val_size) if trained.test_freq or trained.val_before_train else (),
         backend,
-        trainer,
+        trainers[0],
         phases,
         hooks,
         rule=batch_rule(config),
@@ -308,7 +304,7 @@ def _loop(
         num_devices=num_devices,
         together=SimulatedTogether(phases.clock) if config.rollout.num_devices else None,
         stream=stream,
-        critic=critic,
+        critic=trainers[1] if len(trainers) > 1 else None,
         ranking=ranking,
         kept={name: each for name, each in kept.items() if each is not None},
     )

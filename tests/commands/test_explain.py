@@ -21,6 +21,7 @@ from jaxrl.runtime.update_memory import device_numbers, plan_remat, update_phase
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
+from jaxrl.train.programs import TrainPrograms
 
 SMOLLM2 = ModelConfig(
     family="llama",
@@ -71,6 +72,44 @@ def test_counts():
     assert counts.rollout_rows == 32
     assert counts.evaluation_samples == 300
     assert (counts.epoch_prompts, counts.epoch_steps, counts.total_steps) == (100, 12.5, 25)
+
+
+def test_a_critic():
+    """A second model's weights and moments, without the vocabulary head, on the devices of the trainer."""
+    sections: dict = {
+        "data": {"train_batch_size": 8, "max_prompt_length": 24, "max_response_length": 40},
+        "critic": {"ppo_mini_batch_size": 4, "ppo_epochs": 3},
+        "trainer": {"total_training_steps": 5},
+    }
+    plain, gae = (explain(config(**sections, algorithm={"adv_estimator": name}), TINY, 2) for name in ("grpo", "gae"))
+    tree = init(replace(TINY, scalar_head=True), jax.random.key(0))
+    mesh = make_mesh(jax.devices()[:2])
+    shardings = train_shardings(replace(TINY, scalar_head=True), mesh)
+    one = sum(
+        math.prod(sharding.shard_shape(x.shape)) * 4
+        for x, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    )
+    added = {name: size for name, size in gae.memory.resident.items() if name not in plain.memory.resident}
+    assert added == {"critic: master weights": one, "critic: optimizer (adam m, v)": 2 * one}
+    assert gae.memory.update == plain.memory.update, "what an update of the policy adds is more than its own does"
+    assert "critic: 6 updates per step, of 4 prompts each\n" in render(gae)
+    assert "critic" not in render(plain)
+    offloaded = explain(
+        config(**sections, algorithm={"adv_estimator": "gae"}, actor={"offload_optimizer": True}), TINY, 2
+    )
+    assert set(offloaded.memory.resident) == {"master weights", "critic: master weights"}
+
+
+def test_what_a_critics_gradient_takes_beside_the_policys():
+    """The plan has the policy's alone: the critic's temporaries must not be more."""
+    for model in (TINY, replace(TINY, tie_word_embeddings=True)):
+        taken = {}
+        for name, own in (("actor", model), ("critic", replace(model, scalar_head=True))):
+            programs = TrainPrograms(config(), own, make_mesh(jax.devices()[:1]))
+            rows, tokens = programs.microbatches[-1]
+            analysis = programs.program(("accumulate", rows, tokens)).memory_analysis()
+            taken[name] = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+        assert taken["critic"] < taken["actor"]
 
 
 @pytest.mark.parametrize(
