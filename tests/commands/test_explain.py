@@ -112,6 +112,17 @@ def test_what_a_critics_gradient_takes_beside_the_policys():
         assert taken["critic"] < taken["actor"]
 
 
+def test_a_policy_that_would_never_be_trained():
+    for trainer, prompts in (({"total_training_steps": 4}, None), ({}, 32)):
+        c = config(algorithm={"adv_estimator": "gae"}, trainer={"critic_warmup": 4, **trainer})
+        said = (
+            r"trainer\.critic_warmup \(4 steps\) must be less than the run's 4 steps: the policy would never be trained"
+        )
+        with pytest.raises(ValueError, match=said):
+            total_steps(c, prompts)
+    assert total_steps(config(trainer={"critic_warmup": 4, "total_training_steps": 4}), None) == 4, "there is no critic"
+
+
 @pytest.mark.parametrize(
     ("steps", "epochs", "prompts", "total"),
     [(7, 1, None, 7), (7, 1, 100, 7), (0, 1, None, None), (0, 1, 100, 12), (0, 3, 100, 37), (0, 1, 3, 1)],

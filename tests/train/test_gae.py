@@ -54,14 +54,14 @@ def test_random_batches(gamma, lam, masked):
     masks = [(rng.random(len(s)) < 0.6).astype(np.float32) for s in samples] if masked else None
     algorithm = AlgorithmSection(adv_estimator="gae", gamma=gamma, lam=lam, use_kl_in_reward=True, kl_coef=0.1)
     found, returns = advantages.compute(groups, algorithm, ours, ref, masks, values)
+    assert returns is not None
 
     raw = []
     for i, sample in enumerate(samples):
         rewards = -0.1 * (ours[i].astype(np.float64) - ref[i])
-        rewards[-1:] += sample.reward
-        raw.append(
-            expected_of(rewards, values[i].astype(np.float64), masks[i] if masked else rewards == rewards, gamma, lam)
-        )
+        rewards[-1:] += np.float64(sample.reward)
+        mask = np.ones(len(sample)) if masks is None else masks[i]
+        raw.append(expected_of(rewards, values[i].astype(np.float64), mask, gamma, lam))
     learnt = np.concatenate([x[0] for x in raw])
     learnt = learnt[~np.isnan(learnt)]
     whitened = [(x[0] - learnt.mean()) / np.sqrt(learnt.var(ddof=1) + 1e-8) for x in raw]
@@ -78,6 +78,7 @@ def test_by_hand():
     group.samples[0].reward = 1.0
     algorithm = AlgorithmSection(adv_estimator="gae", lam=0.5)
     found, returns = advantages.compute([group], algorithm, values=[np.array([0.5, 0.25], np.float32)])
+    assert returns is not None
     assert returns[0].tolist() == [0.625, 1.0]
     half = 0.3125  # advantages 0.125 and 0.75: their mean is 0.4375
     np.testing.assert_allclose(found[0], np.array([-half, half]) / math.sqrt(2 * half**2 + 1e-8), rtol=1e-6)
@@ -89,6 +90,7 @@ def test_without_values_or_tokens():
         advantages.compute([random_group(np.random.default_rng(0), [2])], algorithm)
     nothing = random_group(np.random.default_rng(0), [0, 0])
     found, returns = advantages.compute([nothing], algorithm, values=[np.zeros(0)] * 2)
+    assert returns is not None
     assert [len(x) for x in (*found, *returns)] == [0] * 4
     alone, _ = advantages.compute([random_group(np.random.default_rng(0), [1])], algorithm, values=[np.zeros(1)])
     assert alone[0].tolist() == [0.0], "one token has nothing to stand out from"
