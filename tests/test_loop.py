@@ -304,6 +304,7 @@ def make_config(values: dict[str, Any]) -> Config:
         "rollout": {"n": 2, "temperature": 0.9, "val_kwargs": {"n": 3, "temperature": 0.5}},
         "actor": {},
         "algorithm": {},
+        "critic": {},
         "trainer": {"save_freq": 2},
     }
     for path, value in values.items():
