@@ -29,6 +29,7 @@ RULES = {
     ),
     "partial rollout": ("rollout.partial_rollout.enable=true",),
     "one step off": ("trainer.one_step_off=true", "actor.old_logprobs=rollout"),
+    "critic": ("algorithm.adv_estimator=gae", "critic={optim: {lr: 0.01}, ppo_epochs: 2}", "trainer.critic_warmup=1"),
 }
 TIMES = (
     "time",
@@ -40,6 +41,7 @@ TIMES = (
     "reward/hidden",
     "rollout/recompiles",
     "actor/rec",
+    "critic/rec",
 )
 
 
