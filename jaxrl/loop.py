@@ -53,7 +53,7 @@ from jaxrl.scheduling.rounds.events import Command, Event, HeadStart, Interrupte
 from jaxrl.scheduling.rounds.overlong import OverlongPenalty
 from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.rounds.round import Departures, Round
-from jaxrl.train.learning import SKIPPED, Stream, Trainer, learn
+from jaxrl.train.learning import Critic, Stream, Trainer, learn
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams, TrainBatch
 
 STATE_SCHEMA = 2
@@ -176,11 +176,13 @@ class Loop:
         num_devices: int,
         together: Together | None = None,
         stream: Stream | None = None,
+        critic: Critic | None = None,
         ranking: RankingGroups | None = None,
         kept: Mapping[str, Kept] | None = None,
     ) -> None:
         """`together`: runs the next step's rollout beside an update; needs devices of its own, and no `stream`.
-        `ranking`: ranks training rounds; needs `together`. `kept`: by the names of their parts of a checkpoint."""
+        `critic`: of an estimator that has one. `ranking`: ranks training rounds; needs `together`. `kept`: by the names
+        of their parts of a checkpoint."""
         self.config = config
         self.step = 0
         self.total_steps = total_steps
@@ -196,6 +198,7 @@ class Loop:
         self._num_devices = num_devices
         self._together = together
         self._stream = stream
+        self._critic = critic
         self._ranking = ranking
         self._kept = kept or {}
         self._overlong = OverlongPenalty.configured(config)
@@ -419,10 +422,10 @@ class Loop:
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities, advantages, gradients, updates; drawn on `track`."""
         phase = partial(self._phase, track=track)
-        learnt = learn(self.config, self._trainer, self._stream, groups, step, phase, self._hooks.beat)
+        models = self._trainer, self._critic
+        learnt = learn(self.config, *models, self._stream, groups, step, phase, self._hooks.beat)
         batch, measured = learnt.batch, learnt.metrics()
-        if SKIPPED in measured:  # a simulated trainer skips nothing
-            self._failing = self._alarms.updated(step, len(learnt.updates), int(measured[SKIPPED]), measured, batch)
+        self._failing = self._alarms.updated(step, learnt.skipped(), measured, batch)
         return batch, measured | numbers.spread("critic/advantages", np.concatenate(batch.advantages))
 
     # -- evaluation, saving, numbers ---------------------------------------------------------------------------------

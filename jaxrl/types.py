@@ -180,6 +180,9 @@ class TrainBatch:
         recorded `rollout_logprobs` are used.
       ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
       loss_masks: per sample [T_i], 1 at tokens to learn from; None: all.
+      values: per sample float32 [T_i], what the critic expects from each token on, before this step's updates; None
+        without a critic.
+      returns: per sample float32 [T_i], what the critic is to expect; None without a critic.
     """
 
     prompts: list[Prompt]
@@ -188,6 +191,8 @@ class TrainBatch:
     old_logprobs: list[np.ndarray] | None = None
     ref_logprobs: list[np.ndarray] | None = None
     loss_masks: list[np.ndarray] | None = None
+    values: list[np.ndarray] | None = None
+    returns: list[np.ndarray] | None = None
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> TrainBatch:
@@ -215,4 +220,6 @@ class TrainBatch:
             pick(self.old_logprobs),
             pick(self.ref_logprobs),
             pick(self.loss_masks),
+            pick(self.values),
+            pick(self.returns),
         )

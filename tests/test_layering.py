@@ -36,7 +36,7 @@ PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
     f"jaxrl.config.{name}"
     for name in (
         *("checks", "declared", "devices", "domains", "judges", "layout", "mapping", "options", "reference", "rewards"),
-        *("rollouts", "simulation"),
+        *("rollouts", "simulation", "updates"),
     )
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}

@@ -17,6 +17,7 @@ import pytest
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.loop import Hooks, Loop
+from jaxrl.record.metrics import UPDATE_PHASES
 from jaxrl.record.timeline import Timeline
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.runtime.rules import batch_rule
@@ -155,6 +156,24 @@ class FakeTrainer:
         return {"actor/pg_loss": float(done), "actor/skipped_updates": float(self.skips(done))}
 
 
+class FakeCritic:
+    """Expects nothing, and remembers what it was given."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log, self.skips = log, False
+
+    def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
+        return [np.zeros(len(sample), np.float32) for sample in batch.samples]
+
+    def accumulate(self, batch: TrainBatch) -> None:
+        assert batch.values is not None
+        assert batch.returns is not None
+        self.log.append(("critic", [s.key for s in batch.samples]))
+
+    def apply(self) -> dict[str, float]:
+        return {"critic/vf_loss": 1.0, "critic/skipped_updates": float(self.skips)}
+
+
 class FakeStream:
     """Takes one of the groups that it is offered at every second offer; its sums are the trainer's when it closes."""
 
@@ -216,6 +235,7 @@ class House:
         self.backend.stop = self.stop
         self.trainer = FakeTrainer(self.log, self.clock)
         self.stream = FakeStream(self.trainer, self.config, self.log)
+        self.critic = FakeCritic(self.log)
         self.timeline = Timeline(folder / "timeline.json", clock=lambda: self.clock.seconds)
         self.loop = Loop(
             self.config,
@@ -234,6 +254,7 @@ class House:
             ),
             together=more.pop("together", None),
             stream=self.stream if more.pop("streams", False) else None,
+            critic=self.critic if self.config.has_critic else None,
             rule=batch_rule(self.config),
             stop_token_ids=(2,),
             total_steps=more.pop("total_steps", 3),
@@ -283,6 +304,7 @@ def make_config(values: dict[str, Any]) -> Config:
         "rollout": {"n": 2, "temperature": 0.9, "val_kwargs": {"n": 3, "temperature": 0.5}},
         "actor": {},
         "algorithm": {},
+        "critic": {},
         "trainer": {"save_freq": 2},
     }
     for path, value in values.items():
@@ -356,6 +378,38 @@ def test_epochs_times_minibatches_of_whole_groups(build: Build, adv_estimator: s
     assert parts[:2] == parts[2:4] == parts[4:]
     _, measured, _ = house.steps[0]
     assert measured["actor/pg_loss"] == np.mean([1, 2, 3, 4, 5, 6]), "the mean over all updates"
+
+
+def test_a_critic_learns_first_and_at_the_beginning_alone(build: Build):
+    gae = {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 1}
+    house = build(gae | {"critic.ppo_epochs": 2, "critic.ppo_mini_batch_size": 2}, total_steps=2)
+    house.loop.run()
+    assert [name for step, name in house.phases if step == 1 and name in UPDATE_PHASES] == [
+        "old_log_prob",
+        "ref",
+        "values",
+        "adv",
+        "update_critic",
+    ]
+    assert [name for step, name in house.phases if step == 2 and name.startswith("update")] == [
+        "update_critic",
+        "update_actor",
+    ]
+    parts = [entry[1] for entry in house.log if entry[0] == "critic"]
+    assert len(parts) == 2 * 2 * 2
+    assert parts[:2] == parts[2:4] != parts[4:6]
+    first, second = (measured for _, measured, _ in house.steps)
+    assert "actor/pg_loss" not in first
+    assert (second["actor/pg_loss"], second["critic/vf_loss"]) == (1, 1)
+    assert first["critic/values/max"] == 0
+    assert {"critic/returns/mean", "critic/vf_explained_var", "timing_s/values"} <= set(first)
+
+
+def test_a_critic_that_never_learns_ends_the_run(build: Build):
+    house = build({"algorithm.adv_estimator": "gae", "trainer.max_bad_steps": 2}, total_steps=9)
+    house.critic.skips = True
+    with pytest.raises(RunFailed, match=r"step 2: 1 of 1 updates of the critic skipped.*no update in 2 steps in a row"):
+        house.loop.run()
 
 
 def test_versions_metrics_and_departures(build: Build):

@@ -31,9 +31,10 @@ from jaxrl.runtime.build import (
     share_variable,
 )
 from jaxrl.runtime.degree import planned_degree
-from jaxrl.runtime.memory import MemoryPlan, full_microbatch, in_bytes, memory_plan, memory_problem
+from jaxrl.runtime.memory import MemoryPlan, in_bytes, memory_plan, memory_problem
 from jaxrl.runtime.rules import batch_rule
 from jaxrl.runtime.streaming import refuse_devices
+from jaxrl.runtime.update_memory import full_microbatch
 from jaxrl.sharding.mesh import platform_of
 
 MAX_MEMORY_BYTES = 1 << 50  # a million GiB
@@ -53,6 +54,8 @@ class Counts:
     update_samples: int
     update_max_tokens: int
     updates_per_step: int
+    critic_updates_per_step: int  # 0: there is no critic
+    critic_update_prompts: int
     microbatch_device_tokens: int
     microbatch_device_samples: int  # of the longest length, each with a prompt of its own
     microbatch_samples: int  # over all devices
@@ -184,7 +187,9 @@ def _counts(
         update_prompts=mini,
         update_samples=mini * n,
         update_max_tokens=mini * n * config.max_model_length,
-        updates_per_step=prompts // mini * config.actor.ppo_epochs,
+        updates_per_step=config.updates_per_step,
+        critic_updates_per_step=config.critic_updates_per_step,
+        critic_update_prompts=config.critic_mini_batch_prompts if config.has_critic else 0,
         microbatch_device_tokens=full.tokens,
         microbatch_device_samples=device_samples,
         microbatch_samples=device_samples * training,
@@ -256,6 +261,7 @@ def render(e: Explanation) -> str:
         f"{c.updates_per_step} {_plural(c.updates_per_step, 'update')} per step, at most "
         f"{c.update_max_microbatches} {_plural(c.update_max_microbatches, 'microbatch')} per update"
         + (f"; {c.evaluation_samples:,} samples per evaluation" if c.evaluation_samples else ""),
+        *_critic_line(c),
         _steps_line(c),
         "",
         "memory per device",
@@ -273,6 +279,15 @@ def render(e: Explanation) -> str:
         *(f"note: {text}" for text in e.warnings),
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _critic_line(c: Counts) -> list[str]:
+    updates, prompts = c.critic_updates_per_step, c.critic_update_prompts
+    if not updates:
+        return []
+    return [
+        f"critic: {updates} {_plural(updates, 'update')} per step, of {prompts:,} {_plural(prompts, 'prompt')} each"
+    ]
 
 
 def _steps_line(c: Counts) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.config import Config, differences
+from jaxrl.config import Config, ConfigError, differences
 from jaxrl.config.judges import judge_kind
 from jaxrl.config.options import total_steps
 from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
@@ -73,7 +73,9 @@ from jaxrl.scheduling.rounds.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.workers import Workers
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
-from jaxrl.train.checkpoint import Checkpointer, HostState, refuse_other_model, restore_params
+from jaxrl.train.checkpoint import Checkpointer, HostState, holds_critic, refuse_other_model, restore_params
+from jaxrl.train.critic import Critic
+from jaxrl.train.learner import Learner
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.step import Trainer
 from jaxrl.train.steps import Choice, choose, find_step, whole_step
@@ -107,6 +109,7 @@ class Run:
         self.stages = start.stages
         self.beside: list[TrainPrograms] = []  # whose programs are compiled beside the first step
         self.gradients: list[TrainPrograms] = []  # of the stream trainer
+        self.critic: Critic | None = None
         self.judge: JudgePool | None = None
         self.said: list[str] = []  # shown once nothing is refused any more
         self.config = start.config
@@ -156,6 +159,13 @@ class Run:
         for place in (self.init_from, self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None):
             if place is not None:
                 refuse_other_model(place, abstract_params(self.model, self.mesh, config.actor.param_dtype))
+        if self.resuming and holds_critic(place := self.run_dir.file(f"checkpoints/{self.step}")) != config.has_critic:
+            found, needed = ("no", "needs one") if config.has_critic else ("a", "has none")
+            raise ConfigError(
+                f"checkpoint {place} holds {found} critic, and "
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: go on with the run's estimator, "
+                "or begin a run from its parameters (trainer.init_from)"
+            )
 
     def _devices(self, start: Start) -> Config:
         """The meshes; returns the configuration with the degree that they allow."""
@@ -183,22 +193,18 @@ class Run:
 
     def _weights(self, trained: Config) -> None:
         config = self.config
-        updates = (
-            self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // config.mini_batch_prompts)
-        )
         params = load_weights(config, self.mesh)
         if self.init_from is not None:
             params = restore_params(self.init_from, abstract(params))
-        self.trainer = Trainer(
-            trained,
-            self.model,
-            params,
-            self.mesh,
-            total_updates=updates,
-            on_progress=self.watchdog.beat,
-            meet=self.joined.meet,
-        )
+        given = trained, self.model, params, self.mesh
+        told: Any = {"on_progress": self.watchdog.beat, "meet": self.joined.meet}
+        updates = (self.total_steps - config.critic_warmup) * config.updates_per_step
+        self.trainer = Trainer(*given, total_updates=updates, **told)
         self.trainer.programs.dispatched = self.joined.dispatched
+        if config.has_critic:
+            updates = self.total_steps * config.critic_updates_per_step
+            self.critic = Critic(*given, total_updates=updates, **told)
+            self.critic.programs.dispatched = self.joined.dispatched
         if note := self.trainer.programs.packed_attention.note:
             self.said.append(note)
 
@@ -356,7 +362,6 @@ class Run:
         )
         ranking = self._ranking(backend, history) if config.rollout.ranking_groups.enable else None
         kept = {"layouts": layouts, "stream": stream, "history": history, "ranking": ranking, "timeouts": timeouts}
-
         loop = Loop(
             config,
             self.prompts,
@@ -371,6 +376,7 @@ class Run:
             num_devices=len(self.devices),
             together=overlap,
             stream=stream,
+            critic=self.critic,
             ranking=ranking,
             kept={name: each for name, each in kept.items() if each is not None},
         )
@@ -386,7 +392,7 @@ class Run:
 
     def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
         committed = self.store.latest_step()  # for sure only then: saving waits for the save before
-        self.store.save(step, self.trainer.state(), HostState(*split_arrays(state)))
+        self.store.save(step, self._state(Learner.state), HostState(*split_arrays(state)))
         if committed is not None:
             journal.cut(committed)
 
@@ -424,11 +430,17 @@ class Run:
         self.run_dir.record_checkpoint(step)
         self.watchdog.saved_step = step
 
+    def _state(self, of: Callable[[Learner], dict[str, Any]]) -> dict[str, Any]:
+        """The policy's, and the critic's under its name."""
+        return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
+
     def _restored(self) -> dict[str, Any]:
         """Brings the trainer to the checkpoint; returns the host's part of it."""
         self.joined.enter(f"the restore of step {self.step}")
-        state, host = self.store.restore(self.trainer.abstract_state(), self.step)
+        state, host = self.store.restore(self._state(Learner.abstract_state), self.step)
         self.trainer.load_state(state)
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
         self.joined.leave()
         return join_arrays(host.values, host.arrays)
 
@@ -441,6 +453,7 @@ class Run:
         everywhere.
         """
         workers, update = self.workers, [self.trainer.programs, *self.gradients]
+        update += [] if self.critic is None else [self.critic.programs]
         if not self.config.rollout.warmup or self.step >= self.total_steps:
             return
         began = time.monotonic()

@@ -1,26 +1,27 @@
 """The configuration: every option, declared once with its bounds and its text, and the files that hold options.
 
-`options`, `rollouts`, `rewards`, `layout` and `simulation` declare them; `checks` says what must hold between them.
-`mapping` builds a `Config` from nested mappings, `files` from YAML, gin and overrides. `reference` lists all options.
+`options`, `updates`, `rollouts`, `rewards`, `layout` and `simulation` declare them; `checks` says what must hold
+between them. `mapping` builds a `Config` from nested mappings, `files` from YAML, gin and overrides. `reference` lists
+all options.
 """
 
 from jaxrl.config.checks import ConfigError
 from jaxrl.config.mapping import differences, flatten, from_mapping, from_recorded, to_mapping
 from jaxrl.config.options import (
-    ActorSection,
     AlgorithmSection,
     Config,
     DataSection,
-    OptimSection,
     RolloutCorrectionSection,
 )
 from jaxrl.config.simulation import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config.updates import ActorSection, CriticSection, OptimSection
 
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
     "Config",
     "ConfigError",
+    "CriticSection",
     "DataSection",
     "OptimSection",
     "RolloutCorrectionSection",

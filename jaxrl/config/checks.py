@@ -22,7 +22,7 @@ _MAX_STEP_SAMPLES = 1 << 20
 GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators that compare the samples of a prompt with each other, and so need two of them."""
 
-NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus"})
+NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus", "gae"})
 """Estimators with statistics over the whole batch: the gradient of a group has to wait for the last sample's score."""
 
 
@@ -131,6 +131,11 @@ def _check_batch(c: Config) -> None:
         raise ConfigError(
             f"actor.ppo_mini_batch_size ({mini} prompts) must divide data.train_batch_size ({batch} prompts)"
         )
+    own = c.critic.ppo_mini_batch_size
+    if own and batch % own:
+        raise ConfigError(
+            f"critic.ppo_mini_batch_size ({own} prompts) must divide data.train_batch_size ({batch} prompts)"
+        )
     if c.algorithm.adv_estimator in GROUP_RELATIVE and c.rollout.n < 2:
         raise ConfigError(
             f"rollout.n ({c.rollout.n}) must be at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}: "
@@ -177,17 +182,18 @@ def _check_sizes(c: Config) -> None:
             f"rollout.num_blocks ({rollout.num_blocks}) × rollout.block_size ({rollout.block_size} tokens) must be at "
             f"most {MAX_INT}: a token's place in the pool has 32 bits"
         )
-    updates = c.trainer.total_training_steps * c.updates_per_step
-    if updates > MAX_INT:
+    steps, per_step = c.trainer.total_training_steps, max(c.updates_per_step, c.critic_updates_per_step)
+    if steps * per_step > MAX_INT:
         raise ConfigError(
-            f"trainer.total_training_steps ({c.trainer.total_training_steps}) with {c.updates_per_step} updates each "
-            f"makes {updates} updates, of which at most {MAX_INT} can be counted: lower it, or actor.ppo_epochs"
+            f"trainer.total_training_steps ({steps}) with {per_step} updates each makes {steps * per_step} updates, of "
+            f"which at most {MAX_INT} can be counted: lower it, or actor.ppo_epochs"
         )
-    if actor.optim.lr * actor.optim.weight_decay > 1:
-        raise ConfigError(
-            f"actor.optim.lr ({actor.optim.lr:g}) × actor.optim.weight_decay ({actor.optim.weight_decay:g}) must be "
-            "at most 1: it is the share that every update takes off each weight"
-        )
+    for model, optim in (("actor", actor.optim), ("critic", c.critic.optim)):
+        if optim.lr * optim.weight_decay > 1:
+            raise ConfigError(
+                f"{model}.optim.lr ({optim.lr:g}) × {model}.optim.weight_decay ({optim.weight_decay:g}) must be at "
+                "most 1: it is the share that every update takes off each weight"
+            )
 
 
 def _check_old_logprobs(c: Config) -> None:
@@ -384,8 +390,15 @@ def _unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "algorithm", frozenset({"kl_coef", "kl_penalty"}), "algorithm.use_kl_in_reward is off"
     if c.algorithm.rollout_correction.rollout_is == "none":
         yield "algorithm.rollout_correction", None, "algorithm.rollout_correction.rollout_is is none"
-    if c.actor.optim.lr_scheduler_type == "constant":
-        yield "actor.optim", frozenset({"min_lr_ratio"}), "actor.optim.lr_scheduler_type is constant"
+    if not c.has_critic:
+        why = f"algorithm.adv_estimator is {c.algorithm.adv_estimator}"
+        yield "critic", None, why
+        yield "critic.optim", None, why
+        yield "algorithm", frozenset({"gamma", "lam"}), why
+        yield "trainer", frozenset({"critic_warmup"}), why
+    for model in ("actor", "critic") if c.has_critic else ("actor",):
+        if _section(c, model).optim.lr_scheduler_type == "constant":
+            yield f"{model}.optim", frozenset({"min_lr_ratio"}), f"{model}.optim.lr_scheduler_type is constant"
     if c.algorithm.adv_estimator != "grpo":
         why = f"algorithm.adv_estimator is {c.algorithm.adv_estimator}"
         yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), why

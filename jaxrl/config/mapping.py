@@ -109,7 +109,9 @@ def _no_text(path: str, key: Any) -> str:
 def _unknown(path: str, key: str, known: list[str]) -> str:
     full = f"{path}.{key}" if path else key
     near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
-    everywhere = {option.rsplit(".", 1)[-1]: option for option, _ in walk(Config)}
+    # of several with that name the first, or the first in the same section
+    options = sorted((option for option, _ in walk(Config)), key=lambda option: not option.startswith(f"{path}."))
+    everywhere = {option.rsplit(".", 1)[-1]: option for option in reversed(options)}
     if near:
         hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
     elif key in everywhere:

@@ -1,4 +1,4 @@
-"""The whole configuration, typed. Every option is declared once, here or in `rollouts`, `rewards`,
+"""The whole configuration, typed. Every option is declared once, here or in `updates`, `rollouts`, `rewards`,
 `layout`, `hosts` and `simulation`.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
@@ -19,14 +19,13 @@ from jaxrl.config.declared import MAX_INT, SEED, Cap, Names, Or
 from jaxrl.config.devices import MAX_DEVICES
 from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
 from jaxrl.config.rewards import MAX_WAIT, RewardSection
-from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, FloatType, RolloutSection
+from jaxrl.config.rollouts import MAX_LENGTH, MAX_PROMPTS, RolloutSection
 from jaxrl.config.simulation import SimulateSection
+from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
 
-KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
-AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"]
+AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
-_BELOW_ONE = Cap(0.999999, "a larger one is 1 as a float32, and the update a division by 0")
 
 
 @dataclass(frozen=True)
@@ -136,77 +135,6 @@ class FilterGroupsSection:
 
 
 @dataclass(frozen=True)
-class OptimSection:
-    """AdamW and its learning rate."""
-
-    lr: Annotated[
-        float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
-    ] = 1e-6
-    lr_warmup_steps: Annotated[int, Ge(0), "Optimizer updates over which the learning rate rises from 0."] = 0
-    lr_scheduler_type: Annotated[
-        Literal["constant", "cosine", "linear"], "How the learning rate goes on after its warm-up."
-    ] = "constant"
-    min_lr_ratio: Annotated[
-        float, Interval(ge=0, le=1), "Where cosine and linear end, as a share of actor.optim.lr."
-    ] = 0.0
-    weight_decay: Annotated[float, Ge(0), "AdamW's weight decay."] = 0.0
-    beta1: Annotated[float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the gradient's running mean, per update."] = 0.9
-    beta2: Annotated[
-        float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the squared gradient's running mean, per update."
-    ] = 0.999
-    eps: Annotated[float, Interval(ge=1e-30, le=1), "What Adam adds to the denominator of an update."] = 1e-8
-
-
-@dataclass(frozen=True)
-class ActorSection:
-    """The update of the policy."""
-
-    optim: OptimSection = field(default_factory=OptimSection)
-    dtype: Annotated[FloatType, "Type of the forward and backward pass."] = "float32"
-    param_dtype: Annotated[Literal["float32", "float64"], "Type of master weights, optimizer state and gradients."] = (
-        "float32"
-    )
-    ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0
-    ppo_epochs: Annotated[
-        int, Ge(1), Cap(1000, "a step trains on its batch that many times"), "Passes over a batch."
-    ] = 1
-    ppo_max_token_len_per_gpu: Annotated[int, Ge(1), "Tokens per microbatch and device, padding included."] = 2048
-    share_prompts: Annotated[bool, "Compute a prompt once per row for all its samples there; false: per sample."] = True
-    clip_ratio_low: Annotated[float, Interval(ge=0, le=1), "The ratio is clipped below at 1 minus this."] = 0.2
-    clip_ratio_high: Annotated[float, Ge(0), "The ratio is clipped above at 1 plus this."] = 0.2
-    clip_ratio_c: Annotated[
-        float, Gt(1), Or(0, "off"), "Dual clip: bounds the loss of negative advantages at this ratio; 0: off."
-    ] = 0.0
-    grad_clip: Annotated[float, Ge(0), "The most that the gradient's global norm may be; 0: off."] = 1.0
-    use_kl_loss: Annotated[bool, "Add the KL to the reference model to the loss."] = False
-    kl_loss_coef: Annotated[float, Ge(0), "Weight of the KL in the loss."] = 0.001
-    kl_loss_type: Annotated[KlEstimate, "Estimate of the KL in the loss."] = "low_var_kl"
-    entropy_coeff: Annotated[float, "Weight of the entropy bonus in the loss."] = 0.0
-    ratio_level: Annotated[Literal["token", "sequence"], "What the ratio is taken over; sequence: GSPO."] = "token"
-    old_logprobs: Annotated[
-        Literal["rollout", "recompute"],
-        "The denominator of the ratio; rollout: as recorded at sampling, recompute: of the policy before the update.",
-    ] = "recompute"
-    remat: Annotated[
-        Literal["auto", "none", "dots", "full"],
-        "What the backward pass recomputes; none: nothing, dots: all but products with weights and attention, full: "
-        "whole layers, auto: dots where the device's memory allows it, else full.",
-    ] = "auto"
-    logprob_chunk_tokens: Annotated[
-        int | Literal["auto"],
-        Ge(1),
-        "Tokens that have their logits at once, per device; auto: a power of two from 128 to 4096 whose logits take at "
-        "most half of what the update leaves of the device's memory, 1024 where that is not known.",
-    ] = "auto"
-    attention: Annotated[
-        Literal["auto", "reference", "pallas"],
-        "Implementation of attention in training; auto: a kernel on GPUs where it takes the dtype and the head dim, "
-        "tiles in jnp elsewhere, reference: plain jnp, whose scores exist at once, pallas: the kernel, on GPUs only.",
-    ] = "auto"
-    offload_optimizer: Annotated[bool, "Keep the optimizer state in host memory outside the update."] = False
-
-
-@dataclass(frozen=True)
 class RolloutCorrectionSection:
     """Truncated importance sampling: the policy loss is weighted by min(π_old / π_rollout, threshold)."""
 
@@ -230,11 +158,21 @@ class AlgorithmSection:
     adv_estimator: Annotated[
         AdvantageEstimator,
         "How advantages follow from rewards; grpo and dr_grpo: minus the mean of the prompt's samples, rloo: minus the "
-        "mean of the others, reinforce_plus_plus: each token's return, whitened over the batch.",
+        "mean of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's "
+        "return above what a critic expects of it, whitened over the batch.",
     ] = "grpo"
+    gamma: Annotated[
+        float, Interval(ge=0, le=1), "Discount of a reward per token that it comes later, with adv_estimator gae."
+    ] = 1.0
+    lam: Annotated[
+        float,
+        Interval(ge=0, le=1),
+        "Weight of the critic's error at the next token in that of a token, with adv_estimator gae; 1: a value is "
+        "compared with the whole return, 0: with the next reward and value alone.",
+    ] = 1.0
     norm_adv_by_std_in_grpo: Annotated[bool, "Divide GRPO's advantages by the standard deviation of the group."] = True
     loss_agg_mode: Annotated[
-        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"],
+        LossAggregation,
         "How the losses of tokens become one; token-mean: their mean over a minibatch, seq-mean-token-sum and "
         "seq-mean-token-mean: the mean over its samples of each sample's sum or mean.",
     ] = "token-mean"
@@ -296,6 +234,9 @@ class TrainerSection:
         int, Ge(0), MAX_STEPS, "Training steps of the run; 0: trainer.total_epochs decides."
     ] = 0
     total_epochs: Annotated[int, Ge(1), MAX_STEPS, "Passes over the training prompts."] = 1
+    critic_warmup: Annotated[
+        int, Ge(0), MAX_STEPS, "Steps at the beginning of a run that train the critic alone, with adv_estimator gae."
+    ] = 0
     save_freq: Annotated[int, Ge(0), "Steps between checkpoints; 0: only at the end."] = 10
     max_ckpt_to_keep: Annotated[int, Ge(1), "Checkpoints that are kept, the newest ones."] = 2
     test_freq: Annotated[int, Ge(0), "Steps between evaluations; 0: none."] = 0
@@ -339,6 +280,7 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     actor: ActorSection = field(default_factory=ActorSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reward: RewardSection = field(default_factory=RewardSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
@@ -354,6 +296,33 @@ class Config:
     def updates_per_step(self) -> int:
         """Optimizer updates of a training step."""
         return self.actor.ppo_epochs * (self.data.train_batch_size // self.mini_batch_prompts)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a second model learns what a token's return will be."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def critic_mini_batch_prompts(self) -> int:
+        """Prompts per optimizer update of the critic."""
+        return self.critic.ppo_mini_batch_size or self.mini_batch_prompts
+
+    @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic over a batch."""
+        return self.critic.ppo_epochs or self.actor.ppo_epochs
+
+    @property
+    def critic_updates_per_step(self) -> int:
+        """Optimizer updates of the critic in a training step; 0 where there is none."""
+        if not self.has_critic:
+            return 0
+        return self.critic_epochs * (self.data.train_batch_size // self.critic_mini_batch_prompts)
+
+    @property
+    def critic_warmup(self) -> int:
+        """Steps at the beginning of the run that train the critic alone."""
+        return self.trainer.critic_warmup if self.has_critic else 0
 
     @property
     def needs_ref(self) -> bool:
@@ -401,14 +370,19 @@ def total_steps(config: Config, num_prompts: int | None) -> int | None:
 
     Batches cross the ends of epochs; the last one that would need prompts of a further epoch is not run.
     """
-    if config.trainer.total_training_steps:
-        return config.trainer.total_training_steps
-    if num_prompts is None:
-        return None
-    steps = max(config.trainer.total_epochs * num_prompts // config.data.train_batch_size, 1)
-    if steps * config.updates_per_step > MAX_INT:
+    steps, per_step = config.trainer.total_training_steps, max(config.updates_per_step, config.critic_updates_per_step)
+    if not steps:
+        if num_prompts is None:
+            return None
+        steps = max(config.trainer.total_epochs * num_prompts // config.data.train_batch_size, 1)
+        if steps * per_step > MAX_INT:
+            raise ValueError(
+                f"trainer.total_epochs ({config.trainer.total_epochs}) of {num_prompts} prompts makes {steps} steps "
+                f"with {per_step} updates each, and at most {MAX_INT} updates can be counted: lower it"
+            )
+    if steps <= config.critic_warmup:
         raise ValueError(
-            f"trainer.total_epochs ({config.trainer.total_epochs}) of {num_prompts} prompts makes {steps} steps with "
-            f"{config.updates_per_step} updates each, and at most {MAX_INT} updates can be counted: lower it"
+            f"trainer.critic_warmup ({config.critic_warmup} steps) must be less than the run's {steps} steps: the "
+            "policy would never be trained"
         )
     return steps

@@ -32,7 +32,7 @@ class Alarms:
         self._limit = config.trainer.max_bad_steps  # 0: none
         self._batch = config.data.train_batch_size * config.rollout.n
         self._failed = 0  # rewards in a row
-        self._bad_steps = 0  # in a row without an update
+        self._bad_steps: dict[str, int] = {}  # of a model, in a row without an update
 
     def rewarded(self, status: str, error: str) -> str | None:
         """One verdict: `ok`, or what went wrong and why."""
@@ -44,25 +44,31 @@ class Alarms:
         return self._bad(text, worth)
 
     def updated(
-        self, step: int, updates: int, skipped: int, measured: Mapping[str, float], batch: TrainBatch
+        self, step: int, updates: Mapping[str, tuple[int, int]], measured: Mapping[str, float], batch: TrainBatch
     ) -> str | None:
         """The updates of one step.
 
         Args:
-          updates, skipped: all of them, and those that changed nothing because a gradient was not finite.
+          updates: by model (`actor`, `critic`), how many there were, and how many of them changed nothing because a
+            gradient was not finite.
           measured: their metrics.
           batch: what they trained on.
         """
-        self._bad_steps = self._bad_steps + 1 if updates and skipped == updates else 0
-        if not skipped:
-            return None
-        also = non_finite(batch)
-        cause = f"so are {' and '.join(also)}" if also else "all that it was computed from is finite"
-        norm = measured.get("actor/grad_norm", math.nan)
-        text = f"{skipped} of {updates} updates skipped: the gradient is not finite (norm {norm}); {cause}"
-        if self._bad_steps > 1:
-            text += f"; no update in {self._bad_steps} steps in a row"
-        return self._bad(f"step {step}: {text}", self._bad_steps)
+        failing: str | None = None
+        for model, (count, skipped) in updates.items():
+            in_a_row = self._bad_steps.get(model, 0) + 1 if count and skipped == count else 0
+            self._bad_steps[model] = in_a_row
+            if not skipped:
+                continue
+            also = non_finite(batch)
+            cause = f"so are {' and '.join(also)}" if also else "all that it was computed from is finite"
+            norm = measured.get(f"{model}/grad_norm", math.nan)
+            what = "updates" if model == "actor" else f"updates of the {model}"
+            text = f"{skipped} of {count} {what} skipped: the gradient is not finite (norm {norm}); {cause}"
+            if in_a_row > 1:
+                text += f"; no update in {in_a_row} steps in a row"
+            failing = self._bad(f"step {step}: {text}", in_a_row) or failing
+        return failing
 
     def _bad(self, text: str, worth: int) -> str | None:
         if self._limit and worth >= self._limit:
@@ -77,6 +83,7 @@ def non_finite(batch: TrainBatch) -> list[str]:
         "the rollout's log-probabilities": [sample.rollout_logprobs for sample in batch.samples],
         "the old log-probabilities": batch.old_logprobs,
         "the reference's log-probabilities": batch.ref_logprobs,
+        "the critic's values": batch.values,
         "the advantages": batch.advantages,
     }
     return [name for name, found in arrays.items() if found and not all(np.isfinite(x).all() for x in found)]

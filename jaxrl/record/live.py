@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.record.metrics import step_phases
+from jaxrl.record.metrics import UPDATE_PHASES, step_phases
 from jaxrl.record.to_go import TimeToGo
 
 _SHOWN_S = 0.05  # a phase that took less is not
@@ -35,7 +35,7 @@ _COUNT = re.compile(r" \d+/\d+$")
 _FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
 # whole terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_PHASES = ("gen", "reward", "ahead", "stream", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing", "save")
+_PHASES = ("gen", "reward", "ahead", *UPDATE_PHASES, "sync", "testing", "save")
 
 
 class LiveView:

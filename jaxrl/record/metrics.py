@@ -34,7 +34,8 @@ from jaxrl.types import Group, TrainBatch
 
 FILE_NAME = "metrics.jsonl"
 ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
-UPDATE_PHASES = ("stream", "old_log_prob", "ref", "adv", "update_actor")  # stream: what had begun beside the rollout
+# stream: what had begun beside the rollout
+UPDATE_PHASES = ("stream", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 _RESERVED = ("step", "time")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

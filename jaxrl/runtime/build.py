@@ -36,11 +36,10 @@ from jaxrl.runtime.memory import (
     layout_sizes,
     memory_plan,
     memory_problem,
-    plan_chunk,
-    plan_remat,
 )
 from jaxrl.runtime.rules import batcher_config, draft_config, workers_of
 from jaxrl.runtime.streaming import StreamSession
+from jaxrl.runtime.update_memory import plan_chunk, plan_remat
 from jaxrl.runtime.workers import WorkerSet
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile

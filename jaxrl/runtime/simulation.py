@@ -111,7 +111,7 @@ def build(
     others = parts.others(clock, phases) if hosts is None and num_processes > 1 else None
     workers = own.workers() if num_processes == 1 else own.timed_workers(others)
     total = _num_devices(config, sizes)
-    trainer = SimulatedTrainer(cost, total - config.rollout.num_devices, clock)
+    trainer, *critics = _trainers(config, cost, total - config.rollout.num_devices, clock)
     stream = _stream(config, cost, clock, phases, workers, own.executors, total, parts.pace, feeding)
     history = history_session(config, clock)
     kept: dict[str, Any] = {"layouts": own.sessions, "stream": stream, "history": history, "timeouts": timeouts}
@@ -120,7 +120,7 @@ def build(
         own.executors,
         own.scoring,
         lambda sample: f"({len(sample)} simulated tokens)",
-        trainer.synced,  # there are no weights to give; the trainer is told that they were taken
+        lambda: [each.synced() for each in (trainer, *critics)],  # no weights to give; they are told of it
         on_progress=on_progress,
         interrupted=hooks.stop,
         **_around(config, clock, phases, hosts),
@@ -128,7 +128,7 @@ def build(
     )
     ranking = _ranking(config, cost, history, sizes, backend, own.executors)
     kept |= {"layouts": _of_all_hosts(own.sessions, others), "ranking": ranking}
-    loop = _loop(config, workload, backend, trainer, phases, hooks, total, stream, ranking, kept)
+    loop = _loop(config, workload, backend, (trainer, *critics), phases, hooks, total, stream, ranking, kept)
     return Simulation(loop, workers, own.executors, clock, phases, own.sessions, stream, others)
 
 
@@ -150,6 +150,11 @@ def _num_devices(config: Config, sizes: MachineSizes) -> int:
     """Of all workers, of `sizes` each, and of the trainer's own."""
     own = config.rollout.num_devices
     return num_devices_of(config) if own else sizes.num_devices * config.num_workers
+
+
+def _trainers(config: Config, cost: CostModel, num_devices: int, clock: SimulatedClock) -> list[SimulatedTrainer]:
+    """Of the policy, and of the critic where there is one."""
+    return [SimulatedTrainer(cost, num_devices, clock) for _ in range(1 + config.has_critic)]
 
 
 def _ranking(
@@ -202,7 +207,7 @@ def _loop(
     config: Config,
     workload: Workload,
     backend: RolloutBackend,
-    trainer: SimulatedTrainer,
+    trainers: Sequence[SimulatedTrainer],
     phases: SimulatedPhases,
     hooks: Hooks,
     num_devices: int,
@@ -222,7 +227,7 @@ def _loop(
         prompts,
         prompts.held_out(data.val_size) if trained.test_freq or trained.val_before_train else (),
         backend,
-        trainer,
+        trainers[0],
         phases,
         hooks,
         rule=batch_rule(config),
@@ -231,6 +236,7 @@ def _loop(
         num_devices=num_devices,
         together=SimulatedTogether(phases.clock) if config.rollout.num_devices else None,
         stream=stream,
+        critic=trainers[1] if len(trainers) > 1 else None,
         ranking=ranking,
         kept={name: each for name, each in kept.items() if each is not None},
     )

@@ -3,6 +3,8 @@
 Purpose: `jaxrl.loop.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do not exist, so
 their metrics are left out rather than made up.
 
+A simulated critic is one more of them: it is as large, and its vocabulary head is missing, which is not counted.
+
 Departures: a batch's tokens count a prompt once per sample, even where `actor.share_prompts` would compute it less
 often; padding of microbatches is part of the cost model's `mfu`.
 """
@@ -37,6 +39,10 @@ class SimulatedTrainer:
         tokens, pairs = load_of(batch)
         self._clock.advance(self._cost.forward_s(tokens, pairs, self._num_devices))
         return blank_logprobs(batch)
+
+    def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
+        """The same of a simulated critic."""
+        return self.token_logprobs(batch, "actor")
 
     def accumulate(self, batch: TrainBatch) -> None:
         """Adds to the gradient, and so to the cost of the next update."""

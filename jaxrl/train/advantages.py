@@ -6,13 +6,14 @@ Sources:
 - Dr. GRPO: Liu et al. 2025, §3.2: no division by the standard deviation.
 - RLOO: Ahmadian et al. 2024, §3.
 - REINFORCE++: Hu 2025, §3: per-token returns, whitened over the batch.
+- GAE: Schulman et al. 2016 (arXiv:1506.02438), eq. 11, 12 and 16, with the values of a critic; whitened over the batch.
 - KL in the reward: Ouyang et al. 2022, eq. 2.
 
 Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
 after the root; whitening with ε = 1e-8 under it, over the tokens that are learnt from: `masked_whiten`). Departures:
 statistics are taken in float64; a sample without a partner in its group gets advantage 0 (verl: its raw score), because
-there is nothing to compare it with; a token before a masked one keeps the return of what follows (verl starts again
-behind each masked token, which is meant for padding).
+there is nothing to compare it with; in REINFORCE++ a token before a masked one keeps the return of what follows (verl
+starts again behind each masked token, which is meant for padding).
 
 All estimators except those in `config.checks.NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are
 known as soon as its last reward is, and its gradient can be streamed.
@@ -39,8 +40,9 @@ def compute(
     logprobs: Sequence[np.ndarray] | None = None,
     ref_logprobs: Sequence[np.ndarray] | None = None,
     loss_masks: Sequence[np.ndarray] | None = None,
-) -> list[np.ndarray]:
-    """Advantages of all samples, in the order of the groups and of the samples in them.
+    values: Sequence[np.ndarray] | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Advantages of all samples, in the order of the groups and of the samples in them; and returns, for a critic.
 
     Args:
       groups: scored groups; with an estimator of `config.checks.NEEDS_WHOLE_BATCH`, all groups of the batch.
@@ -48,17 +50,24 @@ def compute(
       logprobs: per sample float [T] under the policy; only with `use_kl_in_reward`, flat in the same order.
       ref_logprobs: the same under the reference model.
       loss_masks: per sample [T], 1 at tokens to learn from; None: all. Statistics over tokens leave the others out.
+      values: per sample float [T], the critic's; only with `gae`.
 
     Returns:
-      Per sample float32 [T], T its response tokens, those that a mask keeps from being learnt included.
+      Twice per sample float32 [T], T its response tokens, those that a mask keeps from being learnt included. The
+      returns, which a critic learns, are None without one.
 
     Raises:
-      ValueError: a sample has no reward, or KL in the reward is asked for without log-probabilities.
+      ValueError: a sample has no reward, or KL in the reward is asked for without log-probabilities, or `gae` without
+        values.
     """
     samples = [sample for group in groups for sample in group.samples]
     penalties = _kl_penalties(samples, algorithm, logprobs, ref_logprobs)
+    if algorithm.adv_estimator == "gae":
+        if values is None:
+            raise ValueError("algorithm.adv_estimator=gae needs the values of a critic")
+        return gae(samples, penalties, values, algorithm.gamma, algorithm.lam, loss_masks)
     if algorithm.adv_estimator == "reinforce_plus_plus":
-        return reinforce_plus_plus(samples, penalties, loss_masks)
+        return reinforce_plus_plus(samples, penalties, loss_masks), None
     out: list[np.ndarray] = []
     start = 0
     for group in groups:
@@ -68,16 +77,16 @@ def compute(
         )
         match algorithm.adv_estimator:
             case "grpo":
-                values = grpo(scores, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
+                own = grpo(scores, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
             case "dr_grpo":
-                values = grpo(scores, norm_by_std=False)
+                own = grpo(scores, norm_by_std=False)
             case "rloo":
-                values = rloo(scores)
+                own = rloo(scores)
             case missing:
                 assert_never(missing)
-        out += [np.full(len(s), value, np.float32) for s, value in zip(group.samples, values, strict=True)]
+        out += [np.full(len(s), value, np.float32) for s, value in zip(group.samples, own, strict=True)]
         start = stop
-    return out
+    return out, None
 
 
 def grpo(scores: np.ndarray, *, norm_by_std: bool = True) -> np.ndarray:
@@ -126,19 +135,84 @@ def reinforce_plus_plus(
     Returns:
       Per sample float32 [T]; 0 at tokens that are not learnt from.
     """
-    returns: list[np.ndarray] = []
+    returns = [np.cumsum(rewards[::-1])[::-1] for rewards in _token_rewards(samples, penalties)]
+    return _whitened(returns, _masks(samples, loss_masks))
+
+
+def gae(
+    samples: Sequence[Sample],
+    penalties: Sequence[np.ndarray],
+    values: Sequence[np.ndarray],
+    gamma: float,
+    lam: float,
+    loss_masks: Sequence[np.ndarray] | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Advantages against a critic, whitened over the tokens that are learnt from; and its targets.
+
+    A token's error is its reward + `gamma` times the next token's value - its own; its advantage is the sum of the
+    errors from it on, each weighted by `gamma` · `lam` per token; its return is advantage + value, before whitening.
+    Tokens that are not learnt from are passed over, with their rewards: the next token is the next one that is.
+
+    Args:
+      samples: the whole batch; a sample's reward falls on its last token, behind which nothing is expected.
+      penalties: per sample float [T], subtracted from the reward token by token.
+      values: per sample float [T], expected from each token on, before it is drawn.
+      gamma, lam: from 0 to 1.
+      loss_masks: per sample [T], 1 at tokens to learn from; None: all.
+
+    Returns:
+      (advantages, returns): per sample float32 [T]; 0 at tokens that are not learnt from.
+    """
+    masks = _masks(samples, loss_masks)
+    longest = max((len(sample) for sample in samples), default=0)
+
+    def rows(each: Sequence[np.ndarray]) -> np.ndarray:
+        out = np.zeros((len(samples), longest))
+        for row, own in zip(out, each, strict=True):
+            row[: len(own)] = own
+        return out
+
+    rewards, expected, learnt = rows(_token_rewards(samples, penalties)), rows(values), rows(masks) > 0
+    found = np.zeros_like(rewards)
+    advantage, following = np.zeros(len(samples)), np.zeros(len(samples))
+    for t in reversed(range(longest)):
+        error = rewards[:, t] + gamma * following - expected[:, t]
+        advantage = np.where(learnt[:, t], error + gamma * lam * advantage, advantage)
+        following = np.where(learnt[:, t], expected[:, t], following)
+        found[:, t] = advantage
+    raw = [row[: len(sample)] for row, sample in zip(found, samples, strict=True)]
+    returns = [
+        np.where(mask, own + value, 0).astype(np.float32) for own, value, mask in zip(raw, values, masks, strict=True)
+    ]
+    return _whitened(raw, masks), returns
+
+
+def _token_rewards(samples: Sequence[Sample], penalties: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Per sample float64 [T]: its reward on the last token, less the penalties."""
+    out: list[np.ndarray] = []
     for sample, penalty in zip(samples, penalties, strict=True):
         rewards = -np.asarray(penalty, np.float64)
         if len(sample):
             rewards[-1] += _reward(sample)
-        returns.append(np.cumsum(rewards[::-1])[::-1])
-    masks = [np.ones(len(s), bool) for s in samples] if loss_masks is None else [np.asarray(m) > 0 for m in loss_masks]
-    learnt = np.concatenate([r[m] for r, m in zip(returns, masks, strict=True)]) if returns else np.zeros(0)
+        out.append(rewards)
+    return out
+
+
+def _masks(samples: Sequence[Sample], loss_masks: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    """Per sample bool [T]: whether a token is learnt from."""
+    if loss_masks is None:
+        return [np.ones(len(sample), bool) for sample in samples]
+    return [np.asarray(mask) > 0 for mask in loss_masks]
+
+
+def _whitened(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Mean 0 and variance 1 over the tokens that are learnt from, float32; 0 at the others."""
+    learnt = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)]) if values else np.zeros(0)
     if not learnt.size:
-        return [np.zeros(len(sample), np.float32) for sample in samples]
+        return [np.zeros(len(v), np.float32) for v in values]
     variance = learnt.var(ddof=1) if learnt.size > 1 else 0.0
     scale = 1.0 / np.sqrt(variance + _WHITEN_EPS)
-    return [np.where(m, (r - learnt.mean()) * scale, 0).astype(np.float32) for r, m in zip(returns, masks, strict=True)]
+    return [np.where(m, (v - learnt.mean()) * scale, 0).astype(np.float32) for v, m in zip(values, masks, strict=True)]
 
 
 def _kl_penalties(

@@ -363,6 +363,12 @@ def refuse_other_model(place: Path, abstract_params: Tree) -> None:
         _refuse_other_arrays(place, {"params": abstract_params}, {"params": _stored(place / STATE).get("params", {})})
 
 
+def holds_critic(place: Path) -> bool:
+    """Whether a step's folder holds a critic beside the policy."""
+    with _naming(place):
+        return "critic" in _stored(place / STATE)
+
+
 def restore_params(place: Path, abstract_params: Tree) -> Tree:
     """The parameters of a step's folder that is whole (`steps.whole_step`), without optimizer and queues.
 

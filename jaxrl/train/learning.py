@@ -1,7 +1,8 @@
 """What a training step does with a batch: log-probabilities, advantages, gradients, updates. Imports no jax.
 
 Purpose: `learn` is the training half of a step of the loop (`jaxrl.loop`), over a trainer that is real or simulated.
-What gradients need besides is in `jaxrl.train.preparation`.
+What gradients need besides is in `jaxrl.train.preparation`. With a critic its values come before the advantages, and
+its updates, towards the returns, before those of the policy; neither reads what the other's updates write.
 """
 
 from __future__ import annotations
@@ -14,17 +15,29 @@ from typing import Literal, Protocol
 import numpy as np
 
 from jaxrl.config import Config
+from jaxrl.record import metrics as numbers
 from jaxrl.train import preparation
 from jaxrl.types import Group, TrainBatch
 
-SKIPPED = "actor/skipped_updates"
-_COUNTED = (SKIPPED, "actor/recompiles")  # of the updates of a step; all else is their mean
+_SKIPPED = "skipped_updates"
+_COUNTED = (_SKIPPED, "recompiles")  # of the updates of a step; all else is their mean
+_VARIANCE_EPS = 1e-5  # verl's
 
 
 class Trainer(Protocol):
     """`jaxrl.train.step.Trainer`, or a simulation."""
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]: ...
+
+    def accumulate(self, batch: TrainBatch) -> None: ...
+
+    def apply(self) -> dict[str, float]: ...
+
+
+class Critic(Protocol):
+    """`jaxrl.train.critic.Critic`, or a simulation."""
+
+    def token_values(self, batch: TrainBatch) -> list[np.ndarray]: ...
 
     def accumulate(self, batch: TrainBatch) -> None: ...
 
@@ -51,32 +64,66 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A step's batch, the metrics of each of its updates, and the share of its prompts that were streamed; None: there
-    is no stream."""
+    """A step's batch, the metrics of each update by model (`actor`, `critic`; without those that had none), and the
+    share of its prompts that were streamed; None: there is no stream."""
 
     batch: TrainBatch
-    updates: list[dict[str, float]]
+    updates: dict[str, list[dict[str, float]]]
     streamed_share: float | None
 
     def metrics(self) -> dict[str, float]:
-        """Of the step: means over the updates, and sums of counts."""
-        values = {name: [update[name] for update in self.updates] for name in self.updates[-1]}
-        measured = {name: float((np.sum if name in _COUNTED else np.mean)(each)) for name, each in values.items()}
-        return measured if self.streamed_share is None else measured | {"actor/streamed_share": self.streamed_share}
+        """Of the step: means over the updates of a model, and sums of counts."""
+        measured: dict[str, float] = {}
+        for updates in self.updates.values():
+            for name in updates[-1]:
+                total = np.sum if name.partition("/")[2] in _COUNTED else np.mean
+                measured[name] = float(total([update[name] for update in updates]))
+        if self.streamed_share is not None:
+            measured["actor/streamed_share"] = self.streamed_share
+        return measured | critic_metrics(self.batch)
+
+    def skipped(self) -> dict[str, tuple[int, int]]:
+        """By model: its updates, and those of them that changed nothing. A simulated one tells of none."""
+        return {
+            model: (len(updates), int(sum(update[f"{model}/{_SKIPPED}"] for update in updates)))
+            for model, updates in self.updates.items()
+            if f"{model}/{_SKIPPED}" in updates[-1]
+        }
+
+
+def critic_metrics(batch: TrainBatch) -> dict[str, float]:
+    """`critic/values`, `critic/returns`, and `critic/vf_explained_var`: 1 - var(returns - values) / var(returns), over
+    the tokens that are learnt from; nothing where there is no critic or no token."""
+    if batch.values is None or batch.returns is None:
+        return {}
+    masks = [np.ones(len(sample), bool) for sample in batch.samples]
+    if batch.loss_masks is not None:
+        masks = [np.asarray(mask) > 0 for mask in batch.loss_masks]
+    values, returns = (
+        np.concatenate([own[mask] for own, mask in zip(each, masks, strict=True)]).astype(np.float64)
+        for each in (batch.values, batch.returns)
+    )
+    measured = numbers.spread("critic/values", values) | numbers.spread("critic/returns", returns)
+    if values.size > 1:
+        unexplained = (returns - values).var(ddof=1) / (returns.var(ddof=1) + _VARIANCE_EPS)
+        measured["critic/vf_explained_var"] = float(1 - unexplained)
+    return measured
 
 
 def learn(
     config: Config,
     trainer: Trainer,
+    critic: Critic | None,
     stream: Stream | None,
     groups: list[Group],
     step: int,
     phase: Callable[[str], AbstractContextManager[None]],
     beat: Callable[[], None],
 ) -> Learnt:
-    """Update `step`: `ppo_epochs` passes of minibatches of whole groups.
+    """Update `step`: `ppo_epochs` passes of minibatches of whole groups; those of the critic first.
 
     Args:
+      critic: learns as well, and alone for the first `trainer.critic_warmup` steps.
       stream: has the gradients of some groups already; None: nothing has.
       phase: around the parts that take time, by their names. beat: called after each update.
     """
@@ -86,14 +133,25 @@ def learn(
             parts = stream.close()
     taken = {prompt.key for part in parts for prompt in part.prompts}
     others = [group for group in groups if group.prompt.key not in taken]
-    rest = preparation.prepared(config, others, step, trainer.token_logprobs, phase)
+    values = None if critic is None else critic.token_values
+    rest = preparation.prepared(config, others, step, trainer.token_logprobs, phase, values)
     batch = preparation.joined(groups, [*parts, rest]) if parts else rest
-    updates: list[dict[str, float]] = []
-    with phase("update_actor"):
-        for _ in range(config.actor.ppo_epochs):
-            for part in preparation.minibatches(groups, batch, config.mini_batch_prompts):
-                begun = not updates and bool(parts)  # then `rest` is what is left of the first minibatch
-                trainer.accumulate(rest if begun else part)
-                updates.append(trainer.apply())
-                beat()
+    updates: dict[str, list[dict[str, float]]] = {}
+    if critic is not None:
+        updates["critic"] = []
+        with phase("update_critic"):
+            for _ in range(config.critic_epochs):
+                for part in preparation.minibatches(groups, batch, config.critic_mini_batch_prompts):
+                    critic.accumulate(part)
+                    updates["critic"].append(critic.apply())
+                    beat()
+    if step > config.critic_warmup:
+        updates["actor"] = []
+        with phase("update_actor"):
+            for _ in range(config.actor.ppo_epochs):
+                for part in preparation.minibatches(groups, batch, config.mini_batch_prompts):
+                    begun = not updates["actor"] and bool(parts)  # then `rest` is what is left of the first minibatch
+                    trainer.accumulate(rest if begun else part)
+                    updates["actor"].append(trainer.apply())
+                    beat()
     return Learnt(batch, updates, None if stream is None else 1 - len(others) / len(groups))

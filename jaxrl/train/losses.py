@@ -1,4 +1,4 @@
-"""Policy losses: pure functions of (log-probabilities, TokenBatch, Config).
+"""Losses of the policy and of the critic: pure functions of (log-probabilities or values, TokenBatch, options).
 
 Each returns an unnormalised sum and its denominator; so do the metrics. Microbatches of a minibatch are added up and
 the division happens once, which makes the result independent of how the minibatch was cut. `METHODS` at the bottom
@@ -8,6 +8,9 @@ Conventions follow verl: log-ratios are clamped to ±20 before the exponential, 
 only, the weights of `algorithm.rollout_correction` multiply the policy loss and neither KL nor entropy. Departures:
 `seq-mean-*` divide by the number of sequences that have tokens to learn from; the dual clip is off at `clip_ratio_c =
 0`; weights are not normalised over the batch, which would need all of it before the first gradient.
+
+Source of the critic's loss: the squared error with clipped values of Schulman et al.'s implementation of PPO
+(arXiv:2005.12729, §3), halved as in verl.
 
 Dims: R rows, T tokens. All per-token arrays are indexed by the token that they are about (see `packing`).
 """
@@ -20,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.config import ActorSection, Config, RolloutCorrectionSection
+from jaxrl.config import ActorSection, Config, CriticSection, RolloutCorrectionSection
 from jaxrl.train.kl import kl_estimate
 from jaxrl.train.packing import Array, TokenBatch
 
@@ -108,6 +111,30 @@ def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> 
         metrics["actor/pg_clipfrac_lower"] = bounded.astype(ratio.dtype)
         loss = jnp.where(bounded, bound, loss)
     return loss, metrics
+
+
+def compute_values(values: jax.Array, batch: TokenBatch, critic: CriticSection) -> LossTerms:
+    """The critic's objective of a microbatch: half the squared error to the returns, with metrics.
+
+    Per token the larger one of the error of the value and of that of the value clipped to at most `cliprange_value`
+    from what it was before the step's updates; so a value that has moved away further, towards the return, has no
+    gradient. `critic/vf_clipfrac`: the share of tokens where the clipped one is larger.
+
+    Args:
+      values: [R, T] of the critic in training.
+      batch: `values` before the updates, and `returns`.
+    """
+    before, returns, reach = jnp.asarray(batch.values), jnp.asarray(batch.returns), critic.cliprange_value
+    plain = jnp.square(values - returns)
+    clipped = jnp.square(jnp.clip(values, before - reach, before + reach) - returns)
+    total = 0.5 * aggregate_sum(jnp.maximum(plain, clipped), batch, critic.loss_agg_mode)
+    denominator = aggregate_denominator(batch, critic.loss_agg_mode)
+    means = {
+        "critic/vf_loss": Fraction(total, denominator),
+        "critic/vf_clipfrac": Fraction(_masked_sum((clipped > plain).astype(values.dtype), batch), _num_tokens(batch)),
+        "critic/vpred_mean": Fraction(_masked_sum(values, batch), _num_tokens(batch)),
+    }
+    return LossTerms(total, denominator, lax.stop_gradient(means), {})
 
 
 def aggregate_sum(values: jax.Array, batch: TokenBatch, mode: str) -> jax.Array:
@@ -209,8 +236,16 @@ class Method(NamedTuple):
 METHODS: dict[str, Method] = {
     "PPO": Method(
         "Schulman et al. 2017, arXiv:1707.06347, eq. 7",
-        "E_t min(r_t A_t, clip(r_t, 1-ε, 1+ε) A_t); here A_t from any estimator below (there is no critic)",
-        {"actor.clip_ratio_low": 0.2, "actor.clip_ratio_high": 0.2, "algorithm.loss_agg_mode": "token-mean"},
+        "E_t min(r_t A_t, clip(r_t, 1-ε, 1+ε) A_t), A_t = Σ_l (γλ)^l (R_{t+l} + γ V_{t+l+1} - V_{t+l}) whitened over "
+        "the batch (arXiv:1506.02438, eq. 16), V a critic; and the clip of each method below, with its own A_t",
+        {
+            "algorithm.adv_estimator": "gae",
+            "algorithm.gamma": 1.0,
+            "algorithm.lam": 0.95,
+            "actor.clip_ratio_low": 0.2,
+            "actor.clip_ratio_high": 0.2,
+            "algorithm.loss_agg_mode": "token-mean",
+        },
     ),
     "GRPO": Method(
         "Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4",

@@ -51,12 +51,13 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def schedule(optim: OptimSection, total_updates: int = 0) -> optax.Schedule:
+def schedule(optim: OptimSection, total_updates: int = 0, model: str = "actor") -> optax.Schedule:
     """Learning rate as a function of the number of updates made so far.
 
     Args:
       optim: its `lr*` and `min_lr_ratio` options.
       total_updates: where cosine and linear schedules end; they stay there afterwards.
+      model: whose section `optim` is in, for the error.
 
     Raises:
       ConfigError: a decaying schedule without a known end.
@@ -64,8 +65,8 @@ def schedule(optim: OptimSection, total_updates: int = 0) -> optax.Schedule:
     warmup, decay = optim.lr_warmup_steps, total_updates - optim.lr_warmup_steps
     if optim.lr_scheduler_type != "constant" and decay <= 0:
         raise ConfigError(
-            f"actor.optim.lr_scheduler_type={optim.lr_scheduler_type} needs more optimizer updates in all "
-            f"({total_updates}) than actor.optim.lr_warmup_steps ({warmup}): set trainer.total_training_steps"
+            f"{model}.optim.lr_scheduler_type={optim.lr_scheduler_type} needs more optimizer updates in all "
+            f"({total_updates}) than {model}.optim.lr_warmup_steps ({warmup}): set trainer.total_training_steps"
         )
     match optim.lr_scheduler_type:
         case "constant":
@@ -126,15 +127,16 @@ class Optimizer(NamedTuple):
         )
 
 
-def build(optim: OptimSection, grad_clip: float, total_updates: int = 0) -> Optimizer:
+def build(optim: OptimSection, grad_clip: float, total_updates: int = 0, model: str = "actor") -> Optimizer:
     """The optimizer that a config describes.
 
     Args:
       optim: AdamW and the schedule.
       grad_clip: global norm; 0 switches clipping off.
       total_updates: optimizer updates in the whole run, for schedules that decay.
+      model: whose section `optim` is in, for errors.
     """
-    lr = schedule(optim, total_updates)
+    lr = schedule(optim, total_updates, model)
     chain = optax.chain(
         optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps),
         optax.add_decayed_weights(optim.weight_decay) if optim.weight_decay else optax.identity(),

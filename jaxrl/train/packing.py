@@ -58,6 +58,7 @@ class TokenBatch:
       loss_mask: float32, 1 at tokens to learn from (several spans per sample are possible), else 0.
       advantages: float32.
       rollout_logprobs, old_logprobs, ref_logprobs: float32; 0 where unknown or masked.
+      values, returns: float32, the critic's before the update and what it is to learn; 0 where unknown or masked.
       versions: int32, the `policy_version` that produced each response token; 0 elsewhere.
       sequence_length: int32, how many tokens of its segment have mask 1 (the same at all tokens of a segment).
       num_sequences: int32 [R], samples in each row that have at least one token with mask 1.
@@ -72,6 +73,8 @@ class TokenBatch:
     rollout_logprobs: Array
     old_logprobs: Array
     ref_logprobs: Array
+    values: Array
+    returns: Array
     versions: Array
     sequence_length: Array
     num_sequences: Array
@@ -96,6 +99,8 @@ class TokenBatch:
             rollout_logprobs=floats(),
             old_logprobs=floats(),
             ref_logprobs=floats(),
+            values=floats(),
+            returns=floats(),
             versions=integers(),
             sequence_length=integers(),
             num_sequences=np.zeros((rows,), np.int32),
@@ -278,8 +283,10 @@ class _RowWriter:
         _put(out.advantages, response, batch.advantages[i])
         _put(out.rollout_logprobs, response, sample.rollout_logprobs)
         _put(out.old_logprobs, response, old_logprobs)
-        if batch.ref_logprobs is not None:
-            _put(out.ref_logprobs, response, batch.ref_logprobs[i])
+        known = (out.ref_logprobs, batch.ref_logprobs), (out.values, batch.values), (out.returns, batch.returns)
+        for array, given in known:
+            if given is not None:
+                _put(array, response, given[i])
         _put(out.versions, response, sample.versions)
         assert isinstance(out.num_sequences, np.ndarray)
         out.num_sequences[self._row] += learned > 0

@@ -1,4 +1,4 @@
-"""Microbatches on one mesh: log-probabilities, and gradients that add up.
+"""Microbatches on one mesh: log-probabilities or values, and gradients that add up.
 
 Purpose: the part of the trainer that runs programs with given weights, which the stream trainer (`jaxrl.train.stream`)
 has as well, on other devices. What is done with the sums is the caller's part.
@@ -34,12 +34,10 @@ class Passes:
         self.programs = programs
         self.accumulator: Accumulator | None = None
 
-    def logprobs(
-        self, params: Tree, batch: TrainBatch, kind: str = "logprobs"
-    ) -> Generator[jax.Array, None, list[np.ndarray]]:
+    def forward(self, params: Tree, batch: TrainBatch, kind: str) -> Generator[jax.Array, None, list[np.ndarray]]:
         """Yields the result of each microbatch once it is handed over; returns float32 [T_i] per sample.
 
-        `kind`: the program: `logprobs`, or `ref_logprobs` for weights of the reference's dtype.
+        `kind`: the program: `logprobs`, `ref_logprobs` for weights of the reference's dtype, or a critic's `values`.
 
         Raises ValueError for a sample that is too long.
         """

@@ -1,4 +1,4 @@
-"""What a batch needs before its gradients: the ratios' denominators, masks, advantages. numpy only, no jax.
+"""What a batch needs before its gradients: the ratios' denominators, values, masks, advantages. numpy only, no jax.
 
 Purpose: the loop does it for a step's batch, and the stream trainer (`jaxrl.train.stream`) for the groups that it gets
 while others decode. All of it is known per group, unless the estimator of the advantages is one of
@@ -57,9 +57,12 @@ def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray]
 
 
 def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -> None:
-    """Writes the advantages of a batch of `groups`, whose log-probabilities and masks are there."""
+    """Writes the advantages of a batch of `groups`, whose log-probabilities, values and masks are there; and the
+    returns, where there is a critic."""
     policy = batch.old_logprobs or [sample.rollout_logprobs for sample in batch.samples]
-    batch.advantages = advantages.compute(groups, config.algorithm, policy, batch.ref_logprobs, batch.loss_masks)
+    batch.advantages, batch.returns = advantages.compute(
+        groups, config.algorithm, policy, batch.ref_logprobs, batch.loss_masks, batch.values
+    )
 
 
 def prepared(
@@ -68,12 +71,14 @@ def prepared(
     step: int,
     logprobs: Callable[[TrainBatch, Literal["actor", "ref"]], list[np.ndarray]],
     phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    values: Callable[[TrainBatch], list[np.ndarray]] | None = None,
 ) -> TrainBatch:
     """The batch of these groups, with all that gradients of update `step` need.
 
     Args:
       logprobs: of the policy before the update, or of the reference; per sample float32 [T].
       phase: around the parts that take time, by their names.
+      values: of the critic before the update, per sample float32 [T]; None: there is none.
     """
     batch = TrainBatch.of(groups)
     with phase("old_log_prob"):
@@ -82,6 +87,9 @@ def prepared(
     with phase("ref"):
         if config.needs_ref:
             batch.ref_logprobs = logprobs(batch, "ref")
+    if values is not None:
+        with phase("values"):
+            batch.values = values(batch)
     batch.loss_masks = loss_masks(config, batch, step)
     with phase("adv"):
         set_advantages(config, groups, batch)

@@ -9,6 +9,7 @@ Programs, as (name, rows, tokens of a row) of the microbatch:
 - `("accumulate", R, T)`: (trainable, frozen, accumulator, batch) -> (accumulator, a scalar); the accumulator is
   donated;
 - `("logprobs", R, T)`: (params, batch) -> [R, T]; `("ref_logprobs", R, T)`: the same for the reference's dtype;
+  `("values", R, T)`: the same of a critic;
 - `("zeros", 0, 0)`: () -> accumulator;
 - `("init", 0, 0)`: (trainable) -> optimizer state;
 - `("update", 0, 0)`: (trainable, optimizer state, accumulator) -> (trainable, optimizer state, metrics); the first two
@@ -38,7 +39,7 @@ from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs
+from jaxrl.train.objectives import objective_of
 from jaxrl.train.packing import TokenBatch, microbatch_shapes
 
 Tree = Any
@@ -57,7 +58,7 @@ class Accumulator:
 
 
 class TrainPrograms(CompiledPrograms):
-    """Gradients, log-probabilities and updates of one model on one mesh, each shape compiled once.
+    """Gradients, log-probabilities or values, and updates of one model on one mesh, each shape compiled once.
 
     Example::
 
@@ -67,6 +68,7 @@ class TrainPrograms(CompiledPrograms):
 
     Attributes:
       config, model_config, mesh: what the programs are made for. platform: of the mesh's devices.
+      objective: what the model is trained for; with a scalar head it is a critic.
       packed_attention: what `actor.attention` means on the mesh's platform.
       microbatches: the shapes of a microbatch on one device, ascending.
       optimizer: the update rule.
@@ -104,13 +106,13 @@ class TrainPrograms(CompiledPrograms):
         heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, actor.dtype)
         self.packed_attention = choose_packed(actor.attention, self.platform, heads, interpret=interpret)
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
-        self.optimizer = optimizers.build(actor.optim, actor.grad_clip, total_updates)
+        self._widen = self.packed_attention.tiling.widen
+        self.objective = own = objective_of(config, model_config, mesh, widen=self._widen)
+        self.optimizer = optimizers.build(own.optim, own.grad_clip, total_updates, own.name)
         self.shardings = train_shardings(model_config, mesh)
         self.rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._widen = self.packed_attention.tiling.widen
         self._remat: decoder.Remat = "dots" if actor.remat == "auto" else actor.remat
-        self._chunk = DEFAULT_CHUNK if actor.logprob_chunk_tokens == "auto" else actor.logprob_chunk_tokens
         self._gather = _gather_functions(model_config, self.shardings, actor.dtype)
         self.trainable, self.frozen = optimizers.partition(self._abstract_params(actor.param_dtype), trainable)
         chain = self.optimizer.chain
@@ -138,11 +140,7 @@ class TrainPrograms(CompiledPrograms):
 
     def shapes(self) -> list[tuple[str, int, int]]:
         """Every program that a run with these options needs; full microbatches first, because most are."""
-        kinds = ["accumulate"]
-        if self.config.actor.old_logprobs != "rollout":
-            kinds.insert(0, "logprobs")
-        if self.config.needs_ref:
-            kinds.insert(0, "ref_logprobs")
+        kinds = [*self.objective.passes, "accumulate"]
         sizes = [(shape.rows * self.mesh.size, shape.length) for shape in reversed(self.microbatches)]
         whole = [(kind, *sizes[0]) for kind in kinds]
         smaller = [(kind, *size) for size in sizes[1:] for kind in kinds]
@@ -165,10 +163,10 @@ class TrainPrograms(CompiledPrograms):
             case "accumulate":
                 jitted = jax.jit(self._add, donate_argnums=2, out_shardings=(_shardings(total), self._replicated))
                 return jitted.lower(*params, total, self._batch(rows, tokens))
-            case "logprobs" | "ref_logprobs":
+            case "logprobs" | "ref_logprobs" | "values":
                 actor = self.config.actor
-                dtype = actor.param_dtype if kind == "logprobs" else actor.dtype
-                jitted = jax.jit(self._logprobs_of, out_shardings=self._replicated)
+                dtype = actor.dtype if kind == "ref_logprobs" else actor.param_dtype
+                jitted = jax.jit(self._first_of, out_shardings=self._replicated)
                 return jitted.lower(self._abstract_params(dtype), self._batch(rows, tokens))
             case "zeros":
                 zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), total)
@@ -191,7 +189,7 @@ class TrainPrograms(CompiledPrograms):
         return jax.tree.map(lambda x: _abstract(x, self.rows), TokenBatch.zeros(rows, tokens))
 
     def _hidden_and_head(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, Tree]:
-        """Final-normed hidden states [R, T, E] and the gathered parameters that turn them into logits."""
+        """Final-normed hidden states [R, T, E] and the gathered parameters that the objective reads them with."""
         gathered = {name: self._gather[name](w) for name, w in params.items() if name != "layers"}
         rows = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), batch)
         hidden = decoder.forward_scan(
@@ -207,8 +205,7 @@ class TrainPrograms(CompiledPrograms):
             constrain=lambda x: jax.lax.with_sharding_constraint(x, self.rows),
             gather=lambda layer: {name: self._gather["layers"][name](w) for name, w in layer.items()},
         )
-        head = "lm_head" if "lm_head" in gathered else "embed"
-        return hidden, {head: gathered[head]}
+        return hidden, self.objective.head(gathered)
 
     def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         if self.platform != "gpu":  # elsewhere the plain gradient has an order
@@ -235,24 +232,17 @@ class TrainPrograms(CompiledPrograms):
 
         return attend
 
-    def _token_logprobs(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
+    def _per_token(self, params: Tree, batch: TokenBatch) -> tuple[jax.Array, ...]:
         hidden, head = self._hidden_and_head(params, batch)
-        options = HeadOptions(
-            project=partial(_project, config=self.model_config),
-            chunk=self._chunk,
-            temperature=self.config.rollout.temperature or 1.0,
-            entropy_gradient=bool(self.config.actor.entropy_coeff),
-            widen=self._widen,
-        )
-        return token_logprobs(options, head, hidden, jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask), self.mesh)
+        return self.objective.per_token(head, hidden, batch)
 
-    def _logprobs_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
-        return self._token_logprobs(params, batch)[0]
+    def _first_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
+        return self._per_token(params, batch)[0]
 
     def _gradients_of(self, trainable: Tree, frozen: Tree, batch: TokenBatch) -> Accumulator:
         def objective(trainable: Tree) -> tuple[jax.Array, losses.LossTerms]:
-            logprobs, entropy = self._token_logprobs(optimizers.combine(trainable, frozen), batch)
-            terms = losses.compute(logprobs, entropy, _held_back(batch, logprobs), self.config)
+            found = self._per_token(optimizers.combine(trainable, frozen), batch)
+            terms = self.objective.loss(found, _held_back(batch, found[0]))
             return terms.total, terms
 
         total, pull_back, terms = jax.vjp(objective, trainable, has_aux=True)
@@ -272,21 +262,22 @@ class TrainPrograms(CompiledPrograms):
         lr = self.optimizer.lr(optimizers.update_count(state))
         trainable, state, outcome = self.optimizer.update(gradients, state, trainable)
         metrics = {name: fraction.total / fraction.denominator for name, fraction in total.means.items()}
-        metrics |= total.maxima | {"actor/grad_norm": outcome.grad_norm, "actor/lr": jnp.asarray(lr)}
+        name = self.objective.name
+        metrics |= total.maxima | {f"{name}/grad_norm": outcome.grad_norm, f"{name}/lr": jnp.asarray(lr)}
         finite = jnp.stack([jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(trainable)]).all()
         skipped = 1 - outcome.applied.astype(jnp.int32)
-        return trainable, state, metrics | {"actor/skipped_updates": skipped, "finite_weights": finite}
+        return trainable, state, metrics | {f"{name}/skipped_updates": skipped, "finite_weights": finite}
 
 
-def _held_back(batch: TokenBatch, logprobs: jax.Array) -> TokenBatch:
-    """The same batch, changed so that XLA cannot compute its sums before the log-probabilities exist.
+def _held_back(batch: TokenBatch, found: jax.Array) -> TokenBatch:
+    """The same batch, changed so that XLA cannot compute its sums before the log-probabilities (or values) exist.
 
     Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives inside
     the loop over layers; with as many threads as (virtual) devices, some devices may then wait in one collective and
     some in another, for ever. XLA removes an optimization barrier before threads are assigned, but not a comparison of
     data. `_one_after` does the same for the backward loop.
     """
-    never = _never(logprobs)
+    never = _never(found)
     return dataclasses.replace(
         batch,
         loss_mask=jnp.where(never, 0, batch.loss_mask),
@@ -302,10 +293,6 @@ def _one_after(terms: losses.LossTerms, dtype: Any) -> jax.Array:
 def _never(x: Any) -> jax.Array:
     """False everywhere, in a form that no compiler can simplify: whether a NaN is positive."""
     return jnp.isnan(x) & (x > 0)
-
-
-def _project(head: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
-    return decoder.logits(head, x, config)
 
 
 def _abstract(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

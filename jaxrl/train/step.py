@@ -1,44 +1,30 @@
-"""The trainer: log-probabilities, gradients that accumulate, one update.
+"""The trainer: the policy in training, and the reference that it is compared with.
 
-Source: docs/architecture.md; streaming gradients in any order are RollPacker §4.4. Master weights, optimizer state and
-the accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is a
-prefix); rows of a microbatch are split over the same devices, and each layer's weights are gathered inside the scan, as
-in FSDP (Zhao et al. 2023). Departures: the accumulator holds the unnormalised sum of gradients next to its denominator
-and is divided once, so a minibatch may be cut into microbatches and parts of any size and order.
-
-Memory: master weights and optimizer state always; the accumulator from the first `accumulate` to `apply`, and beside
-it, while a microbatch runs, that microbatch's gradients; logits of `actor.logprob_chunk_tokens` tokens per device;
-activations as `actor.remat` says. For the backward pass, attention (`actor.attention`,
-`kernels.attention.PackedAttention`) keeps q, k, v, the output and one number per query and head. Scores exist for a few
-tiles at a time, except with `reference` and in short rows (`kernels.packed.Tiling.longest_plain`). Prompts count once
-per row, not once per sample (`actor.share_prompts`).
+Source: docs/architecture.md; what it has of any model in training is in `jaxrl.train.learner`. Memory besides that:
+logits of `actor.logprob_chunk_tokens` tokens per device, and the reference's weights where an option needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl.config import Config
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.compiled import Meet, alone
-from jaxrl.sharding.rules import map_weights
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.passes import Passes
+from jaxrl.train.learner import Learner, placed
 from jaxrl.train.programs import Accumulator, TrainPrograms
-from jaxrl.types import RunFailed, TrainBatch
+from jaxrl.types import TrainBatch
 
 Tree = Any
-A = TypeVar("A")
 
 
-class Trainer:
-    """Holds the model in training. One minibatch is any number of `accumulate` calls and one `apply`.
+class Trainer(Learner):
+    """Holds the policy in training. One minibatch is any number of `accumulate` calls and one `apply`.
 
     Example::
 
@@ -47,11 +33,6 @@ class Trainer:
         trainer.accumulate(batch.select([0, 1]))
         trainer.accumulate(batch.select([2, 3]))
         metrics = trainer.apply()
-
-    Attributes:
-      programs: what runs, compiled for each shape of a microbatch.
-      updates: calls of `apply` so far.
-      skipped_updates: those of them that changed nothing because a gradient was not finite.
     """
 
     def __init__(
@@ -98,26 +79,10 @@ class Trainer:
                 trainable=trainable,
                 interpret=interpret,
             )
-        self.programs, programs.meet = programs, meet
-        self.config, self.model_config, self.mesh = programs.config, programs.model_config, programs.mesh
-        self.updates, self.skipped_updates = 0, 0
-        actor, shardings = self.config.actor, programs.shardings
-        self._trainable, self._frozen = self._partition(_place(params, shardings, actor.param_dtype))
+        super().__init__(programs, params, on_progress=on_progress, meet=meet)
         self._ref: Tree | None = None
         if self.config.needs_ref:
-            self._ref = _place(params, shardings, actor.dtype)
-        self._passes = Passes(programs)
-        self._on_progress = on_progress
-        self._recompiles = 0  # as of the last update
-        self._newest: jax.Array | None = None  # of the last microbatch that was handed to the devices
-        self._optimizer_state = self._rest(programs.to_run(("init", 0, 0))(self._trainable))
-
-    # ------------------------------------------------------------------ what the loop calls
-
-    @property
-    def params(self) -> Tree:
-        """Master weights in training form. `apply` invalidates them: ask again after it."""
-        return optimizers.combine(self._trainable, self._frozen)
+            self._ref = placed(params, programs.shardings, self.config.actor.dtype)
 
     @property
     def ref_params(self) -> Tree | None:
@@ -142,138 +107,10 @@ class Trainer:
                 "the reference model is only kept with actor.use_kl_loss or algorithm.use_kl_in_reward: set one of them"
             )
         params, kind = (self.params, "logprobs") if which == "actor" else (self._ref, "ref_logprobs")
-        return self._paced(self._passes.logprobs(params, batch, kind))
-
-    def accumulate(self, batch: TrainBatch) -> None:
-        """Adds the gradients and denominators of a minibatch, or of a part of it. Order does not matter."""
-        self._paced(self._passes.accumulate(self._trainable, self._frozen, batch))
+        return self._forward(params, batch, kind)
 
     def take_over(self, sums: Accumulator) -> None:
         """Begins the minibatch with sums of other devices (`jaxrl.train.stream`), which then have these shardings:
         `programs.sums`. Nothing may have been accumulated yet."""
         assert self._passes.accumulator is None, "sums come from elsewhere before a minibatch is accumulated here"
         self._passes.accumulator = sums
-
-    def apply(self) -> dict[str, float]:
-        """One optimizer update from everything accumulated since the last; the accumulator is released.
-
-        Returns:
-          Metrics of the minibatch. `actor/skipped_updates` is 1 where its gradient was not finite, else 0;
-          `actor/recompiles` counts the programs that were compiled since the last update although all that are expected
-          had been.
-
-        Raises:
-          ValueError: nothing was accumulated.
-          RunFailed: a finite gradient has made weights that are not finite. There is no way back from them.
-        """
-        sums = self._passes.accumulator
-        if sums is None:
-            raise ValueError("apply() without accumulate(): the minibatch has no response tokens")
-        state = self._rest(self._optimizer_state, to="device")
-        update = self.programs.to_run(("update", 0, 0))
-        self._trainable, state, metrics = update(self._trainable, state, sums)
-        self._optimizer_state = self._rest(state)
-        self._passes.discard()
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self.updates += 1
-        if not values.pop("finite_weights"):
-            raise RunFailed(
-                f"update {self.updates} has made weights that are NaN or infinite, from a gradient of norm "
-                f"{values['actor/grad_norm']:g} at learning rate {values['actor/lr']:g}: nothing of it is saved. Lower "
-                "actor.optim.lr, then run again to go on from the last checkpoint"
-            )
-        self.skipped_updates += int(values["actor/skipped_updates"])
-        before, self._recompiles = self._recompiles, self.programs.recompiles
-        return values | {"actor/recompiles": float(self._recompiles - before)}
-
-    def gradients(self) -> Tree:
-        """The accumulated gradients, divided by their denominator (for tests and inspection; a copy)."""
-        sums = self._passes.accumulator
-        assert sums is not None, "nothing accumulated"
-        return jax.tree.map(lambda g: g / sums.denominator, sums.gradients)
-
-    def discard(self) -> None:
-        """Drops what was accumulated since the last update."""
-        self._passes.discard()
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def state(self) -> dict[str, Tree]:
-        """Everything that decides the future of training: nested dicts of arrays, unpadded and free of any layout.
-
-        Only between updates, because the accumulator is not part of it. `apply` invalidates the arrays.
-        """
-        assert self._passes.accumulator is None, "a checkpoint is cut at a step boundary, not inside a minibatch"
-        return {
-            "params": self.params,
-            "optimizer": _flat(self._optimizer_state),
-            "counters": {"updates": np.asarray(self.updates), "skipped_updates": np.asarray(self.skipped_updates)},
-        }
-
-    def abstract_state(self) -> dict[str, Tree]:
-        """`state()` as shapes, dtypes and this trainer's shardings: what to restore into."""
-
-        def abstract(x: Any) -> Any:
-            sharding = x.sharding if isinstance(x, jax.Array) else None
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        return jax.tree.map(abstract, self.state())
-
-    def load_state(self, state: Mapping[str, Tree]) -> None:
-        """Takes over what `state()` returned, on any mesh; arrays that have our shardings already are not copied."""
-        params = jax.tree.map(jax.device_put, dict(state["params"]), self.programs.shardings)
-        self._trainable, self._frozen = self._partition(params)
-        leaves = state["optimizer"]
-        template = self._optimizer_state
-        placed = [jax.device_put(leaves[key], old.sharding) for key, old in _flat(template).items()]
-        self._optimizer_state = jax.tree.unflatten(jax.tree.structure(template), placed)
-        self.updates = int(state["counters"]["updates"])
-        self.skipped_updates = int(state["counters"]["skipped_updates"])
-        self.discard()
-
-    def _paced(self, work: Generator[jax.Array, None, A]) -> A:
-        """Runs to the end, one microbatch ahead: before the next one is handed over, the one before this one has
-        run. So progress is told when there is some, and the queue is not empty."""
-        while True:
-            try:
-                result = next(work)
-            except StopIteration as end:
-                return end.value
-            before, self._newest = self._newest, result
-            if before is not None:
-                before.block_until_ready()
-                self._on_progress()
-
-    # ------------------------------------------------------------------ placing things
-
-    def _partition(self, params: Tree) -> tuple[Tree, Tree]:
-        return self.programs.partition(params)
-
-    def _rest(self, state: Tree, to: Literal["rest", "device"] = "rest") -> Tree:
-        """The optimizer state where it stays between updates (host memory if offloaded), or back on the device."""
-        if not self.config.actor.offload_optimizer:
-            return state
-        kind = "device" if to == "device" else "pinned_host"
-        places = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), self.programs.state)
-        return jax.device_put(state, places, donate=False)
-
-
-def _place(params: Tree, shardings: Tree, dtype: str) -> Tree:
-    """A copy of `params` in `dtype` on the mesh, one leaf at a time."""
-
-    def one(leaf: Any, sharding: NamedSharding) -> jax.Array:
-        if isinstance(leaf, jax.Array):
-            # copied inside jit: device_put could alias the caller's buffers, which updates then would donate
-            return jax.jit(lambda x: jnp.array(x, dtype, copy=True), out_shardings=sharding)(leaf)
-        values = np.asarray(leaf, dtype)
-        return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
-
-    return map_weights(one, params, shardings)
-
-
-def _flat(tree: Tree) -> dict[str, Any]:
-    """A pytree as {dotted path: leaf}, in the order of its leaves."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

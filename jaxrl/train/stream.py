@@ -174,7 +174,7 @@ class TrainStream:
         self, weights: _Weights, batch: TrainBatch, which: Which
     ) -> Generator[jax.Array, None, list[np.ndarray]]:
         kind = "logprobs" if which == "actor" else "ref_logprobs"
-        return (yield from self._passes.logprobs(weights.on_device(which), batch, kind))
+        return (yield from self._passes.forward(weights.on_device(which), batch, kind))
 
     def _returned(self, sums: Accumulator) -> Accumulator:
         shardings = jax.tree.map(lambda x: x.sharding, self._trainer.programs.sums)

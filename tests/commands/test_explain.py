@@ -16,10 +16,12 @@ from jaxrl.models.decoder import init
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout.draft_books import book_shapes
 from jaxrl.runtime.drafting import drafting_of
-from jaxrl.runtime.memory import _device_numbers, _phases, memory_plan, memory_problem, plan_num_blocks, plan_remat
+from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
+from jaxrl.runtime.update_memory import device_numbers, plan_remat, update_phases
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
+from jaxrl.train.programs import TrainPrograms
 
 SMOLLM2 = ModelConfig(
     family="llama",
@@ -70,6 +72,55 @@ def test_counts():
     assert counts.rollout_rows == 32
     assert counts.evaluation_samples == 300
     assert (counts.epoch_prompts, counts.epoch_steps, counts.total_steps) == (100, 12.5, 25)
+
+
+def test_a_critic():
+    """A second model's weights and moments, without the vocabulary head, on the devices of the trainer."""
+    sections: dict = {
+        "data": {"train_batch_size": 8, "max_prompt_length": 24, "max_response_length": 40},
+        "critic": {"ppo_mini_batch_size": 4, "ppo_epochs": 3},
+        "trainer": {"total_training_steps": 5},
+    }
+    plain, gae = (explain(config(**sections, algorithm={"adv_estimator": name}), TINY, 2) for name in ("grpo", "gae"))
+    tree = init(replace(TINY, scalar_head=True), jax.random.key(0))
+    mesh = make_mesh(jax.devices()[:2])
+    shardings = train_shardings(replace(TINY, scalar_head=True), mesh)
+    one = sum(
+        math.prod(sharding.shard_shape(x.shape)) * 4
+        for x, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    )
+    added = {name: size for name, size in gae.memory.resident.items() if name not in plain.memory.resident}
+    assert added == {"critic: master weights": one, "critic: optimizer (adam m, v)": 2 * one}
+    assert gae.memory.update == plain.memory.update, "what an update of the policy adds is more than its own does"
+    assert "critic: 6 updates per step, of 4 prompts each\n" in render(gae)
+    assert "critic" not in render(plain)
+    offloaded = explain(
+        config(**sections, algorithm={"adv_estimator": "gae"}, actor={"offload_optimizer": True}), TINY, 2
+    )
+    assert set(offloaded.memory.resident) == {"master weights", "critic: master weights"}
+
+
+def test_what_a_critics_gradient_takes_beside_the_policys():
+    """The plan has the policy's alone: the critic's temporaries must not be more."""
+    for model in (TINY, replace(TINY, tie_word_embeddings=True)):
+        taken = {}
+        for name, own in (("actor", model), ("critic", replace(model, scalar_head=True))):
+            programs = TrainPrograms(config(), own, make_mesh(jax.devices()[:1]))
+            rows, tokens = programs.microbatches[-1]
+            analysis = programs.program(("accumulate", rows, tokens)).memory_analysis()
+            taken[name] = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+        assert taken["critic"] < taken["actor"]
+
+
+def test_a_policy_that_would_never_be_trained():
+    for trainer, prompts in (({"total_training_steps": 4}, None), ({}, 32)):
+        c = config(algorithm={"adv_estimator": "gae"}, trainer={"critic_warmup": 4, **trainer})
+        said = (
+            r"trainer\.critic_warmup \(4 steps\) must be less than the run's 4 steps: the policy would never be trained"
+        )
+        with pytest.raises(ValueError, match=said):
+            total_steps(c, prompts)
+    assert total_steps(config(trainer={"critic_warmup": 4, "total_training_steps": 4}), None) == 4, "there is no critic"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +187,7 @@ def test_a_chunk_of_logits_takes_half_of_what_is_left():
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_activations_are_near_what_xla_reports(remat):
-    parts = _phases(config(actor={"remat": remat}), SMOLLM2, 1, "cpu", remat, 128)["layers"]
+    parts = update_phases(config(actor={"remat": remat}), SMOLLM2, 1, "cpu", remat, 128)["layers"]
     names = (f"activations kept (remat {remat}, estimate)", "one layer at work (estimate)")
     # what XLA reports as temporaries of the gradient, see the module's docstring
     reported = {"full": 265, "dots": 1375, "none": 3710}[remat]
@@ -158,7 +209,7 @@ def test_remat_auto_keeps_what_fits():
 
 def layers(c, platform):
     """Bytes of what an update of SmolLM2 adds while the layers' gradients are made."""
-    return {name: size for name, size in _phases(c, SMOLLM2, 1, platform, "dots", 128)["layers"].items() if size}
+    return {name: size for name, size in update_phases(c, SMOLLM2, 1, platform, "dots", 128)["layers"].items() if size}
 
 
 BUDGET = {"ppo_max_token_len_per_gpu": 384}  # of a row
@@ -201,7 +252,7 @@ def test_weights_are_as_large_as_the_shardings_make_them(model, tp):
             strict=True,
         )
     ]
-    assert _device_numbers(model, 8) == sum(trained)
+    assert device_numbers(model, 8) == sum(trained)
     if model is TINY:
         params = jax.device_put(init(model, jax.random.key(0)), train_shardings(model, layout.mesh))
         rolled = to_rollout(params, model, layout, jnp.float32)

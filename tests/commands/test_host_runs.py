@@ -20,6 +20,9 @@ import pytest
 from host_runs import RULES, WIDE, assert_same_run, lines
 from runs import PATIENCE_S, Runs, end, num_steps, state_of, wait_for_steps
 
+CRITIC = {
+    "critic": ("algorithm.adv_estimator=gae", "critic={optim: {lr: 0.01}, ppo_epochs: 2}", "trainer.critic_warmup=1")
+}
 ADAPTIVE = (
     "rollout.layout.planner=true",
     "rollout.n=8",
@@ -92,12 +95,12 @@ def test_two_processes_end_as_one(tmp_path: Path, tiny_model: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, *CRITIC])
 @pytest.mark.parametrize("num", [2, 4])
 def test_processes_end_as_one(tmp_path: Path, tiny_model: Path, rule: str, num: int):
     runs = Runs(tmp_path, tiny_model)
-    runs.finish(tmp_path / "several", *WIDE, *several(num, 2), *RULES[rule])
-    assert_same_run(tmp_path / "several", one(runs, "one", num, 2, RULES[rule]))
+    runs.finish(tmp_path / "several", *WIDE, *several(num, 2), *(RULES | CRITIC)[rule])
+    assert_same_run(tmp_path / "several", one(runs, "one", num, 2, (RULES | CRITIC)[rule]))
 
 
 def planners(run_dir: Path) -> list[list[int]]:

@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Interval
 
 from jaxrl.config import Config, ConfigError, differences, flatten, from_mapping, to_mapping
-from jaxrl.config.checks import GROUP_RELATIVE
+from jaxrl.config.checks import GROUP_RELATIVE, without_effect
 from jaxrl.config.declared import MAX_FLOAT, MAX_INT, number_problem, walk
 from jaxrl.config.files import apply_override
 from jaxrl.config.options import AdvantageEstimator
@@ -289,6 +289,8 @@ def test_defaults_are_within_their_bounds():
     [
         {},
         {"rollout.n": 1, "algorithm.adv_estimator": "reinforce_plus_plus"},
+        {"rollout.n": 1, "algorithm.adv_estimator": "gae", "critic.cliprange_value": float("inf")},
+        {"algorithm.adv_estimator": "gae", "critic.optim": {"lr_warmup_steps": 3}, "trainer.critic_warmup": 3},
         {"rollout.num_blocks": 25},
         {"actor.ppo_max_token_len_per_gpu": 384},
         {"actor.clip_ratio_c": 3},
@@ -324,6 +326,26 @@ def test_derived_sizes():
     config = build({"data.train_batch_size": 6, "actor.use_kl_loss": True})
     assert (config.mini_batch_prompts, config.needs_ref, config.max_model_length) == (6, True, 384)
     assert build({"actor.ppo_mini_batch_size": 2}).mini_batch_prompts == 2
+
+
+def test_what_a_critic_has_of_the_actor():
+    config = build({"algorithm.adv_estimator": "gae", "actor.ppo_epochs": 3, "actor.ppo_mini_batch_size": 4})
+    assert (config.critic_epochs, config.critic_mini_batch_prompts, config.critic_updates_per_step) == (3, 4, 6)
+    own = {"critic.ppo_epochs": 2, "critic.ppo_mini_batch_size": 8}
+    assert build({"algorithm.adv_estimator": "gae", **own}).critic_updates_per_step == 2
+    assert config.critic.optim.lr == 1e-5, "verl's, ten times the actor's"
+    assert build().critic_updates_per_step == build({"trainer.critic_warmup": 3}).critic_warmup == 0
+
+
+def test_what_has_no_effect_without_a_critic():
+    options = {"critic.grad_clip": 2, "critic.optim": {"lr": 1e-4}, "algorithm.lam": 0.9, "trainer.critic_warmup": 2}
+    assert without_effect(build({**options, "algorithm.adv_estimator": "gae"})) == []
+    assert [said.partition("=")[0] for said in without_effect(build(options))] == [
+        "critic.grad_clip",
+        "critic.optim.lr",
+        "algorithm.lam",
+        "trainer.critic_warmup",
+    ]
 
 
 def test_differences():

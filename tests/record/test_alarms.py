@@ -60,7 +60,8 @@ def test_one_reward_that_works_begins_the_count_anew(caplog: pytest.LogCaptureFi
 
 
 def updated(alarms: Alarms, step: int, updates: int, skipped: int, batch: TrainBatch | None = None) -> Any:
-    return alarms.updated(step, updates, skipped, {"actor/grad_norm": float("nan")}, batch or make_batch())
+    counts = {"actor": (updates, skipped)}
+    return alarms.updated(step, counts, {"actor/grad_norm": float("nan")}, batch or make_batch())
 
 
 def test_steps_without_an_update_end_the_run(caplog: pytest.LogCaptureFixture):

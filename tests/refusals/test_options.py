@@ -269,7 +269,7 @@ NAMES = {
     "rollout.N=4": "unknown option rollout.N: did you mean rollout.n?",
     "simulate.tasks=[{wieght: 1}]": ("unknown option simulate.tasks[0].wieght: did you mean simulate.tasks[0].weight?"),
     "algorithm.adv_estimator=gpro": (
-        "algorithm.adv_estimator must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, found 'gpro'; "
+        "algorithm.adv_estimator must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, gae, found 'gpro'; "
         "did you mean grpo?"
     ),
     "rollout.dtype=float16": (

@@ -58,6 +58,14 @@ REFUSALS = (
         "algorithm.filter_groups.enable=true",
     ),
     run(
+        "critic-minibatch",
+        (
+            "critic.ppo_mini_batch_size (5 prompts) must divide data.train_batch_size (8 prompts) (command line: "
+            "critic.ppo_mini_batch_size=5)"
+        ),
+        "critic.ppo_mini_batch_size=5",
+    ),
+    run(
         "one-sample",
         (
             "rollout.n (1) must be at least 2 with algorithm.adv_estimator=grpo: its advantage compares "

@@ -30,7 +30,7 @@ def config(**more: Any) -> Config:
     }
     for path, value in more.items():
         section, option = path.split("__")
-        values[section][option] = value
+        values.setdefault(section, {})[option] = value
     return from_mapping(values)
 
 
@@ -77,8 +77,10 @@ def identities(groups: dict[int, list[Group]]) -> dict[int, list[tuple]]:
     return {step: [(s.key, len(s), s.reward) for g in some for s in g.samples] for step, some in groups.items()}
 
 
-def test_a_step_by_hand():
-    """Rollout and scoring as in the tiny round (15 s, and 7 s more), then one forward pass, training, and the sync."""
+@pytest.mark.parametrize("critic", [{}, {"values": 7, "update_critic": 101}], ids=["without", "with a critic"])
+def test_a_step_by_hand(critic: dict[str, int]):
+    """Rollout and scoring as in the tiny round (15 s, and 7 s more), then one forward pass, training, and the sync. A
+    critic takes a forward pass and training of its own."""
     workload = KnownWorkload(TINY.samples, {0: 4, 1: 4})  # pyright: ignore[reportAttributeAccessIssue]
     made = config(
         data__train_batch_size=2,
@@ -90,6 +92,7 @@ def test_a_step_by_hand():
         trainer__total_training_steps=1,
         trainer__test_freq=0,
         rollout__decode_steps=2,
+        algorithm__adv_estimator="gae" if critic else "grpo",
     )
     simulation, metrics, _, _ = run_loop(made, cost=ConstantCost(), workload=workload)
     timing = {name: value for name, value in metrics[1].items() if name.startswith("timing_s/")}
@@ -102,12 +105,14 @@ def test_a_step_by_hand():
         "adv": 0,
         "update_actor": 101,
         "sync": 5,
+        **critic,
     }
-    assert timing == {f"timing_s/{name}": float(s) for name, s in (expected | {"save": 0, "step": 135}).items()}
+    step_s = 135 + sum(critic.values())
+    assert timing == {f"timing_s/{name}": float(s) for name, s in (expected | {"save": 0, "step": step_s}).items()}
     assert metrics[1]["perf/total_num_tokens"] == 16 + 16
-    assert metrics[1]["perf/throughput"] == 32 / 135
+    assert metrics[1]["perf/throughput"] == 32 / step_s
     assert metrics[1]["critic/rewards/mean"] == 0.5
-    assert simulation.clock.now_s == 5 + 135, "the first sync comes before the first step"
+    assert simulation.clock.now_s == 5 + step_s, "the first sync comes before the first step"
 
 
 def test_phases_add_up_to_the_step():

@@ -44,6 +44,7 @@ TIMES = (
     "reward/hidden",
     "rollout/recompiles",
     "actor/rec",
+    "critic/rec",
 )
 
 

@@ -341,7 +341,9 @@ def test_weights_that_are_not_finite_end_the_run(make_config, make_batch, make_t
     optim = dataclasses.replace(config.actor.optim, lr=3e38, weight_decay=10.0)  # past what the options allow
     trainer = make_trainer(dataclasses.replace(config, actor=dataclasses.replace(config.actor, optim=optim)))
     trainer.accumulate(make_batch())
-    with pytest.raises(RunFailed, match=r"update 1 has made weights that are NaN or infinite.*learning rate 3e\+38"):
+    with pytest.raises(
+        RunFailed, match=r"update 1 of the actor has made weights that are NaN or infinite.*learning rate 3e\+38"
+    ):
         trainer.apply()
 
 

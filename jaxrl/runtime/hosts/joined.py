@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from jaxrl.config import Config
 from jaxrl.record.journal import Tell
+from jaxrl.record.metrics import UPDATE_PHASES
 from jaxrl.runtime.hosts.agreement import agree
 from jaxrl.runtime.hosts.first import First, alone, first_of
 from jaxrl.runtime.hosts.gate import PROGRAM, STREAM
@@ -25,7 +26,7 @@ from jaxrl.runtime.round_end import Hosts
 from jaxrl.scheduling.rounds.events import Event, RoundStarted, Verdict
 from jaxrl.types import Sample
 
-GLOBAL_PHASES = frozenset({"sync", "save", "old_log_prob", "ref", "update_actor", "stream"})
+GLOBAL_PHASES = frozenset({"sync", "save", *UPDATE_PHASES} - {"adv"})
 """The loop's phases in which programs of all hosts run."""
 _LATER_S = 10.0  # process 0 speaks first, which knows for whom it waits
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
+from jaxrl.config.options import AdvantageEstimator
 from jaxrl.scheduling.rounds.composition import composition_problem, is_timeless
 
 ON = {"enable": True}
@@ -91,6 +92,11 @@ def streaming(**options: Any) -> Config:
             "statistics over the whole batch, so no gradient can be computed before the rollout has ended",
         ),
         (
+            {"algorithm__adv_estimator": "gae"},
+            "trainer.stream.enable excludes algorithm.adv_estimator=gae: its advantages have statistics over the whole "
+            "batch, so no gradient can be computed before the rollout has ended",
+        ),
+        (
             {"reward__score_when": "rollout"},
             "trainer.stream.enable needs rewards during the rollout, to compute gradients beside it: "
             "reward.score_when must be 'sample' or 'group', found 'rollout'",
@@ -122,7 +128,7 @@ def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str
 
 
 def test_what_the_stream_trainer_goes_with():
-    names = {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus"}
+    names = set(get_args(AdvantageEstimator))
     for name in names - NEEDS_WHOLE_BATCH:
         assert composition_problem(streaming(algorithm__adv_estimator=name)) is None
     for rule in ("tail_batching", "partial_rollout", "over_provisioning"):

@@ -1,0 +1,123 @@
+"""Options of the updates: of the actor, and of the critic where there is one (`algorithm.adv_estimator=gae`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+from jaxrl.config.declared import Cap, Or
+from jaxrl.config.rollouts import FloatType
+
+KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+_BELOW_ONE = Cap(0.999999, "a larger one is 1 as a float32, and the update a division by 0")
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """AdamW and its learning rate."""
+
+    lr: Annotated[
+        float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
+    ] = 1e-6
+    lr_warmup_steps: Annotated[int, Ge(0), "Optimizer updates over which the learning rate rises from 0."] = 0
+    lr_scheduler_type: Annotated[
+        Literal["constant", "cosine", "linear"], "How the learning rate goes on after its warm-up."
+    ] = "constant"
+    min_lr_ratio: Annotated[
+        float, Interval(ge=0, le=1), "Where cosine and linear end, as a share of the highest learning rate."
+    ] = 0.0
+    weight_decay: Annotated[float, Ge(0), "AdamW's weight decay."] = 0.0
+    beta1: Annotated[float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the gradient's running mean, per update."] = 0.9
+    beta2: Annotated[
+        float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the squared gradient's running mean, per update."
+    ] = 0.999
+    eps: Annotated[float, Interval(ge=1e-30, le=1), "What Adam adds to the denominator of an update."] = 1e-8
+
+
+@dataclass(frozen=True)
+class CriticOptimSection(OptimSection):
+    """AdamW and its learning rate, of the critic."""
+
+    lr: Annotated[
+        float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
+    ] = 1e-5
+
+
+@dataclass(frozen=True)
+class ActorSection:
+    """The update of the policy."""
+
+    optim: OptimSection = field(default_factory=OptimSection)
+    dtype: Annotated[FloatType, "Type of the forward and backward pass."] = "float32"
+    param_dtype: Annotated[Literal["float32", "float64"], "Type of master weights, optimizer state and gradients."] = (
+        "float32"
+    )
+    ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0
+    ppo_epochs: Annotated[
+        int, Ge(1), Cap(1000, "a step trains on its batch that many times"), "Passes over a batch."
+    ] = 1
+    ppo_max_token_len_per_gpu: Annotated[int, Ge(1), "Tokens per microbatch and device, padding included."] = 2048
+    share_prompts: Annotated[bool, "Compute a prompt once per row for all its samples there; false: per sample."] = True
+    clip_ratio_low: Annotated[float, Interval(ge=0, le=1), "The ratio is clipped below at 1 minus this."] = 0.2
+    clip_ratio_high: Annotated[float, Ge(0), "The ratio is clipped above at 1 plus this."] = 0.2
+    clip_ratio_c: Annotated[
+        float, Gt(1), Or(0, "off"), "Dual clip: bounds the loss of negative advantages at this ratio; 0: off."
+    ] = 0.0
+    grad_clip: Annotated[float, Ge(0), "The most that the gradient's global norm may be; 0: off."] = 1.0
+    use_kl_loss: Annotated[bool, "Add the KL to the reference model to the loss."] = False
+    kl_loss_coef: Annotated[float, Ge(0), "Weight of the KL in the loss."] = 0.001
+    kl_loss_type: Annotated[KlEstimate, "Estimate of the KL in the loss."] = "low_var_kl"
+    entropy_coeff: Annotated[float, "Weight of the entropy bonus in the loss."] = 0.0
+    ratio_level: Annotated[Literal["token", "sequence"], "What the ratio is taken over; sequence: GSPO."] = "token"
+    old_logprobs: Annotated[
+        Literal["rollout", "recompute"],
+        "The denominator of the ratio; rollout: as recorded at sampling, recompute: of the policy before the update.",
+    ] = "recompute"
+    remat: Annotated[
+        Literal["auto", "none", "dots", "full"],
+        "What the backward pass recomputes; none: nothing, dots: all but products with weights and attention, full: "
+        "whole layers, auto: dots where the device's memory allows it, else full.",
+    ] = "auto"
+    logprob_chunk_tokens: Annotated[
+        int | Literal["auto"],
+        Ge(1),
+        "Tokens that have their logits at once, per device; auto: a power of two from 128 to 4096 whose logits take at "
+        "most half of what the update leaves of the device's memory, 1024 where that is not known.",
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "reference", "pallas"],
+        "Implementation of attention in training; auto: a kernel on GPUs where it takes the dtype and the head dim, "
+        "tiles in jnp elsewhere, reference: plain jnp, whose scores exist at once, pallas: the kernel, on GPUs only.",
+    ] = "auto"
+    offload_optimizer: Annotated[bool, "Keep the optimizer state in host memory outside the update."] = False
+
+
+@dataclass(frozen=True)
+class CriticSection:
+    """The update of the critic of algorithm.adv_estimator=gae; whatever is not here is as actor has it."""
+
+    optim: CriticOptimSection = field(default_factory=CriticOptimSection)
+    ppo_mini_batch_size: Annotated[
+        int, Ge(0), "Prompts per optimizer update; 0: as many as in an update of the actor."
+    ] = 0
+    ppo_epochs: Annotated[
+        int,
+        Ge(0),
+        Cap(1000, "a step trains on its batch that many times"),
+        "Passes over a batch; 0: as many as the actor.",
+    ] = 0
+    cliprange_value: Annotated[
+        float,
+        Gt(0),
+        Or(math.inf, "no clipping"),
+        "How far a value may go from that before the step's updates until its loss has no gradient; .inf: any way.",
+    ] = 0.5
+    loss_agg_mode: Annotated[LossAggregation, "How the losses of tokens become one, as in algorithm.loss_agg_mode."] = (
+        "token-mean"
+    )
+    grad_clip: Annotated[float, Ge(0), "The most that the gradient's global norm may be; 0: off."] = 1.0

@@ -1,0 +1,210 @@
+"""The memory of training, per device, before anything is allocated: what is always there, and what an update adds.
+
+Purpose: `resident_parts` and `update_parts` are the trainer's share of `jaxrl.runtime.memory`; `plan_remat` decides
+what the update recomputes, `plan_chunk` how many tokens have their logits at once.
+
+Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights, optimizer and
+gradients follow exactly from the table of weights and the sharding rules. Activations are an estimate: what the
+backward pass keeps of each layer, and one layer's working set. The update has phases (the head, the layers' backward
+pass, the embedding's gradient, the optimizer), and the plan is that of the largest one. On GPUs its numbers are read
+from the buffers that XLA assigns when it compiles the gradient for an H100 (jax 0.11.2): 18.14 GB of temporaries
+planned, 18.14 compiled for the 1.5B with 8k tokens and dots, 8.00 and 7.98 for full, 46.22 and 46.20 for none
+(`tests/train/test_compiled_for_gpu.py` holds 5 %). On CPU, compared with the temporaries that XLA reports for the
+gradient of SmolLM2-135M's layers (5 rows of 384 tokens, float32, CPU, jax 0.10.2, attention in tiles)::
+
+  full: 241 MiB estimated, 265 reported; dots: 1380, 1375; none: 3575, 3710.
+
+A critic's weights and its optimizer's moments are always there as well. Its updates need nothing beside those of the
+actor, which come after them: they have the same layers and tokens, and neither vocabulary head nor logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from jaxrl.config import Config
+from jaxrl.config.devices import mesh_factors
+from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.weights import leaves
+from jaxrl.sharding.mesh import dividing_factors
+from jaxrl.sharding.rules import TENSOR_DIMS
+from jaxrl.train.critic import critic_config
+from jaxrl.train.logprobs import DEFAULT_CHUNK
+from jaxrl.train.packing import Shape, microbatch_shapes
+
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
+# float32 arrays of [tokens, tokens] scores that attention in plain jnp holds at once in the backward pass
+_SCORE_COPIES = 3
+_LOGITS_SHARE = 0.5  # of what the update leaves of that: larger chunks read the head's gradient less often
+
+
+def full_microbatch(config: Config, model_config: ModelConfig, num_devices: int, platform: str) -> Shape:
+    """The largest microbatch of an update, on one of so many devices."""
+    return microbatch_shapes(config, model_config, num_devices, _attention(config, model_config, platform))[-1]
+
+
+def _attention(config: Config, m: ModelConfig, platform: str) -> PackedAttention:
+    heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, config.actor.dtype)
+    return choose_packed(config.actor.attention, platform, heads)
+
+
+def splits(size: int, degree: int, num_hosts: int = 1) -> int:
+    """The number of shards into which a dim of `size` is split on a mesh of so many devices."""
+    return math.prod(dividing_factors(mesh_factors(degree, num_hosts), size))
+
+
+def device_numbers(model_config: ModelConfig, degree: int, num_hosts: int = 1) -> int:
+    """How many of a model's numbers one device holds when tensor dims are split over `degree` devices."""
+    total = 0
+    for weight in leaves(model_config.weights()):
+        shards = [
+            splits(size, degree, num_hosts)
+            for dim, size in zip(weight.dims, weight.shape, strict=True)
+            if dim in TENSOR_DIMS
+        ]
+        total += math.prod(weight.shape) // math.prod(shards)
+    return total
+
+
+def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
+    """What is always on a device: weights, the optimizer's moments, and those of a critic; the reference's weights."""
+    numbers = device_numbers(model_config, num_devices, config.hosts.num)
+    size = BYTES[config.actor.param_dtype]
+    parts = {"master weights": numbers * size}
+    if not config.actor.offload_optimizer:
+        parts["optimizer (adam m, v)"] = 2 * numbers * size
+    if config.has_critic:
+        own = device_numbers(critic_config(model_config), num_devices, config.hosts.num)
+        parts["critic: master weights"] = own * size
+        if not config.actor.offload_optimizer:
+            parts["critic: optimizer (adam m, v)"] = 2 * own * size
+    if config.needs_ref:
+        parts["reference weights"] = numbers * size
+    return parts
+
+
+def plan_remat(
+    config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str
+) -> Literal["none", "dots", "full"]:
+    """`actor.remat`, with `auto` resolved: `dots` if the update then fits into a device's memory, else `full`.
+
+    `dots` also if the memory is not known (`memory_bytes` None).
+    """
+    chosen = config.actor.remat
+    if chosen != "auto":
+        return chosen
+    chunk = config.actor.logprob_chunk_tokens
+    chunk = DEFAULT_CHUNK if chunk == "auto" else chunk
+    update = update_parts(config, model_config, num_devices, platform, "dots", chunk)
+    needed = sum(resident_parts(config, model_config, num_devices).values()) + sum(update.values())
+    return "dots" if memory_bytes is None or needed <= _PLANNED_SHARE * memory_bytes else "full"
+
+
+def plan_chunk(
+    config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str, remat: str
+) -> int:
+    """`actor.logprob_chunk_tokens`, with `auto` resolved for an `actor.remat` that is.
+
+    The largest power of two from 128 to 4096 whose logits take at most half of what the rest of the update leaves of
+    0.8 of a device's memory; `DEFAULT_CHUNK` if the memory is not known (`memory_bytes` None).
+    """
+    chosen = config.actor.logprob_chunk_tokens
+    if chosen != "auto":
+        return chosen
+    if memory_bytes is None:
+        return DEFAULT_CHUNK
+    resident = sum(resident_parts(config, model_config, num_devices).values())
+    others = update_phases(config, model_config, num_devices, platform, remat, 0)["head"]
+    left = _PLANNED_SHARE * memory_bytes - resident - sum(others.values())
+    chunks = [1 << i for i in range(7, 13)]
+    fitting = [c for c in chunks if _chunk_bytes(config, model_config, c) <= _LOGITS_SHARE * left]
+    return max(fitting, default=chunks[0])
+
+
+def update_parts(
+    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+) -> dict[str, int]:
+    """Bytes of what an update adds to what is always there, in the phase that needs most.
+
+    Args:
+      remat, chunk: `actor.remat` and `actor.logprob_chunk_tokens`, resolved.
+    """
+    phases = update_phases(config, model_config, num_devices, platform, remat, chunk)
+    return {name: size for name, size in max(phases.values(), key=lambda parts: sum(parts.values())).items() if size}
+
+
+def update_phases(
+    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+) -> dict[str, dict[str, int]]:
+    """What lives in each phase of a microbatch: while the head's gradient is made, in the backward pass of the layers,
+    and while the embedding's gradient is made; and in the optimizer's update."""
+    m, actor = model_config, config.actor
+    num_hosts, size, wide = config.hosts.num, BYTES[actor.param_dtype], BYTES[actor.dtype]
+    numbers = device_numbers(m, num_devices, num_hosts)
+    full = full_microbatch(config, m, num_devices, platform)
+    rows, row, tokens = full.rows, full.length, full.tokens
+    kept, working = _layer_bytes(m, remat, platform, wide)
+    weights = m.num_params() - m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    one_layer = weights // m.num_layers * wide * (1 if num_devices == 1 else 2)  # gathered: its gradient is whole, too
+    if remat == "none" and wide < size:
+        kept += weights // m.num_layers * wide / tokens  # cast once, and kept
+    held = _attention(config, m, platform).holds_scores(row)
+    scores = rows * m.num_heads * row * row * max(wide, 4) * _SCORE_COPIES if held else 0
+    score_layers = m.num_layers if remat == "none" else 1
+    why_scores = "actor.attention: reference" if actor.attention == "reference" else "rows too short for tiles"
+    vocabulary = m.vocab_size * m.hidden_size
+    total = {"gradients": numbers * size}
+    activations = {f"activations kept (remat {remat}, estimate)": int(m.num_layers * tokens * kept)}
+    # XLA allocates the table for the embedding's gradient after the layers: where it is not the head's as well, apart
+    apart = 0 if m.tie_word_embeddings else vocabulary // splits(m.vocab_size, num_devices, num_hosts) * size
+    own = {"gradients of a microbatch": numbers * size - apart}
+    table = (vocabulary if m.tie_word_embeddings else 0) + 2 * tokens * m.hidden_size
+    return {
+        "head": total
+        | activations
+        | {
+            "logits of a chunk and their gradient": _chunk_bytes(config, m, min(chunk, tokens)),
+            "vocabulary head and its gradient": vocabulary * (wide + size),
+            # takes the place of the logits; only what is larger counts
+            "a chunk's part of the head's gradient": max(vocabulary * size - min(chunk, tokens) * m.vocab_size * 4, 0),
+            "hidden states and their gradient": 4 * tokens * m.hidden_size * wide,
+        },
+        "layers": total
+        | activations
+        | own
+        | {
+            "one layer at work (estimate)": int(tokens * working) + one_layer,
+            f"attention scores ({why_scores})": scores * score_layers,
+        },
+        "embedding": total | own | {"the embedding's gradient": table * size},
+        "optimizer": total
+        | ({"optimizer (adam m, v), from the host": 2 * numbers * size} if actor.offload_optimizer else {}),
+    }
+
+
+def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
+    """The logits of so many tokens in float32 or better, and their gradient in the type of the products."""
+    wide = BYTES[config.actor.dtype]
+    return chunk * model_config.vocab_size * (max(wide, 4) + wide)
+
+
+def _layer_bytes(m: ModelConfig, remat: str, platform: str, wide: int) -> tuple[float, float]:
+    """Bytes per token that a layer keeps for the backward pass, and that one layer needs while it is computed.
+
+    What XLA keeps without remat, and how many of a layer's arrays live at once, differs between its compilers: both
+    are read from what they report (see the module), in units of the model's dims.
+    """
+    heads, embed, mlp = 2 * (m.num_heads + m.num_kv_heads) * m.head_dim, m.hidden_size, m.intermediate_size
+    normaliser = 4 * m.num_heads  # attention's, in float32
+    kept = {"full": embed * wide, "dots": (heads + 2 * mlp + 2 * embed) * wide + normaliser}
+    if platform == "cpu":
+        products = heads + 3 * mlp  # q k v out, gate up act
+        working = (2 * products + 6 * embed) * wide
+        return kept.get(remat, working), working
+    # gate, up, its sigmoid, its product ...; of the two norms the input, its square root's share and the result
+    kept["none"] = (heads + 6 * mlp + 3 * embed) * wide + 6 * embed * max(wide, 4) + normaliser
+    working = {"full": 6 * mlp + 6 * embed, "dots": 4 * mlp, "none": 3 * mlp}
+    return kept[remat], working[remat] * wide

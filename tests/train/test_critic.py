@@ -1,0 +1,210 @@
+"""The critic: packed, accumulated, sharded values and gradients are those of the padded whole batch; it learns; and it
+comes back from a checkpoint on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels.reference import packed_attention
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.train import learning, preparation
+from jaxrl.train.checkpoint import Checkpointer
+from jaxrl.train.critic import Critic, critic_config
+from jaxrl.types import Group, Prompt, Sample, SampleKey
+
+WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
+GAE = {"algorithm__adv_estimator": "gae"}
+UNTIED = ModelConfig(
+    family="llama",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+
+
+def make_critic(config, model, devices=1, head=True, **options):
+    """With a random head, so that gradients reach every weight at once."""
+    params = decoder.init(model, jax.random.key(0), config.actor.param_dtype)
+    critic = Critic(config, model, params, make_mesh(jax.devices()[:devices]), **options)
+    if head:
+        score = 0.5 * np.random.default_rng(5).normal(size=(model.hidden_size, 1))
+        state = critic.state()
+        critic.load_state(state | {"params": state["params"] | {"score": score.astype(config.actor.param_dtype)}})
+    return critic
+
+
+def with_targets(batch, seed=9):
+    rng = np.random.default_rng(seed)
+    batch.values, batch.returns = (
+        [rng.normal(size=len(sample)).astype(np.float32) for sample in batch.samples] for _ in range(2)
+    )
+    return batch
+
+
+def values_of(params, prompt, sample, model):
+    """Of one sample alone: what the head reads before each response token."""
+    tokens = jnp.asarray([[*prompt.token_ids, *sample.token_ids]])
+    positions, segments = jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)
+    hidden = decoder.forward_scan(
+        params,
+        tokens,
+        positions,
+        lambda q, k, v: packed_attention(q, k, v, segments, positions),
+        model,
+        dtype=params["embed"].dtype,
+    )
+    first = len(prompt.token_ids) - 1
+    return (hidden[0] @ params["score"])[first : first + len(sample), 0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "model"), [(8, None), (1, UNTIED), pytest.param(1, None, marks=pytest.mark.slow)], ids=str
+)
+def test_values_and_gradients_float64(x64, devices, model, make_config, make_batch, model_config):
+    model = model or model_config
+    config = make_config(**WIDE, **GAE, critic__loss_agg_mode="seq-mean-token-mean")
+    critic, batch = make_critic(config, model, devices), with_targets(make_batch(size=8, same=True))
+    params = jax.tree.map(np.asarray, critic.params)
+    assert "lm_head" not in params
+    found = critic.token_values(batch)
+    for own, prompt, sample in zip(found, batch.prompts, batch.samples, strict=True):
+        np.testing.assert_allclose(own, values_of(params, prompt, sample, critic.model_config), rtol=1e-6)
+
+    def objective(params):
+        means = []
+        for i, (prompt, sample) in enumerate(zip(batch.prompts, batch.samples, strict=True)):
+            now, old, target = values_of(params, prompt, sample, critic.model_config), batch.values[i], batch.returns[i]
+            near = jnp.minimum(jnp.maximum(now, old - 0.5), old + 0.5)
+            means.append(jnp.mean(jnp.maximum((now - target) ** 2, (near - target) ** 2)))
+        return 0.5 * sum(means) / len(means)
+
+    expected = jax.grad(objective)(params)
+    for parts in ([list(range(8))], [[3, 1], [6], [0, 2, 7, 5, 4]]):
+        for part in parts:
+            critic.accumulate(batch.select(part))
+        for mine, theirs in zip(jax.tree.leaves(critic.gradients()), jax.tree.leaves(expected), strict=True):
+            assert np.linalg.norm(mine - theirs) <= 1e-10 * np.linalg.norm(theirs)
+        critic.discard()
+
+
+def test_a_new_critic_expects_nothing_and_has_the_policys_layers(make_config, make_batch, model_config):
+    critic = make_critic(make_config(**GAE), model_config, head=False)
+    policy = decoder.init(model_config, jax.random.key(0))
+    for name in ("embed", "layers", "final_norm"):
+        assert jax.tree.all(jax.tree.map(np.array_equal, critic.params[name], policy[name])), name
+    assert not any(value.any() for value in critic.token_values(make_batch(size=4)))
+    assert critic_config(model_config).scalar_head
+
+
+def test_options_of_its_own(make_config, make_batch, model_config):
+    optim = {"lr": 3e-3, "lr_warmup_steps": 2}
+    config = make_config(**GAE, critic__optim=optim, critic__grad_clip=0.5, actor__optim={"lr": 1.0})
+    critic, batch = make_critic(config, model_config), with_targets(make_batch(size=4))
+    critic.accumulate(batch)
+    metrics = critic.apply()
+    assert metrics["critic/lr"] == pytest.approx(1.5e-3)
+    assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"} <= set(metrics)
+    assert (metrics["critic/skipped_updates"], metrics["critic/recompiles"]) == (0, 0)
+    assert not any(name.startswith(("actor/", "rollout_corr/")) for name in metrics)
+
+
+def test_a_checkpoint_on_another_mesh_goes_on_the_same(x64, make_config, make_batch, model_config, tmp_path):
+    config = make_config(**WIDE, **GAE)
+    first, batch = make_critic(config, model_config, 8), with_targets(make_batch(size=8))
+
+    def update(critic):
+        critic.accumulate(batch)
+        return critic.apply()
+
+    update(first)
+    with Checkpointer(tmp_path) as store:
+        store.save(1, {"critic": first.state()})
+        store.wait()
+    ends = [update(first)]
+    for devices in (1, 4):
+        other = make_critic(config, model_config, devices, head=False)
+        with Checkpointer(tmp_path) as store:
+            state, _ = store.restore({"critic": other.abstract_state()})
+        other.load_state(state["critic"])
+        assert other.updates == 1
+        ends.append(update(other))
+        for mine, theirs in zip(jax.tree.leaves(other.params), jax.tree.leaves(first.params), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+    assert ends[0]["critic/vf_loss"] == pytest.approx(ends[1]["critic/vf_loss"], rel=1e-12)
+
+
+# ---------------------------------------------------------------- a step of the loop's training half
+
+
+class FixedPolicy:
+    """A trainer whose policy stays: what the critic has to learn does not move."""
+
+    def __init__(self):
+        self.updates = 0
+
+    def token_logprobs(self, batch, which):
+        return [sample.rollout_logprobs for sample in batch.samples]
+
+    def accumulate(self, batch):
+        assert batch.returns is not None
+
+    def apply(self):
+        self.updates += 1
+        return {"actor/lr": 0.0}
+
+
+def groups_of(seed, num=8, size=4):
+    """The prompt's first token decides the reward: 1 where it is 1, else 0."""
+    rng, groups = np.random.default_rng(seed), []
+    for index in range(num):
+        prompt = Prompt(0, index, (index % 2, 7), "", "")
+        samples = []
+        for i in range(size):
+            sample = Sample.empty(SampleKey(0, index, i))
+            length = int(rng.integers(1, 9))
+            sample.token_ids = rng.integers(0, 64, length).astype(np.int32)
+            sample.rollout_logprobs = sample.sampled_logprobs = np.full(length, -4.0, np.float32)
+            sample.versions, sample.reward = np.zeros(length, np.int32), float(index % 2)
+            samples.append(sample)
+        groups.append(Group(prompt, samples))
+    return groups
+
+
+def test_it_learns_what_a_prompt_is_worth(make_config, model_config):
+    config = make_config(
+        **GAE,
+        data__train_batch_size=8,
+        actor__optim={"lr": 0.0},
+        critic__optim={"lr": 1e-2},
+        critic__ppo_epochs=2,
+        critic__ppo_mini_batch_size=4,
+        trainer__critic_warmup=3,
+    )
+    policy, critic, phases = FixedPolicy(), make_critic(config, model_config, head=False), []
+
+    def phase(name):
+        phases.append(name)
+        return preparation.nullcontext()
+
+    lines = []
+    for step in range(1, 13):
+        learnt = learning.learn(config, policy, critic, None, groups_of(step), step, phase, lambda: None)
+        assert len(learnt.updates["critic"]) == 4
+        assert learnt.skipped() == {"critic": (4, 0)}
+        lines.append(learnt.metrics())
+        assert ("actor" in learnt.updates) == (step > 3), "the critic learns alone at first"
+    assert policy.updates == 9
+    assert phases[:5] == ["old_log_prob", "ref", "values", "adv", "update_critic"]
+    explained = [line["critic/vf_explained_var"] for line in lines]
+    assert abs(explained[0]) < 1e-3, "a new critic explains nothing"
+    assert explained[-1] > 0.8
+    assert lines[-1]["critic/vf_loss"] < 0.1 * lines[0]["critic/vf_loss"]
+    assert lines[0]["critic/values/max"] == 0
+    assert (lines[0]["critic/returns/min"], lines[0]["critic/returns/max"]) == (0, 1)
