@@ -18,6 +18,8 @@ PHASES = {  # in a step: label and colour of each
     "stream": ("stream", "c11"),
     "old_log_prob": ("old_log_prob", "c3"),
     "ref": ("ref", "c4"),
+    "values": ("values", "c12"),
+    "update_critic": ("update_critic", "c13"),
     "testing": ("testing", "c5"),
     "update_actor": ("update_actor", "c6"),
     "sync": ("sync", "c7"),
@@ -67,6 +69,7 @@ def charts(run: Run) -> list[Chart]:
         Chart("Throughput", "tokens/s/device", curve("throughput", "perf/throughput"), "perf/throughput"),
         Chart("Entropy", "nats per token", curve("entropy", "actor/entropy"), "actor/entropy"),
         *_update(run),
+        *_of_critic(run),
         *_off_policy(run),
     ]
     if run.is_simulated:  # it has no weights: nothing is missing
@@ -105,6 +108,22 @@ def _update(run: Run) -> list[Chart]:
         ),
     ]
     return [charts[0], *(chart for chart in charts[1:] if chart.curves)]
+
+
+def _of_critic(run: Run) -> list[Chart]:
+    """How well the critic foretells returns; none without one."""
+    explained = run.series("critic/vf_explained_var")
+    if not explained:
+        return []
+    means = [
+        Curve("values", run.series("critic/values/mean")),
+        Curve("returns", run.series("critic/returns/mean"), "c2"),
+    ]
+    variance = [Curve("of the returns' variance", explained)]
+    return [
+        Chart("Values and returns", "mean over tokens", means, "critic/values/mean", from_zero=False),
+        Chart("Explained by the critic", "share", variance, "critic/vf_explained_var", from_zero=False),
+    ]
 
 
 def _off_policy(run: Run) -> list[Chart]:

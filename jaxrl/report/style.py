@@ -21,10 +21,10 @@ def document(name: str, subtitle: str, body: str) -> str:
 STYLE = """
 :root{color-scheme:light dark;--bg:#fbfaf8;--card:#fff;--ink:#1d1f23;--soft:#62666e;--rule:#e4e2dd;--c1:#2563a8;
 --c2:#c2571a;--c3:#2f855a;--c4:#8554b0;--c5:#b8871b;--c6:#c23b5a;--c7:#16899c;--c8:#5b4bb5;--c9:#8b8f97;--c10:#8fb8de;
---c11:#a3b84a}
+--c11:#a3b84a;--c12:#7a6a58;--c13:#b0478f}
 @media(prefers-color-scheme:dark){:root{--bg:#15171a;--card:#1d2024;--ink:#e8e6e1;--soft:#a2a6ae;--rule:#33373d;
 --c1:#6ea8e8;--c2:#f0935a;--c3:#63c08f;--c4:#bb92e0;--c5:#dfb655;--c6:#ec7590;--c7:#5cc3d4;--c8:#9d8ff0;--c9:#858a93;--c10:#3f6f9f;
---c11:#7f9136}}
+--c11:#7f9136;--c12:#b8a591;--c13:#e07fc0}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
 font:16px/1.5 system-ui,"Segoe UI",Roboto,"Helvetica Neue","Noto Sans","DejaVu Sans",sans-serif;
 -webkit-text-size-adjust:100%;overflow-wrap:anywhere}main{max-width:1180px;margin:0 auto;padding:32px 20px 64px}h1{
@@ -47,7 +47,8 @@ stroke-width:1}.mark{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}.lin
 stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;stroke:var(--ink)}
 rect,circle{fill:var(--c)}.band{fill:var(--c);opacity:.14}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{
 --c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}.c8{--c:var(--c8)}.c9{
---c:var(--c9)}.c10{--c:var(--c10)}.c11{--c:var(--c11)}
+--c:var(--c9)}.c10{--c:var(--c10)}.c11{--c:var(--c11)}.c12{--c:var(--c12)}.c13{--c:var(
+--c13)}
 table{width:100%;border-collapse:collapse;font-size:.9375rem}th{text-align:left;font-weight:600}thead th{
 color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:1px solid var(--rule);
 vertical-align:top}.num{font-variant-numeric:tabular-nums}code,pre{
