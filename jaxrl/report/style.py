@@ -23,8 +23,8 @@ STYLE = """
 --c2:#c2571a;--c3:#2f855a;--c4:#8554b0;--c5:#b8871b;--c6:#c23b5a;--c7:#16899c;--c8:#5b4bb5;--c9:#8b8f97;--c10:#8fb8de;
 --c11:#a3b84a;--c12:#7a6a58;--c13:#b0478f}
 @media(prefers-color-scheme:dark){:root{--bg:#15171a;--card:#1d2024;--ink:#e8e6e1;--soft:#a2a6ae;--rule:#33373d;
---c1:#6ea8e8;--c2:#f0935a;--c3:#63c08f;--c4:#bb92e0;--c5:#dfb655;--c6:#ec7590;--c7:#5cc3d4;--c8:#9d8ff0;--c9:#858a93;--c10:#3f6f9f;
---c11:#7f9136;--c12:#b8a591;--c13:#e07fc0}}
+--c1:#6ea8e8;--c2:#f0935a;--c3:#63c08f;--c4:#bb92e0;--c5:#dfb655;--c6:#ec7590;--c7:#5cc3d4;--c8:#9d8ff0;--c9:#858a93;
+--c10:#3f6f9f;--c11:#7f9136;--c12:#b8a591;--c13:#e07fc0}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
 font:16px/1.5 system-ui,"Segoe UI",Roboto,"Helvetica Neue","Noto Sans","DejaVu Sans",sans-serif;
 -webkit-text-size-adjust:100%;overflow-wrap:anywhere}main{max-width:1180px;margin:0 auto;padding:32px 20px 64px}h1{
