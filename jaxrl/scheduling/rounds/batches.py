@@ -428,9 +428,14 @@ def _spread_of_ages(name: str, ages: Sequence[int]) -> dict[str, float]:
 
 def off_policy_share(samples: Iterable[Sample], policy_version: int) -> float:
     """The share of tokens from versions before `policy_version`; 0 if there are no tokens."""
-    versions = [sample.versions for sample in samples]
-    flat = np.concatenate(versions) if versions else np.zeros(0, np.int32)
-    return float(np.mean(flat < policy_version)) if flat.size else 0.0
+    total = older = 0
+    for sample in samples:  # a response's versions never fall, and most of them are one version throughout
+        versions, count = sample.versions, len(sample.versions)
+        total += count
+        if count and versions[0] < policy_version:
+            whole = versions[-1] < policy_version
+            older += count if whole else int(np.searchsorted(versions, policy_version))
+    return older / total if total else 0.0
 
 
 def check_schema(what: str, state: Mapping[str, Any], schema: int) -> None:

@@ -145,7 +145,7 @@ class Ledger:
         assert request_id not in self._homes, f"request {request_id} is live"
         if worker is None:
             known = self._first.get(prompt) if self._deal == "prompts" else None
-            worker = min(range(self.num_workers), key=self._limits.__getitem__) if known is None else known
+            worker = self._limits.index(min(self._limits)) if known is None else known
         self._first.setdefault(prompt, worker)
         home = self._homes[request_id] = Home(worker, limit, self.now + self.lookahead)
         self._num_live[worker] += 1
