@@ -56,7 +56,7 @@ def build(options=None):
         ({"rollout.dtype": "float16"}, "rollout.dtype must be one of float32, bfloat16, float64, found 'float16'"),
         ({"algorithm.adv_estimator": "grpoo"}, "found 'grpoo'; did you mean grpo?"),
         ({"actor.remat": []}, "actor.remat must be one of auto, none, dots, full, found []"),
-        ({"trainer.logger": ["console", "mlflow"]}, "trainer.logger[1] must be one of console, wandb, tensorboard"),
+        ({"trainer.logger": ["console", "comet"]}, "trainer.logger[1] must be one of console, wandb, tensorboard"),
         # ranges
         ({"rollout.top_p": 0}, "rollout.top_p must be in (0, 1], found 0.0"),
         ({"rollout.val_kwargs.top_p": 1.5}, "rollout.val_kwargs.top_p must be in (0, 1], found 1.5"),

@@ -21,8 +21,8 @@ from jaxrl.types import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "train, simulate, tune, generate, eval, export, score, explain-config, explain-layout, profile, hosts, options, "
-    "completion, report"
+    "train, simulate, tune, generate, serve, eval, export, score, explain-config, explain-layout, profile, hosts, "
+    "options, completion, report"
 )
 
 

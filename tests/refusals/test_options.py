@@ -275,8 +275,8 @@ NAMES = {
     "rollout.dtype=float16": (
         "rollout.dtype must be one of float32, bfloat16, float64, found 'float16'; did you mean bfloat16?"
     ),
-    "trainer.logger=[console, mlflow]": (
-        "trainer.logger[1] must be one of console, wandb, tensorboard, found 'mlflow'"
+    "trainer.logger=[console, comet]": (
+        "trainer.logger[1] must be one of console, wandb, tensorboard, mlflow, trackio, found 'comet'"
     ),
     "actor.remat=true": "actor.remat must be one of auto, none, dots, full, found True",
     "actor.optim.lr_scheduler_type=cosin": (
