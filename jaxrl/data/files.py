@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrl.config.inputs import reading, strict_json
-from jaxrl.data.hub import data_paths, hub_name
+from jaxrl.data.hub import data_paths, data_set_name
 
 MAX_LINE_BYTES = 64 * 2**20
 """The longest line of a JSONL file: a row is one problem, and a file without line ends would be read whole."""
@@ -32,7 +32,7 @@ def data_files(names: Sequence[str], option: str) -> list[Path]:
     for name in names:
         if not name.strip():
             raise ValueError(f"{option}: {name!r} is no file's name")
-        if (on_hub := hub_name(name)) is not None:
+        if (on_hub := data_set_name(name)) is not None:
             files += data_paths(on_hub, option)
             continue
         try:

@@ -53,6 +53,12 @@ def hub_name(text: str) -> HubName | None:
     return HubName(found[1], found[2] or "", found[3] or "")
 
 
+def data_set_name(text: str) -> HubName | None:
+    """The same for data: what ends as a file of data does, and names none in a data set, is a path."""
+    found = hub_name(text)
+    return None if found is None or (not found.file and text.endswith(_DATA)) else found
+
+
 def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:
     """The folder of a model, or its file where the name has one (`.gguf`).
 

@@ -20,7 +20,7 @@ from jaxrl.config.declared import shown
 from jaxrl.config.inputs import reading, strict_json
 from jaxrl.config.text import one_line
 from jaxrl.data.files import data_files, rows
-from jaxrl.data.hub import hub_name
+from jaxrl.data.hub import data_set_name
 
 ROLES = ("system", "user", "assistant")
 """What the author of a message may be."""
@@ -76,7 +76,7 @@ def read_problems(names: Sequence[str], option: str, data: DataSection) -> list[
         raise ConfigError("data.prompt_key is empty: name the column of the problem's text, or give data.messages_key")
     problems: list[Problem] = []
     for given in names:
-        on_hub = hub_name(given)
+        on_hub = data_set_name(given)
         for path in data_files([given], option):
             name = source_name(path) if on_hub is None else on_hub.repository
             first = len(problems)

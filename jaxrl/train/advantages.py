@@ -161,7 +161,7 @@ def gae(
       loss_masks: per sample [T], 1 at tokens to learn from; None: all.
 
     Returns:
-      (advantages, returns): per sample float32 [T]; 0 at tokens that are not learnt from.
+      Two lists, per sample float32 [T]: the advantages and the returns; 0 at tokens that are not learnt from.
     """
     masks = _masks(samples, loss_masks)
     longest = max((len(sample) for sample in samples), default=0)

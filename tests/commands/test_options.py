@@ -52,7 +52,7 @@ def test_the_line_of_yaml_is_the_default():
 
 def test_what_a_name_finds():
     assert [option.path for option in find("actor.optim.lr")] == ["actor.optim.lr"]
-    assert [option.path for option in find("lr")] == ["actor.optim.lr"], "a last name alone"
+    assert [option.path for option in find("lr")] == ["actor.optim.lr", "critic.optim.lr"], "last names alone"
     assert {option.path.partition(".")[0] for option in find("hosts")} == {"hosts"}
     assert [option.path for option in find("rollout.tens")] == ["rollout.tensor_model_parallel_size"]
     assert [option.path for option in find("rollout.n=")] == ["rollout.n"]

@@ -173,7 +173,7 @@ REFUSALS = (
     in_yaml(
         "yaml-merged-value",
         (
-            "unknown option x: known here: model, data, rollout, actor, algorithm, reward, trainer, "
+            "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, trainer, "
             "hosts, simulate (run.yaml, line 1)"
         ),
         "x: &x {n: 0}\nrollout:\n  <<: *x\n",

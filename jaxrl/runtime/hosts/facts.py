@@ -29,7 +29,7 @@ import jaxrl
 from jaxrl.config import Config, to_mapping
 from jaxrl.config.declared import declared, walk
 from jaxrl.config.mapping import flatten
-from jaxrl.data.hub import data_paths, hub_name, used_files
+from jaxrl.data.hub import data_paths, data_set_name, hub_name, used_files
 from jaxrl.models.loading import RANDOM, resolve_path
 from jaxrl.sharding.mesh import platform_of
 
@@ -140,7 +140,7 @@ def _contents(config: Config) -> dict[str, str]:
     missing: dict[str, str] = {}
     for option, _, _, text in _paths(copy.deepcopy(to_mapping(config))):
         name = f"the content of {option}"
-        if option.startswith("data.") and (on_hub := hub_name(text)) is not None:
+        if option.startswith("data.") and (on_hub := data_set_name(text)) is not None:
             files |= {f"{name}/{file.name}": (file, False) for file in data_paths(on_hub, option)}
             continue
         is_model, random_init = option in _MODELS, config.model.random_init and option == "model.path"

@@ -18,7 +18,7 @@ from jaxrl.runtime.hosts.agent import Start
 from jaxrl.runtime.hosts.launch import Launch, Launcher
 from jaxrl.runtime.hosts.local_agents import Event, Note, Output, Ready, Saved
 from jaxrl.runtime.hosts.restarts import Ended, Lost, Refused
-from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.stop import WISH, Stop
 
 DONE = [Ended(0, 0), Ended(1, 0)]
 READY = [Ready(0, "10.0.0.1", 4000, None), Ready(1, "10.0.0.2", 5000, None)]
@@ -119,7 +119,7 @@ def test_a_signal_goes_to_process_0_once(tmp_path: Path):
     stop.asked, stop.number = True, signal.SIGINT
     world = Scripted(READY, [], [], DONE)
     assert launcher(tmp_path, world, stop=stop).run() == 0
-    assert world.signals == [(0, signal.SIGTERM)]
+    assert world.signals == [(0, WISH)]
 
 
 REFUSED = {
