@@ -38,7 +38,6 @@ def test_tools_before_a_commit_are_those_of_the_tests():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("docker") is not None, reason="docker is here: build the image instead")
 def test_the_images_steps_one_by_one(tmp_path: Path):
     """What it copies and installs, in an environment of its own: no step needs a file that it has not copied."""
     work = tmp_path / "src"
