@@ -65,4 +65,4 @@ def test_the_images_steps_one_by_one(tmp_path: Path):
         text=True,
     )
     assert shown.returncode == 0, shown.stderr
-    assert "rollout dp 1" in shown.stdout
+    assert "134.5M parameters" in shown.stdout
