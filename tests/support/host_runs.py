@@ -45,6 +45,8 @@ TIMES = (
     "rollout/recompiles",
     "actor/rec",
     "critic/rec",
+    "reward/pool_restarts",  # of whichever scorer died beside it
+    "reward/retries",
 )
 
 
