@@ -438,8 +438,8 @@ def _tell_one_error() -> None:
     """From now on, of several arrays that cannot be written or read, only the error that Orbax raises is told.
 
     The others come as reports that cannot be caught, with tracebacks, at any moment up to the end of the process:
-    asyncio's, of tasks and of TensorStore's futures whose error was never asked for, and TensorStore's, of the event
-    loop that Orbax has closed by then. All other reports stay as they are.
+    asyncio's, of tasks, gathered tasks and TensorStore's futures whose error was never asked for, and TensorStore's, of
+    the event loop that Orbax has closed by then. All other reports stay as they are.
     """
     logging.getLogger("asyncio").addFilter(_not_orbaxs_others)
     earlier = sys.unraisablehook
@@ -456,7 +456,7 @@ def _tell_one_error() -> None:
 def _not_orbaxs_others(record: logging.LogRecord) -> bool:
     """A filter of asyncio's log: False for errors that Orbax's tasks, or TensorStore under them, have left behind."""
     error = record.exc_info[1] if record.exc_info else None
-    lost = re.match(r"(Task|Future) exception was never retrieved", record.getMessage())
+    lost = re.match(r"(Task|Future|_GatheringFuture) exception was never retrieved", record.getMessage())
     if error is None or lost is None:
         return True
     if error.__traceback__ is None:  # no line of Python raised it: TensorStore gave it to a future that Orbax dropped

@@ -133,11 +133,15 @@ def test_killed_half_way_is_never_chosen(tmp_path):
 def test_only_one_error_of_a_save_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of the other arrays, asyncio reports lost tasks and futures, TensorStore a closed loop. A user's own stay."""
+    """Of the other arrays, asyncio reports lost tasks, gathered or not, and futures, TensorStore a closed loop. A
+    user's own stay."""
 
     async def forget(failing: Awaitable[None]) -> None:
         task = asyncio.ensure_future(failing)
         await asyncio.wait([task])
+
+    async def forget_gathered(failing: Awaitable[None]) -> None:
+        await asyncio.wait([asyncio.gather(failing)])
 
     namespace: dict[str, Any] = {"__name__": "orbax.checkpoint.some_writer"}
     exec("async def write():\n    raise ValueError('no space')", namespace)
@@ -155,8 +159,10 @@ def test_only_one_error_of_a_save_is_told(
         pass
     for failing in (namespace["write"], write_in_tensorstore, read):
         asyncio.run(forget(failing()))
+    for failing in (namespace["write"], read):
+        asyncio.run(forget_gathered(failing()))
     gc.collect()
-    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["of the user"]
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["of the user"] * 2
     for owner in (None, "a transport"):
         closed = RuntimeError("Event loop is closed")
         hook: Any = sys.unraisablehook
