@@ -13,7 +13,7 @@ from jaxrl.config.declared import MAX_INT, declared, shown
 from jaxrl.config.devices import devices_problem
 from jaxrl.config.domains import problem as reward_problem
 from jaxrl.config.domains import unread as unread_rewards
-from jaxrl.config.judges import judge_kind
+from jaxrl.config.judges import judge_kind, template_problem
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
 
@@ -33,7 +33,9 @@ class ConfigError(ValueError):
 def check(c: Config) -> None:
     """Raises ConfigError for options that do not go together."""
     if not c.model.path:
-        raise ConfigError("model.path is missing: give a Hugging Face folder or a .gguf file")
+        raise ConfigError(
+            "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
+        )
     _check_data(c)
     _check_quotas(c)
     _check_filtering(c)
@@ -52,15 +54,14 @@ def check(c: Config) -> None:
 
 def _check_data(c: Config) -> None:
     if c.data.task and c.data.train_files:
-        raise ConfigError("data.task and data.train_files exclude each other: problems come from a task or from files")
+        raise ConfigError(
+            "data.task and data.train_files exclude each other: problems come from a task or from files; add "
+            "data.task= to use the files"
+        )
     if "{question}" not in c.data.prompt_template:
         raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
-    for name in ("messages", "add_generation_prompt"):
-        if name in c.data.apply_chat_template_kwargs:
-            raise ConfigError(f"data.apply_chat_template_kwargs.{name}: the run gives the chat template {name} itself")
-    tools = c.data.apply_chat_template_kwargs.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"data.apply_chat_template_kwargs.tools must be a list of JSON schemas, found {shown(tools)}")
+    if problem := template_problem(c.data.apply_chat_template_kwargs):
+        raise ConfigError(f"data.apply_chat_template_kwargs.{problem}")
     _check_held_out(c)
 
 

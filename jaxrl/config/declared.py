@@ -73,6 +73,11 @@ class Declared:
         return dataclasses.is_dataclass(self.type)
 
     @property
+    def holds_text(self) -> bool:
+        """Whether a value is text: any, or one of a few names."""
+        return self.type is str or typing.get_origin(self.type) is Literal
+
+    @property
     def named_section(self) -> type | None:
         """Of a mapping from names to sections: the class of those."""
         item = typing.get_args(self.type)[1] if typing.get_origin(self.type) is dict else None

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from jaxrl.config import verl_options
 from jaxrl.config.checks import ConfigError, check
 from jaxrl.config.declared import Declared, declared, number_or_name, number_problem, shown, text_problem, walk
 from jaxrl.config.options import Config
@@ -92,7 +93,7 @@ def build(section: type, values: Any, path: str) -> Any:
         if not isinstance(key, str):
             raise ConfigError(_no_text(path or "the config", key))
         if key not in known:
-            raise ConfigError(_unknown(path, key_text(key), list(known)))
+            raise ConfigError(_unknown(path, key_text(key), value, list(known)))
         kwargs[key] = _convert(known[key], value, f"{path}.{key}" if path else key)
     return section(**kwargs)
 
@@ -106,8 +107,11 @@ def _no_text(path: str, key: Any) -> str:
     return f"{path}: a name must be text, found {shown(key)} ({type(key).__name__}): put it in quotation marks"
 
 
-def _unknown(path: str, key: str, known: list[str]) -> str:
+def _unknown(path: str, key: str, value: Any, known: list[str]) -> str:
     full = f"{path}.{key}" if path else key
+    if (from_verl := verl_options.advice(full, value)) is not None:
+        option, advice = from_verl
+        return f"unknown option {key_text(option)}: {advice}"
     near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
     # of several with that name the first, or the first in the same section
     options = sorted((option for option, _ in walk(Config)), key=lambda option: not option.startswith(f"{path}."))
@@ -136,9 +140,12 @@ def _convert(option: Declared, value: Any, path: str) -> Any:
             raise ConfigError(f"{path} must be {number.__name__} or {' or '.join(names)}, found {shown(value)}")
         return _convert(dataclasses.replace(option, type=number), value, path)
     if origin in (list, types.GenericAlias):
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{path} must be a list, found {shown(value)}")
         item = Declared(typing.get_args(hint)[0], names=option.names)
+        if isinstance(value, str) and item.holds_text:
+            value = [value]  # a list of one
+        if not isinstance(value, list | tuple):
+            advice = ": an empty list is []" if value is None else ""
+            raise ConfigError(f"{path} must be a list, found {shown(value)}{advice}")
         return [_convert(item, element, f"{path}[{i}]") for i, element in enumerate(value)]
     if origin is dict:
         return _mapping(Declared(typing.get_args(hint)[1]), value, path)
@@ -155,7 +162,8 @@ def _name(allowed: tuple[str, ...], value: Any, path: str) -> str:
 
 def _mapping(item: Declared, value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path} must be a mapping, found {shown(value)}")
+        advice = ": an empty mapping is {}" if value is None else ""
+        raise ConfigError(f"{path} must be a mapping, found {shown(value)}{advice}")
     for key in value:
         if not isinstance(key, str):
             raise ConfigError(_no_text(path, key))

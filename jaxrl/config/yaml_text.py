@@ -52,7 +52,7 @@ def parse_yaml(text: str, place: str, lines: bool = True) -> tuple[Any, yaml.Nod
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             where = f", line {mark.line + 1}" if mark and lines else ""
-            raise ConfigError(f"{place}{where}: {one_line(_problem(error))}") from None
+            raise ConfigError(f"{place}{where}: {_problem(error)}") from None
         except (yaml.YAMLError, ValueError, TypeError) as error:  # such as a date that does not exist
             raise ConfigError(f"{place}: not valid YAML ({one_line(str(error))})") from None
         finally:
@@ -60,9 +60,17 @@ def parse_yaml(text: str, place: str, lines: bool = True) -> tuple[Any, yaml.Nod
                 loader.dispose()
 
 
+_STAR = (
+    " (to YAML * begins an alias: put text with it in quotation marks; a pattern of files on this machine is not "
+    "filled in, each file is named: docs/your-data.md)"
+)
+
+
 def _problem(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "not valid YAML"
-    return f"{error.context}, {problem}" if problem.startswith("but ") and error.context else problem
+    if problem.startswith("but ") and error.context:
+        problem = f"{error.context}, {problem}"
+    return one_line(problem) + (_STAR if error.context == "while scanning an alias" else "")
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:

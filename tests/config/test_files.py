@@ -269,6 +269,7 @@ def test_options_without_effect_are_said_with_their_place(file):
     [
         (["endpoint=http://localhost:1/v1", "endpoint_model=m", "max_prompt_tokens=99"], "an endpoint is the judge"),
         (["endpoint=http://localhost:1/v1", "endpoint_model=m", "busy_share=1.0"], "an endpoint is the judge"),
+        (["endpoint=http://localhost:1/v1", "endpoint_model=m", "apply_chat_template_kwargs={a: 1}"], ""),
         (["model=m", "max_requests=2"], "a model on the devices scores"),
         (["model=m", "max_prompt_tokens=99"], ""),
         (["endpoint=http://localhost:1/v1", "endpoint_model=m", "max_requests=2"], ""),
@@ -313,3 +314,19 @@ def test_a_recorded_config_names_its_file_and_line(tmp_path):
         ConfigError, match=rf"^rollout\.n must be at least 1, found 0 \({tmp_path}/config\.yaml, line 4\)$"
     ):
         load_recorded(tmp_path / "config.yaml")
+
+
+def test_a_single_text_is_a_list_of_one(file):
+    """In YAML, in gin and on the command line; a list is as it was."""
+    for text in (
+        (
+            "run.yaml",
+            "model: {path: m}\ndata: {train_files: a.jsonl}\nreward: {env: HOME}\ntrainer: {logger: console}",
+        ),
+        ("run.gin", "model.path='m'\ndata.train_files='a.jsonl'\nreward.env='HOME'\ntrainer.logger='console'\n"),
+    ):
+        config = load(file(*text))
+        found = config.data.train_files, config.reward.env, config.trainer.logger
+        assert found == (["a.jsonl"], ["HOME"], ["console"])
+        assert load(file(*text), ["data.train_files=[a.jsonl]"]) == load(file(*text), ["data.train_files=a.jsonl"])
+    assert load(file(*text), ["data.train_files=b.jsonl"]).data.train_files == ["b.jsonl"]

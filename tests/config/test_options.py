@@ -50,7 +50,10 @@ def build(options=None):
         ({"actor.optim.lr": "fast"}, "actor.optim.lr must be float, found 'fast' (str)"),
         ({"rollout.top_p": True}, "rollout.top_p must be float, found True (bool)"),
         ({"model.path": 3}, "model.path must be str, found 3 (int)"),
-        ({"data.train_files": "a.jsonl"}, "data.train_files must be a list, found 'a.jsonl'"),
+        ({"data.train_files": {"a": 1}}, "data.train_files must be a list, found {'a': 1}"),
+        ({"data.train_files": None}, "data.train_files must be a list, found None: an empty list is []"),
+        ({"rollout.layout.degrees": "1"}, "rollout.layout.degrees must be a list, found '1'"),
+        ({"data.task_config": None}, "data.task_config must be a mapping, found None: an empty mapping is {}"),
         ({"data.train_files": ["a", 3]}, "data.train_files[1] must be str, found 3 (int)"),
         ({"data.task_config": [1]}, "data.task_config must be a mapping, found [1]"),
         ({"rollout.dtype": "float16"}, "rollout.dtype must be one of float32, bfloat16, float64, found 'float16'"),
@@ -82,7 +85,10 @@ def build(options=None):
             "algorithm.filter_groups.metric is empty",
         ),
         # sizes that do not fit together
-        ({"model.path": ""}, "model.path is missing: give a Hugging Face folder or a .gguf file"),
+        (
+            {"model.path": ""},
+            "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of",
+        ),
         ({"data.task": "t", "data.train_files": ["a"]}, "data.task and data.train_files exclude each other"),
         ({"data.prompt_template": "solve"}, "data.prompt_template must contain {question}, found 'solve'"),
         ({"reward.kind": "custom"}, "reward.path is missing: reward.kind is custom, which needs a Python file"),

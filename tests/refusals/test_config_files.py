@@ -11,6 +11,7 @@ from pathlib import Path
 from refusals import Refusal, cases
 
 MODEL = "model:\n  path: m\n"
+NO_MODEL = "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
 MINI = MODEL + "rollout:\n  n: 4\nactor:\n  ppo_mini_batch_size: 4\n"
 NAMES = "abcdefghi"
 
@@ -137,10 +138,21 @@ REFUSALS = (
         "model: {path: m}\n---\nrollout: {n: 4}\n",
     ),
     in_yaml("yaml-undefined-alias", "run.yaml, line 1: found undefined alias 'other'", "rollout: *other\n"),
-    in_yaml("yaml-empty", "model.path is missing: give a Hugging Face folder or a .gguf file", ""),
+    Refusal(
+        "yaml-pattern-of-files",
+        ("train", "model.path=m", "data.train_files=[*.jsonl]"),
+        "override 'data.train_files=[*.jsonl]': expected alphabetic or numeric character, but found '.' (to YAML * "
+        "begins an alias: put text with it in quotation marks; a pattern of files on this machine is not filled in, "
+        "each file is named: docs/your-data.md)",
+    ),
+    in_yaml(
+        "yaml-empty",
+        NO_MODEL,
+        "",
+    ),
     in_yaml(
         "yaml-only-comments",
-        "model.path is missing: give a Hugging Face folder or a .gguf file",
+        NO_MODEL,
         "# model:\n#   path: m\n",
     ),
     in_yaml(

@@ -241,7 +241,10 @@ TYPES = {
     "rollout.tail_batching.enable=1": "rollout.tail_batching.enable must be bool, found 1 (int)",
     "rollout.warmup=maybe": "rollout.warmup must be bool, found 'maybe' (str)",
     'data.shuffle="false"': "data.shuffle must be bool, found 'false' (str)",
-    "data.train_files=a.jsonl": "data.train_files must be a list, found 'a.jsonl'",
+    "data.train_files=3": "data.train_files must be a list, found 3",
+    "data.train_files=": "data.train_files must be a list, found None: an empty list is []",
+    "rollout.layout.degrees=two": "rollout.layout.degrees must be a list, found 'two'",
+    "data.task_config=": "data.task_config must be a mapping, found None: an empty mapping is {}",
     "data.train_files=[a.jsonl, 3]": "data.train_files[1] must be str, found 3 (int): put it in quotation marks",
     "data.val_files={a: b}": "data.val_files must be a list, found {'a': 'b'}",
     "rollout.stop=[1]": "rollout.stop[0] must be str, found 1 (int): put it in quotation marks",
@@ -265,7 +268,14 @@ NAMES = {
     "rollout.temprature=1": "unknown option rollout.temprature: did you mean rollout.temperature?",
     "rolout.n=4": "unknown option rolout: did you mean rollout?",
     "actor.lr=1e-6": "unknown option actor.lr: did you mean actor.optim.lr?",
-    "actor_rollout_ref.rollout.n=4": "unknown option actor_rollout_ref: did you mean rollout?",
+    "actor_rollout_ref.rollout.n=4": (
+        "unknown option actor_rollout_ref.rollout.n: it is rollout.n (there is no actor_rollout_ref here)"
+    ),
+    "actor_rollout_ref.actor.optim.lr=1e-6": (
+        "unknown option actor_rollout_ref.actor.optim.lr: it is actor.optim.lr (there is no actor_rollout_ref here)"
+    ),
+    "rollout.name=vllm": "unknown option rollout.name: jaxrl has its own engine",
+    "trainer.n_gpus_per_node=1": "unknown option trainer.n_gpus_per_node: here it is trainer.num_devices",
     "rollout.N=4": "unknown option rollout.N: did you mean rollout.n?",
     "simulate.tasks=[{wieght: 1}]": ("unknown option simulate.tasks[0].wieght: did you mean simulate.tasks[0].weight?"),
     "algorithm.adv_estimator=gpro": (

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from refusals import Refusal, cases
 
+NO_MODEL = "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
+
 
 def run(name: str, sentence: str, *overrides: str) -> Refusal:
     """Of a training run with the tiny model."""
@@ -16,7 +18,11 @@ def run(name: str, sentence: str, *overrides: str) -> Refusal:
 
 
 REFUSALS = (
-    Refusal("model-missing", ("train",), "model.path is missing: give a Hugging Face folder or a .gguf file"),
+    Refusal(
+        "model-missing",
+        ("train",),
+        NO_MODEL,
+    ),
     run(
         "greedy-grpo",
         (
@@ -101,8 +107,8 @@ REFUSALS = (
     run(
         "task-and-files",
         (
-            "data.task and data.train_files exclude each other: problems come from a task or from files "
-            "(command line: data.task=chain_sum data.train_files=[a.jsonl])"
+            "data.task and data.train_files exclude each other: problems come from a task or from files; add "
+            "data.task= to use the files (command line: data.task=chain_sum data.train_files=[a.jsonl])"
         ),
         "data.task=chain_sum",
         "data.train_files=[a.jsonl]",
@@ -117,6 +123,13 @@ REFUSALS = (
         "data.apply_chat_template_kwargs.messages: the run gives the chat template messages itself (command line: "
         "data.apply_chat_template_kwargs={messages: []})",
         "data.apply_chat_template_kwargs={messages: []}",
+    ),
+    run(
+        "own-variables-of-the-judges-template",
+        "reward.judge.apply_chat_template_kwargs.messages: the run gives the chat template messages itself (command "
+        "line: reward.judge={model: m, apply_chat_template_kwargs: {messages: []}})",
+        "reward.kind=model",
+        "reward.judge={model: m, apply_chat_template_kwargs: {messages: []}}",
     ),
     run(
         "tools-that-are-none",

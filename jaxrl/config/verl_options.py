@@ -1,0 +1,168 @@
+"""What options of verl are called here, or in one sentence why there is none.
+
+Purpose: `advice(path)` completes the refusal of an unknown option for those who bring a script of verl along. Most
+names are the same and stand in no table: verl's `actor_rollout_ref.actor.optim.lr` is `actor.optim.lr`, and its
+`algorithm` and `trainer` sections have the same names here.
+
+Source: verl's documentation of its configuration (`ppo_trainer.yaml`), versions 0.3 to 0.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl.config.declared import walk
+from jaxrl.config.options import Config
+
+PREFIX = "actor_rollout_ref"
+"""verl's section around model, actor, rollout and reference."""
+
+RENAMED: Mapping[str, str] = {
+    "data.reward_fn_key": "data.source_key",
+    "data.val_max_samples": "data.val_size",
+    "model.enable_gradient_checkpointing": "actor.remat",
+    "actor.ppo_micro_batch_size": "actor.ppo_max_token_len_per_gpu",
+    "actor.ppo_micro_batch_size_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
+    "actor.loss_agg_mode": "algorithm.loss_agg_mode",
+    "actor.policy_loss.loss_mode": "actor.ratio_level",
+    "actor.optim.betas": "actor.optim.beta1 and actor.optim.beta2",
+    "actor.optim.lr_warmup_steps_ratio": "actor.optim.lr_warmup_steps",
+    "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
+    "actor.fsdp_config.optimizer_offload": "actor.offload_optimizer",
+    "actor.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "rollout.prompt_length": "data.max_prompt_length",
+    "rollout.response_length": "data.max_response_length",
+    "rollout.gpu_memory_utilization": "rollout.memory_fraction",
+    "rollout.log_prob_micro_batch_size": "actor.ppo_max_token_len_per_gpu",
+    "rollout.log_prob_micro_batch_size_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "rollout.log_prob_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "rollout.max_model_len": "data.max_prompt_length and data.max_response_length",
+    "rollout.do_sample": "rollout.temperature",
+    "rollout.val_kwargs.do_sample": "rollout.val_kwargs.temperature",
+    "critic.enable": "algorithm.adv_estimator",
+    "critic.optim.betas": "critic.optim.beta1 and critic.optim.beta2",
+    "critic.optim.lr_warmup_steps_ratio": "critic.optim.lr_warmup_steps",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "critic.ppo_micro_batch_size": "actor.ppo_max_token_len_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
+    "algorithm.rollout_is": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
+    "custom_reward_function.path": "reward.path",
+    "custom_reward_function.name": "reward.name",
+    "reward_model.model.path": "reward.judge.model",
+    "reward_model.reward_manager": "reward.kind",
+    "reward_manager.name": "reward.kind",
+    "reward_model.overlong_buffer.enable": "reward.overlong_buffer.enable",
+    "reward_model.overlong_buffer.len": "reward.overlong_buffer.len",
+    "reward_model.overlong_buffer.penalty_factor": "reward.overlong_buffer.penalty_factor",
+    "reward_model.sandbox_fusion": "reward.code.sandbox",
+    "trainer.n_gpus_per_node": "trainer.num_devices",
+    "trainer.nnodes": "hosts.num",
+    "trainer.default_local_dir": "trainer.run_dir",
+    "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "trainer.resume_from_path": "trainer.init_from",
+}
+"""Options of verl, without `PREFIX`, and what is nearest to them here: an option, or two."""
+
+ABSENT: Mapping[str, str] = {
+    PREFIX: "its sections model, actor and rollout stand by themselves here",
+    "hybrid_engine": "rollout and update always share the weights, unless rollout.num_devices parts the devices",
+    "ref": "the reference model is the policy as it began, and is computed with the actor's options",
+    "ray_init": "jaxrl needs no Ray: hosts.launcher says what starts the processes of several hosts",
+    "ray_kwargs": "jaxrl needs no Ray: hosts.launcher says what starts the processes of several hosts",
+    "data.truncation": "no prompt is cut: longer ones are left out (data.filter_overlong_prompts)",
+    "data.train_max_samples": "all problems of the files are used; trainer.total_training_steps ends a run earlier",
+    "data.dataloader_num_workers": "the data is read once, before the first step",
+    "data.validation_shuffle": "no result depends on the order of held-out prompts",
+    "data.val_batch_size": "held-out prompts need no batches: the engine takes as many as fit",
+    "data.return_raw_chat": "a reward function always gets the question and its columns",
+    "data.return_raw_input_ids": "a reward function always gets the question and its columns",
+    "data.image_key": "models are text-only",
+    "data.video_key": "models are text-only",
+    "data.tokenizer": "the tokenizer is the model's own",
+    "data.trust_remote_code": "no code that comes with a model is run",
+    "model.trust_remote_code": "no code that comes with a model is run",
+    "model.external_lib": "no code that comes with a model is run",
+    "model.lora_rank": "there is no LoRA: all weights are trained",
+    "model.lora_alpha": "there is no LoRA: all weights are trained",
+    "model.target_modules": "there is no LoRA: all weights are trained",
+    "model.use_remove_padding": "sequences are always packed, without padding between them",
+    "model.use_liger": "jaxrl has kernels of its own (actor.attention)",
+    "model.use_fused_kernels": "jaxrl has kernels of its own (actor.attention)",
+    "actor.strategy": "there is no FSDP or Megatron: weights are sharded over the devices of trainer.num_devices",
+    "actor.fsdp_config": "there is no FSDP: weights are sharded over the devices of trainer.num_devices",
+    "actor.megatron": "there is no Megatron: weights are sharded over the devices of trainer.num_devices",
+    "actor.use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
+    "actor.use_torch_compile": "everything is compiled, by XLA",
+    "actor.ulysses_sequence_parallel_size": "a sequence is not parted among devices",
+    "actor.optim.total_training_steps": "a schedule is as long as the run (trainer.total_training_steps)",
+    "critic.model": "the critic begins as the policy does, with a head of its own",
+    "critic.strategy": "there is no FSDP or Megatron: weights are sharded over the devices of trainer.num_devices",
+    "critic.use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
+    "rollout.name": "jaxrl has its own engine",
+    "rollout.mode": "jaxrl has its own engine, which gives out samples as they end",
+    "rollout.engine_kwargs": "jaxrl has its own engine, whose options are those of rollout",
+    "rollout.load_format": "the engine reads the trainer's weights where they are",
+    "rollout.layered_summon_param": "the engine reads the trainer's weights where they are",
+    "rollout.free_cache_engine": "the KV pool is planned with the rest of a device's memory (rollout.memory_fraction)",
+    "rollout.enforce_eager": "everything is compiled, ahead of the first step (rollout.warmup)",
+    "rollout.enable_chunked_prefill": "prompts are always read in chunks (rollout.max_num_batched_tokens)",
+    "rollout.ignore_eos": "a response ends with the model's end token or at data.max_response_length",
+    "rollout.log_prob_use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
+    "rollout.calculate_log_probs": "the engine's log-probabilities are always kept (actor.old_logprobs)",
+    "rollout.multi_turn": "a prompt has one response: there are no tools and no further turns",
+    "rollout.agent": "a prompt has one response: there are no tools and no further turns",
+    "algorithm.kl_ctrl": "the coefficient of KL stays as it is (algorithm.kl_coef)",
+    "reward_model": "rewards have the section reward, and a reward model is reward.judge.model with reward.kind=model",
+    "global_profiler": "a run's phases are in its timeline.json, and jaxrl profile measures latencies",
+    "trainer.balance_batch": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
+    "trainer.log_val_generations": "samples are always written to samples.jsonl in trainer.run_dir",
+    "trainer.rollout_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
+    "trainer.validation_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
+    "trainer.resume_mode": "a run goes on by itself where trainer.run_dir holds one",
+    "trainer.default_hdfs_dir": "checkpoints are written to trainer.run_dir alone",
+    "trainer.del_local_ckpt_after_load": "checkpoints are kept (trainer.max_ckpt_to_keep)",
+    "trainer.device": "devices are those of the JAX that is installed (trainer.num_devices)",
+    "trainer.val_only": "jaxrl eval scores a model without training",
+}
+"""Options and whole sections of verl, without `PREFIX`, that have no counterpart, each with a sentence."""
+
+_OURS = frozenset(path for path, _ in walk(Config))
+
+
+def advice(path: str, value: Any = None) -> tuple[str, str] | None:
+    """Of an unknown option, or of a section with options as its value: the option's path, and what to do about it.
+    None: verl has none of that name, as far as is known here."""
+    for option in _leaves(path, value):
+        if (found := _advice(option)) is not None:
+            return option, found
+    return None
+
+
+def _advice(option: str) -> str | None:
+    name = option.removeprefix(f"{PREFIX}.")
+    note = f" (there is no {PREFIX} here)" if name != option else ""
+    if name != option and name in _OURS:
+        return f"it is {name}{note}"
+    if name in RENAMED:
+        return f"here it is {RENAMED[name]}"
+    above = name
+    while above:  # of sections the innermost
+        if above in ABSENT:
+            return ABSENT[above]
+        above = above.rpartition(".")[0]
+    return ABSENT[PREFIX] if name != option else None
+
+
+def _leaves(path: str, value: Any) -> Iterator[str]:
+    """The paths of what a mapping holds, however deep; of anything else its own."""
+    if not isinstance(value, Mapping) or not value:
+        yield path
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{path}.{key}", inner)

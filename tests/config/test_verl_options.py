@@ -1,0 +1,69 @@
+"""What options of verl are called here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config.declared import walk
+from jaxrl.config.files import load
+from jaxrl.config.options import Config
+from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, advice
+
+OURS = {path for path, _ in walk(Config)}
+SECTIONS = {path[:end] for path in OURS for end in range(len(path)) if path[end] == "."}
+
+
+def test_what_is_named_exists():
+    """Our options alone are on the right side, and none of them on the left."""
+    for verl, ours in RENAMED.items():
+        assert set(ours.split(" and ")) <= OURS, verl
+    for verl, sentence in ABSENT.items():
+        named = set(
+            re.findall(r"\b(?:data|rollout|actor|critic|algorithm|reward|trainer|hosts)\.\w+(?:\.\w+)*", sentence)
+        )
+        assert named <= OURS, verl
+        assert sentence[-1] != ".", verl
+    assert {*RENAMED, *ABSENT}.isdisjoint(OURS | SECTIONS)
+    assert not set(RENAMED) & set(ABSENT)
+
+
+@pytest.mark.parametrize("name", sorted({*RENAMED, *ABSENT}))
+def test_each_name_is_answered(name: str):
+    """With verl's outer section and without, on the command line and in a file's sections."""
+    options = [name] if name == PREFIX else [name, f"{PREFIX}.{name}"]
+    for option in options:
+        with pytest.raises(ConfigError) as refused:
+            load(None, ["model.path=m", "data.task=leg_counting", f"{option}=1"])
+        assert str(refused.value).startswith(f"unknown option {option}: ")
+        assert str(refused.value).endswith(f" (command line: {option}=1)")
+        assert (RENAMED.get(name) or ABSENT[name]) in str(refused.value)
+        assert "did you mean" not in str(refused.value)
+
+
+def test_all_of_our_options_are_found_under_verls_section():
+    for path in OURS:
+        assert advice(f"{PREFIX}.{path}") == (f"{PREFIX}.{path}", f"it is {path} (there is no {PREFIX} here)")
+
+
+def test_the_innermost_section_speaks():
+    assert advice("actor.fsdp_config.optimizer_offload") == (
+        "actor.fsdp_config.optimizer_offload",
+        "here it is actor.offload_optimizer",
+    )
+    (option, said) = advice("actor.fsdp_config.param_offload") or ("", "")
+    assert (option, said) == (
+        "actor.fsdp_config.param_offload",
+        ABSENT["actor.fsdp_config"],
+    )
+    assert advice(f"{PREFIX}.made.up") == (f"{PREFIX}.made.up", ABSENT[PREFIX])
+    assert advice("rollout.temprature") is advice("made", {"up": 1}) is None
+
+
+def test_sections_of_a_file():
+    with pytest.raises(ConfigError, match=rf"^unknown option {PREFIX}\.actor\.optim\.lr: it is actor\.optim\.lr "):
+        from_mapping({PREFIX: {"actor": {"optim": {"lr": 1e-6}}}})
+    with pytest.raises(ConfigError, match=rf"^unknown option {PREFIX}: {ABSENT[PREFIX]}$"):
+        from_mapping({PREFIX: {}})
